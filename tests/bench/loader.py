@@ -8,7 +8,7 @@ Every row is an engine in a process of its own, which starts with the checkpoint
 (tests/bench/loader_case.py). "Above final" is the peak during load_model less the value after it. "All" is that peak less the value before
 it and the parameters, so that it counts what stays besides the parameters. GB/s are bytes from storage over the time of load_weights; the
 disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start" reads the quantized cache that
-the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/support/checkpoints.py), shards in
+the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/support/architectures.py), shards in
 layer order or all tensors shuffled over them, in TMPDIR. --compare: digests every parameter and buffer of each load, once it was measured,
 and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first name that differs. Exit status 1:
 a bar was missed, or loads differ.
@@ -30,7 +30,7 @@ from typing import Any
 from tests.bench import child, sampling
 from tests.bench.arguments import Parser, count, formats, new, pattern
 from tests.bench.child import ChildFailed
-from tests.support import checkpoints
+from tests.support import architectures
 
 MIB, GIB = 2**20, 2**30
 LIMIT_S = 900.0
@@ -123,7 +123,7 @@ class Bench:
             raise SystemExit(f"{self._folder} has {told}, where TMPDIR is.")
         _say(f"writing {folder}")
         device = "cuda" if self._cuda else "cpu"
-        return checkpoints.qwen3_moe(folder, shuffled=shuffled, device=device, **checkpoints.PRESETS[self._preset])
+        return architectures.write_qwen3_moe(folder, shuffled=shuffled, device=device, **architectures.PRESETS[self._preset])
 
     def disk_rate(self) -> float:
         files = _files(self.checkpoint(False))
@@ -323,7 +323,7 @@ def main() -> int:
 
     gpus = torch.cuda.device_count()
     parser = Parser("tests.bench.loader", __doc__, preset="smallest", quantize="int4-g32", only="^ours int4-g32 ordered$", ranks=1)
-    parser.add_argument("--preset", choices=sorted(checkpoints.PRESETS), default="h200" if gpus else "cpu")
+    parser.add_argument("--preset", choices=sorted(architectures.PRESETS), default="h200" if gpus else "cpu")
     parser.add_argument("--quantize", type=formats, help="formats, separated by commas")
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the rows' names")
     parser.add_argument("--ranks", type=count, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")

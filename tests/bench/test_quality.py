@@ -9,7 +9,7 @@ import pytest
 from sparkd.admin import quality_bench
 from sparkd.errors import SparkdError
 from tests.bench import quality
-from tests.support.checkpoints import PRESETS, qwen3_moe
+from tests.support.architectures import PRESETS, write_qwen3_moe
 
 ANSWERS = {"ids": [1, 2], "likely": [{"2": -0.7, "3": -0.7}], "tokens": [[5, 6], [7, 8]], "chat": "Paris."}
 
@@ -17,7 +17,7 @@ ANSWERS = {"ids": [1, 2], "likely": [{"2": -0.7, "3": -0.7}], "tokens": [[5, 6],
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("quality") / "model"
-    qwen3_moe(made, **PRESETS["smallest"])
+    write_qwen3_moe(made, **PRESETS["smallest"])
     return made
 
 

@@ -15,7 +15,7 @@ from tests.support.daemon_process import ROOT
 from tests.support.facts import facts
 from tests.support.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED, TWO_RANKS
 
-# Of the case's kinds, those that differ in how a request takes blocks; the others are the first of them with other flags.
+# Those that differ in how a request takes blocks.
 KINDS = ("sliding", "latent", "linear", "draft model", "n-gram")
 # In this order: n-gram is the last (kv_kinds_case.py).
 ORDER = [REFUSED, *KINDS[:-1], TWO_RANKS, KINDS[-1]]

@@ -32,7 +32,7 @@ from sparkd.config import recipe_check
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.inquiry import mix_measure, model_answers, parser_answers
-from tests.support.checkpoints import PRESETS, qwen3_moe
+from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
 from workers.agent import rating
@@ -276,7 +276,7 @@ async def _mix(python: Path, folder: Path) -> None:
 
 
 async def _calibration(python: Path, folder: Path) -> None:
-    qwen3_moe(folder / "model", **PRESETS["smallest"])
+    write_qwen3_moe(folder / "model", **PRESETS["smallest"])
     input_scales.measured(read_checkpoint(folder / "model"), "a text", None)
 
 

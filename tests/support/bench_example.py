@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ STARTED_S = 1_795_000_000.0
 DEPTHS = (0, 4096, 8192, 16384, 32768, 65535, 100000)
 CONCURRENCIES = (1, 2, 5, 10)
 GIB = 1 << 30
-_PROMPT, _OUTPUT, _RUNS, _IDLE_W = 2048, 128, 3, 31.4
+_PROMPT, _OUTPUT, _RUNS, _IDLE_W, _CELL_S = 2048, 128, 3, 31.4, 120.0
 
 
 def metric_of(values: Sequence[float]) -> dict[str, Any]:
@@ -78,38 +77,35 @@ def measured_cell(cell: Cell, started_s: float, speed: float, seed: int) -> Cell
     rows = [row(cell, prefill, decode, seed)]
     if cell.depth:
         rows.insert(0, row(cell, prefill * 1.05, decode * 1.02, seed + 1, context=True))
-    seconds = 4 * (cell.concurrency * (cell.depth + cell.prompt_tokens) / prefill + cell.concurrency * 2 * cell.output_tokens / decode)
-    watts = 52 + 9 * math.log2(cell.concurrency + 1) + cell.depth / 9000
-    prompts, outputs = 4 * cell.concurrency * (cell.depth + cell.prompt_tokens), 4 * cell.concurrency * cell.output_tokens * 2
     return CellResult(
         cell=cell,
         state="done",
         started_s=started_s,
-        seconds=seconds,
+        seconds=_CELL_S,
         rows=rows,
         energy=Energy(
             idle_w=_IDLE_W,
-            mean_w=watts,
-            peak_w=watts * 1.19,
-            joules=watts * seconds,
-            prompt_joules=(watts - _IDLE_W + 9) * prompts / prefill,
-            output_joules=(watts - _IDLE_W) * outputs / decode,
-            joules_per_prompt_token=(watts - _IDLE_W + 9) / prefill,
-            joules_per_output_token=(watts - _IDLE_W) / decode,
+            mean_w=61.0,
+            peak_w=72.6,
+            joules=61.0 * _CELL_S,
+            prompt_joules=900.0,
+            output_joules=1500.0,
+            joules_per_prompt_token=0.01,
+            joules_per_output_token=0.5 / speed,
         ),
         engine=EngineFigures(
-            prompt_tokens=prompts,
-            output_tokens=outputs,
-            kv_use_peak=min(0.97, cell.concurrency * (cell.depth + cell.prompt_tokens) / 640_000),
+            prompt_tokens=8192,
+            output_tokens=1024,
+            kv_use_peak=0.4,
             prefix_hit_share=0.48 if cell.depth else 0.0,
-            preemptions=3 if cell.concurrency * cell.depth > 600_000 else 0,
-            drafted_tokens=outputs,
+            preemptions=3 if cell.depth == DEPTHS[-1] else 0,
+            drafted_tokens=1024,
             accepted_share_by_position=[0.81, 0.58, 0.37],
         ),
         machine=MachineFigures(
-            celsius_peak=58 + 4 * math.log2(cell.concurrency + 1) + cell.depth / 20_000,
+            celsius_peak=62.0,
             throttled=["sw_power_cap"] if (cell.depth, cell.concurrency) == (32768, 10) else [],
-            memory_peak_bytes=int((38.2 + cell.depth * cell.concurrency / 400_000) * GIB),
+            memory_peak_bytes=39 * GIB,
         ),
     )
 
@@ -133,9 +129,8 @@ def example(
                 cells.append(CellResult(cell=cell, state="failed", error=error, started_s=at_s, seconds=41.0))
                 at_s += 50
                 continue
-            done = measured_cell(cell, at_s, speed, seed)
-            at_s += (done.seconds or 0) + 3
-            cells.append(done)
+            cells.append(measured_cell(cell, at_s, speed, seed))
+            at_s += _CELL_S + 3
     return BenchResult(
         id=f"20261118-101500-qwen3.5-35b-a3b-{name}",
         state="done",
@@ -171,48 +166,34 @@ def example(
         cells=cells,
         loads=_loads(),
         quality=_quality(),
-        samples=_samples(cells, at_s),
+        samples=_samples(at_s),
     )
 
 
 def _loads() -> list[LoadRow]:
-    rows = []
-    for way, read_s, quantize_s, disk in (("first", 21.4, 14.9, 3.4e9), ("first", 22.0, 15.3, 3.4e9), ("cached", 6.1, 0.0, 3.4e9)):
-        rows.append(_load(way, read_s, quantize_s, disk))
-    rows += [_load("cached", 6.3, 0.0, 3.4e9), _load("swap", 6.4, 0.0, 3.4e9, unload_s=3.2), _load("swap", 6.2, 0.0, 3.4e9, unload_s=3.9)]
-    return rows
+    return [_load("first", 15.0), _load("first", 15.4), _load("cached"), _load("swap", unload_s=3.2), _load("swap", unload_s=3.9)]
 
 
-def _load(way: Any, read_s: float, quantize_s: float, disk: float, unload_s: float = 0.0) -> LoadRow:
-    size = 19_700_000_000 if quantize_s == 0 else 66_000_000_000
-    phases = [("unload", unload_s, None), ("start", 4.1, None), ("read", read_s, size), ("quantize", quantize_s, None)]
-    phases += [("compile", 7.7, None), ("rehearse", 3.9, None), ("graphs", 5.2, None), ("first answer", 0.6, None)]
-    kept = [Phase(phase=phase, seconds=seconds, bytes=count) for phase, seconds, count in phases if seconds]
-    total = sum(phase.seconds for phase in kept)
-    return LoadRow(way=way, seconds=total + 0.8, first_answer_s=total + 0.9, phases=kept, bytes_per_s=size / read_s, disk_bytes_per_s=disk)
+def _load(way: Any, quantize_s: float = 0.0, unload_s: float = 0.0) -> LoadRow:
+    phases = {"unload": unload_s, "start": 4.1, "read": 6.2, "quantize": quantize_s, "compile": 7.7, "first answer": 0.6}
+    kept = [
+        Phase(phase=phase, seconds=seconds, bytes=66 * GIB if phase == "read" else None) for phase, seconds in phases.items() if seconds
+    ]
+    total = sum(phases.values())
+    return LoadRow(way=way, seconds=total + 0.8, first_answer_s=total + 0.9, phases=kept, bytes_per_s=1.1e10, disk_bytes_per_s=3.4e9)
 
 
 def _quality() -> list[QualityRow]:
-    figures = [("bf16", 7.412, 0.0, 1.0), ("fp8", 7.425, 0.0041, 0.984), ("mxfp4", 7.731, 0.0512, 0.911), ("nvfp4", 7.588, 0.0287, 0.938)]
-    figures.append(("int4-g32", 7.602, 0.0315, 0.931))
+    figures = (("bf16", 7.412, 0.0, 1.0), ("fp8", 7.425, 0.0041, 0.984), ("nvfp4", 7.588, 0.0287, 0.938))
     return [QualityRow(format=name, perplexity=perplexity, kl=kl, agreement=agreement) for name, perplexity, kl, agreement in figures]
 
 
-def _samples(cells: Sequence[CellResult], ended_s: float) -> list[BenchSample]:
-    noise, samples = random.Random(3), []
-    for at_s in range(0, int(ended_s - STARTED_S), 2):
-        if 300 <= at_s < 312:  # the node did not answer
-            samples.append(BenchSample(at_s=at_s))
-            continue
-        now = next((cell for cell in cells if cell.started_s and 0 <= STARTED_S + at_s - cell.started_s < (cell.seconds or 0)), None)
-        watts = now.energy.mean_w if now is not None and now.energy is not None else _IDLE_W
-        size = now.machine.memory_peak_bytes if now is not None else None
-        samples.append(
-            BenchSample(
-                at_s=at_s,
-                power_w=watts + noise.gauss(0, 2.5),
-                memory_bytes=int((size or 37.9 * GIB) - abs(noise.gauss(0, 0.05)) * GIB),
-                celsius=40 + watts / 2.5,
-            )
-        )
-    return samples
+def _samples(ended_s: float) -> list[BenchSample]:
+    """Every two seconds, without those in which the node did not answer."""
+    lasted = range(0, int(ended_s - STARTED_S), 2)
+    return [
+        BenchSample(at_s=at_s)
+        if 300 <= at_s < 312
+        else BenchSample(at_s=at_s, power_w=60 + at_s % 7, memory_bytes=38 * GIB + (at_s % 5 << 20), celsius=62 + at_s % 3)
+        for at_s in lasted
+    ]

@@ -30,12 +30,9 @@ TWO_RANKS = "two ranks"
 _N_GRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 # name -> (architecture, engine arguments)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grouped": ("llama", {}),
     "sliding": ("gemma3", {}),
     "latent": ("deepseek_v3", {}),
     "linear": ("qwen3_next", {}),
-    "linear, prefix caching": ("qwen3_next", {"enable_prefix_caching": True}),
-    "no chunks": ("llama", {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN}),
     "draft model": ("llama", {"speculative_config": {"model": "llama", "num_speculative_tokens": 2}}),
     TWO_RANKS: ("llama", {"tensor_parallel_size": 2, "worker_cls": "tests.support.kv_unequal.UnequalWorker"}),
     # The last: it imports numba, whose functions vLLM 0.32 stumbles over when another engine starts in the process.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.checkpoints import qwen3_moe
+from tests.support.architectures import write_qwen3_moe
 from tests.support.pair import Pair
 
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
@@ -19,7 +19,7 @@ def vllm_models(folder: Path) -> dict[str, dict[str, Any]]:
     which no two ranks share, and alone is that on one. The shared ones need 5 GiB on one node, and 4 on each of two."""
     vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
     vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
-    odd = vllm | {"model": str(_chat_model(folder / "odd", heads=3, kv_heads=3))}
+    odd = vllm | {"model": str(_chat_model(folder / "odd", num_attention_heads=3, num_key_value_heads=3))}
     return {
         "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
         "rayed": vllm | {"kv_cache": {"tokens": 1_500_000}, "executor": "ray"},
@@ -48,7 +48,7 @@ def furthest(one: Said, other: Said) -> float:
 
 def _chat_model(folder: Path, **shape: int) -> Path:
     """Every expert answers for every token: rounding could choose others, and other values."""
-    qwen3_moe(folder, **shape)
+    write_qwen3_moe(folder, **shape)
     path = folder / "tokenizer_config.json"
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))

@@ -121,15 +121,18 @@ def _gpt_oss(config: Config) -> Rows:
 
 def _gemma3(config: Config) -> Rows:
     text = {"tie_word_embeddings": True, **config["text_config"]}
-    hidden = text["hidden_size"]
-    yield from _ends(text, "language_model.model", "language_model.lm_head")
-    for base in _layers(text, "language_model.model"):
+    yield from _gemma3_text(text, "language_model.")
+    yield from siglip_tower("vision_tower.vision_model", config["vision_config"])
+    yield "multi_modal_projector.mm_input_projection_weight", (config["vision_config"]["hidden_size"], text["hidden_size"])
+    yield "multi_modal_projector.mm_soft_emb_norm.weight", (config["vision_config"]["hidden_size"],)
+
+
+def _gemma3_text(text: Config, prefix: str = "") -> Rows:
+    yield from _ends(text, f"{prefix}model", f"{prefix}lm_head")
+    for base in _layers(text, f"{prefix}model"):
         yield from _norms(base, text, "pre_feedforward_layernorm", "post_feedforward_layernorm")
         yield from _attention(f"{base}.self_attn", text, head_norms=True)
-        yield from _gated(f"{base}.mlp", hidden, text["intermediate_size"])
-    yield from siglip_tower("vision_tower.vision_model", config["vision_config"])
-    yield "multi_modal_projector.mm_input_projection_weight", (config["vision_config"]["hidden_size"], hidden)
-    yield "multi_modal_projector.mm_soft_emb_norm.weight", (config["vision_config"]["hidden_size"],)
+        yield from _gated(f"{base}.mlp", text["hidden_size"], text["intermediate_size"])
 
 
 def _gemma4(config: Config) -> Rows:
@@ -254,6 +257,22 @@ def _latent(module: str, config: Config) -> Rows:
     yield f"{module}.o_proj.weight", (hidden, heads * value)
 
 
+def _granite(config: Config) -> Rows:
+    """Granite 4, of which only the layers of attention are known here."""
+    hidden, inner, wide, experts = (
+        config[key] for key in ("hidden_size", "intermediate_size", "shared_intermediate_size", "num_local_experts")
+    )
+    yield from _ends(config)
+    for base in _layers(config):
+        yield from _norms(base, config)
+        yield from _attention(f"{base}.self_attn", config)
+        yield f"{base}.block_sparse_moe.router.layer.weight", (experts, hidden)
+        yield f"{base}.block_sparse_moe.input_linear.weight", (experts, 2 * inner, hidden)
+        yield f"{base}.block_sparse_moe.output_linear.weight", (experts, hidden, inner)
+        yield f"{base}.shared_mlp.input_linear.weight", (2 * wide, hidden)
+        yield f"{base}.shared_mlp.output_linear.weight", (hidden, wide)
+
+
 def _ends(text: Config, root: str = "model", head: str = "lm_head") -> Rows:
     yield f"{root}.embed_tokens.weight", (text["vocab_size"], text["hidden_size"])
     yield f"{root}.norm.weight", (text["hidden_size"],)
@@ -323,10 +342,12 @@ _FAMILIES: Mapping[str, Callable[[Config], Rows]] = {
     "qwen3_5_moe": _qwen3_5,
     "gpt_oss": _gpt_oss,
     "gemma3": _gemma3,
+    "gemma3_text": _gemma3_text,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4,
     "nemotron_h": _nemotron_h,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "glm4_moe": _deepseek,
+    "granitemoehybrid": _granite,
 }

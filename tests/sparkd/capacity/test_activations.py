@@ -10,17 +10,16 @@ import pytest
 from sparkd.capacity.activations import MIB, step_bytes
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
-from tests.support import architectures
-from tests.support.architecture_parts import Size
+from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import dense, tensors_of
 from tests.support.inventories import known
 
-SIZE = Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2)
+LARGE = {"hidden_size": 4096, "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12_288}
 SERVING = Serving(4096, 16, 8192, prefix_caching=False, batches_in_flight=1)
 
 
 def of(name: str) -> Inventory:
-    model = architectures.ARCHITECTURES[name](SIZE)
+    model = ARCHITECTURES[name](**LARGE)
     return known(dict(model.config), [(entry.name, tuple(entry.shape), entry.dtype) for entry in model.entries])
 
 

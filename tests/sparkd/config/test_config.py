@@ -126,7 +126,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
 # What is wrong
 
 
-# More of them, of every kind: tests/support/broken_configs.py.
+# More of them: BROKEN of tests/golden/outputs.py, and tests/sparkd/cli/test_broken_configs.py.
 @pytest.mark.parametrize(
     ("text", "line", "facts"),
     [

@@ -11,7 +11,7 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.inquiry import mix_measure
-from tests.support.checkpoints import PRESETS, qwen3_moe
+from tests.support.architectures import PRESETS, write_qwen3_moe
 from workers.kv.profiles import checkpoint_of
 from workers.quantization.mix import UNMEASURED
 from workers.quantization.units import units_of
@@ -23,7 +23,7 @@ PYTHON = Path(sys.executable)
 def test_a_child_measures_a_checkpoint_once_and_it_is_kept(free_bytes: int, tmp_path: Path) -> None:
     """Without memory for the model it compares weights alone; tests/workers/stream/test_mix_program.py runs the model in one process."""
     model, kept = tmp_path / "m", tmp_path / "state" / "mixes"
-    qwen3_moe(model, **PRESETS["smallest"])
+    write_qwen3_moe(model, **PRESETS["smallest"])
     identity = checkpoint_of(str(model))
     assert mix_measure.kept_errors(identity, kept) is UNMEASURED
     heard: list[tuple[int, int]] = []
@@ -47,7 +47,7 @@ def test_a_child_that_ends_without_an_answer_is_an_error_with_its_last_line(tmp_
 
 
 def test_one_that_is_cancelled_keeps_nothing(tmp_path: Path) -> None:
-    qwen3_moe(tmp_path / "m", **PRESETS["smallest"])
+    write_qwen3_moe(tmp_path / "m", **PRESETS["smallest"])
     cancel = threading.Event()
     cancel.set()
     assert mix_measure.measure(str(tmp_path / "m"), "x", PYTHON, tmp_path / "mixes", 1 << 40, cancel=cancel) is None

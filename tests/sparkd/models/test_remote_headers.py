@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
-from tests.support import checkpoints
+from tests.support.architectures import write_qwen3_moe
 from tests.support.checkpoints import header_of, layered, write_folder, write_shard
 from tests.support.facts import lacking
 from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
+from tests.support.published_stored import FP8_BLOCK
 from tests.support.waiting import HUNG_S, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,9 +93,9 @@ def refused(there: Repository, **more: str) -> CheckpointError:
 # What is read
 
 
-@pytest.mark.parametrize("source", ["bf16", "fp8_block"])
-def test_it_is_the_checkpoint_of_the_downloaded_folder(tmp_path: Path, source: str) -> None:
-    folder = checkpoints.qwen3_moe(tmp_path / "m", layers=2, hidden=128, experts=4, intermediate=128, source=source, shard_bytes=1 << 18)
+@pytest.mark.parametrize("source", [None, FP8_BLOCK], ids=["bf16", "fp8-block"])
+def test_it_is_the_checkpoint_of_the_downloaded_folder(tmp_path: Path, source: Mapping[str, Any] | None) -> None:
+    folder = write_qwen3_moe(tmp_path / "m", num_experts=4, source=source, shard_bytes=1 << 20)
     (folder / "original").mkdir()
     write_shard(folder / "original" / "other.safetensors", {"other": ("BF16", (1,))})
     here = read_checkpoint(folder)

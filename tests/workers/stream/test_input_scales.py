@@ -13,8 +13,8 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError
-from tests.support.architectures import ARCHITECTURES
-from tests.support.checkpoints import MIB, PRESETS, qwen3_moe, write_checkpoint
+from tests.support.architectures import ARCHITECTURES, PRESETS, write_qwen3_moe
+from tests.support.checkpoints import MIB, write_checkpoint
 from tests.support.facts import facts
 from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
@@ -35,7 +35,7 @@ LAYER = "model.layers.0"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model") / "m"
-    qwen3_moe(made, **PRESETS["smallest"])
+    write_qwen3_moe(made, **PRESETS["smallest"])
     return made
 
 
@@ -148,7 +148,7 @@ def test_a_program_that_dies_is_named_and_the_load_goes_on(
 
 def test_a_checkpoint_is_measured_once_for_each_text_and_again_where_it_or_the_file_changed(tmp_path: Path, seen: list[str]) -> None:
     model = tmp_path / "m"
-    qwen3_moe(model, **PRESETS["smallest"])
+    write_qwen3_moe(model, **PRESETS["smallest"])
 
     def measurements(text: str) -> int:
         assert measured(read_checkpoint(model), text, str(tmp_path)).of(f"{LAYER}.self_attn.q_proj") == divisor_of(2.0)

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from sparkd.checkpoint import read_checkpoint
-from tests.support.checkpoints import PRESETS, qwen3_moe
+from tests.support.architectures import HIDDEN, PRESETS, write_qwen3_moe
+from tests.support.published_stored import FP8_BLOCK
 from workers.quantization.formats import ERRORS
 from workers.quantization.units import UnitList, units_of
 from workers.stream import mix_program
 
-SMALLEST = {**PRESETS["smallest"], "layers": 2}
+SMALLEST = {**PRESETS["smallest"], "num_hidden_layers": 2}
 PLENTY = 1 << 40
 
 
-@pytest.fixture(scope="module", params=["bf16", pytest.param("fp8_block", marks=pytest.mark.rest)])
+@pytest.fixture(scope="module", params=[None, pytest.param(FP8_BLOCK, marks=pytest.mark.rest)], ids=["bf16", "fp8-block"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("mix") / request.param
-    qwen3_moe(made, **SMALLEST, source=request.param)
+    made = tmp_path_factory.mktemp("mix") / "m"
+    write_qwen3_moe(made, **SMALLEST, source=request.param)
     return made
 
 
@@ -39,7 +40,7 @@ def test_without_memory_the_model_is_not_run(folder: Path) -> None:
 
 def running_model(folder: Path) -> tuple[mix_program._Running, UnitList]:
     """A small mixture of experts in transformers, and its units."""
-    qwen3_moe(folder, **SMALLEST)
+    write_qwen3_moe(folder, **SMALLEST)
     checkpoint = read_checkpoint(folder)
     running = mix_program._Running.of(checkpoint, PLENTY)
     assert running is not None
@@ -47,7 +48,7 @@ def running_model(folder: Path) -> tuple[mix_program._Running, UnitList]:
 
 
 def test_every_unit_of_a_model_that_runs_has_a_sensitivity(tmp_path: Path) -> None:
-    qwen3_moe(tmp_path / "m", **SMALLEST)
+    write_qwen3_moe(tmp_path / "m", **SMALLEST)
     reported: list[tuple[int, int]] = []
     found = mix_program.measure(str(tmp_path / "m"), PLENTY, lambda done, total: reported.append((done, total)))
     keys = [unit.key for unit in units_of(read_checkpoint(tmp_path / "m")).units]
@@ -86,5 +87,5 @@ def test_each_channel_counts_with_its_second_moment(tmp_path: Path) -> None:
     running, listed = running_model(tmp_path / "m")
     moments = running.moments(listed)
     moment = moments["model.layers.0.self_attn.q_proj"]
-    assert moment.shape == (SMALLEST["hidden"],)
+    assert moment.shape == (HIDDEN,)
     assert bool(torch.all(moment > 0))

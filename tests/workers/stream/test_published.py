@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.architecture_sources import SOURCES
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, SOURCES
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.stream.loading import load
 from workers import plugin

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sparkd.checkpoint import read_checkpoint
-from tests.support.architectures import llama
-from tests.support.checkpoints import MIB, fp8_config, linear, write_checkpoint
+from tests.support.architectures import llama, quantized
+from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.published_stored import FP8, FP8_BLOCK
 from tests.workers.stream.formats.test_fp8_source_load import codes, scale_beside, spread
 from tests.workers.stream.loading import load, wait_for_cache
 from workers import plugin
@@ -25,15 +28,12 @@ FUSED_IN_VLLM = {
 }
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [("fp8_block", "fp8-block"), pytest.param("fp8_tensor", "fp8", marks=pytest.mark.rest)])
-def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: str, quantize: str) -> None:
+@pytest.mark.parametrize(("kind", "quantize"), [(FP8_BLOCK, "fp8-block"), pytest.param(FP8, "fp8", marks=pytest.mark.rest)])
+def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: Mapping[str, Any], quantize: str) -> None:
     """Through vLLM's model class and its loaders, q/k/v and gate/up in one parameter each, from the checkpoint and from the cache."""
     plugin.register()
-    made = llama()
-    entries = [
-        one for entry in made.entries for one in (linear(entry.name[:-7], *entry.shape, kind) if "_proj." in entry.name else [entry])
-    ]
-    folder = write_checkpoint(tmp_path / "m", {**made.config, "quantization_config": fp8_config(kind)}, entries, shard_bytes=MIB)
+    made = quantized(llama(), kind)
+    folder = write_checkpoint(tmp_path / "m", made.config, made.entries, shard_bytes=MIB)
     stored = {name: tensor for shard in read_checkpoint(folder).shards for name, tensor in load_file(shard.path).items()}
 
     for source in ("checkpoint", "cache"):

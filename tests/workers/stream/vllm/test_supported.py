@@ -17,7 +17,7 @@ from workers.stream.vllm import ranks, supported
 @pytest.mark.parametrize(("quantize", "on_cpu", "refused"), [("fp8-block", False, True), ("fp8-block", True, False), ("fp8", False, False)])
 def test_blocks_that_a_gpus_kernels_cannot_cut_are_refused_by_name(tmp_path, monkeypatch, quantize, on_cpu, refused):
     monkeypatch.setattr(supported, "_is_cpu", lambda: on_cpu)
-    model = architectures.ARCHITECTURES["llama"](architectures.Size(hidden=576, heads=9, kv_heads=3, wide=1536))
+    model = architectures.llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
     checkpoint = read_checkpoint(checkpoints.write_checkpoint(tmp_path / "m", model.config, model.entries))
     formats = QuantizationRecipe.parse(quantize).assign(checkpoint)
     if not refused:
