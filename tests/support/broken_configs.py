@@ -28,11 +28,10 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Models on disk: a sound one, one of 9 heads, one with half of its layers, one without config.json, an empty one."""
+    """Models on disk: a sound one, one of 9 heads, one without config.json, an empty one."""
 
     sound: Path
     nine_heads: Path
-    half: Path
     no_config: Path
     empty: Path
 
@@ -41,22 +40,21 @@ class Folders:
         config = dense(num_hidden_layers=2)
         nine = dense(num_hidden_layers=2, hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
         sound, nine_heads = (write(folder / name, shape, tensors_of(shape)) for name, shape in (("sound", config), ("nine", nine)))
-        half = write(folder / "half", config, [one for one in tensors_of(config) if ".layers.1." not in one[0]])
         no_config, empty = folder / "bare", folder / "empty"
         no_config.mkdir()
         (no_config / "model.safetensors").write_bytes(b"")
         empty.mkdir()
-        return cls(sound, nine_heads, half, no_config, empty)
+        return cls(sound, nine_heads, no_config, empty)
 
 
 def corpus(folder: Path) -> list[Broken]:
-    """folder: an empty one, for the models that entries name."""
+    """What tests/golden/errors.txt does not have, because the machine, the model's files or vLLM are asked. folder: an empty one, for the
+    models that entries name."""
     models = Folders.under(folder)
     cases: list[Broken] = []
     for kind, make in (
-        ("misspelt key", misspelt), ("value of another type", another_type), ("value out of range", out_of_range),
-        ("value that is no choice", no_choice), ("contradiction", contradictions), ("argument or variable", arguments),
-        ("the model's files", files), ("path or address", odd_paths), ("text that is no YAML of ours", texts), ("recipe", recipes),
+        ("value", odd_values), ("contradiction", contradictions), ("argument or variable", arguments), ("the model's files", files),
+        ("path or address", odd_paths), ("text that is no YAML of ours", texts),
     ):  # fmt: skip
         cases += [Broken(kind, text if isinstance(text, bytes) else text.encode(), words, line) for text, words, line in make(models)]
     return cases
@@ -70,18 +68,18 @@ def top(**keys: Any) -> str:
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in {**VALID_TOP, **keys}.items())
 
 
-def entry(model: object, keys: Mapping[str, Any], **more: Any) -> str:
-    """One key of the entry `m` a line, from line 4 on; the top's behind them."""
+def entry(model: object, keys: Mapping[str, Any]) -> str:
+    """One key of the entry `m` a line, from line 4 on."""
     own = "".join(f"    {key}: {json.dumps(value)}\n" for key, value in keys.items())
-    return f"models:\n  m:\n    model: {json.dumps(str(model))}\n{own}" + "".join(
-        f"{key}: {json.dumps(value)}\n" for key, value in more.items()
-    )
+    return f"models:\n  m:\n    model: {json.dumps(str(model))}\n{own}"
 
 
-def misspelt(models: Folders) -> Iterator[Case]:
-    yield top(lisen=1), ("lisen", "did you mean listen?"), 3
-    yield top(engine={"runtme": 1}), ("engine.runtme", "did you mean runtime?"), 3
-    yield entry(models.sound, {"max_model_length": 1}), ("models.m.max_model_length", "did you mean max_model_len?"), 4
+def odd_values(models: Folders) -> Iterator[Case]:
+    for key, value, word in (
+        ("tensor_parallel", "two", "auto"), ("max_num_seqs", 2.5, "2.5"), ("env", "A", "env"), ("gpu_memory_utilization", 1.5, "1.5"),
+        ("sampling", {"temperature": 9}, "sampling.temperature"), ("dtype", "float99", "float"), ("tool_call_parser", "hermess", "hermes?"),
+    ):  # fmt: skip
+        yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
 
 
 def odd_paths(models: Folders) -> Iterator[Case]:
@@ -95,110 +93,43 @@ def odd_paths(models: Folders) -> Iterator[Case]:
     yield f"{two}groups: {{exclude: [[a, b]]}}\n", ("models.b.preload", "groups.exclude"), 3
 
 
-def another_type(models: Folders) -> Iterator[Case]:
-    for key, value in {"max_queued_requests": "many", "cancel_abandoned_loads": "perhaps", "engine": "vllm", "models": ["a"]}.items():
-        yield top(**{key: value}), (key,), 3
-    for key, value in {
-        "tensor_parallel": "two",
-        "max_num_seqs": 2.5,
-        "extra_args": {"a": 1},
-        "env": "A",
-        "kv_cache": 8,
-        "quantize": 4,
-    }.items():
-        yield entry(models.sound, {key: value}), (f"models.m.{key}",), 4
-
-
-def out_of_range(models: Folders) -> Iterator[Case]:
-    yield top(listen="127.0.0.1:99999"), ("listen",), 1
-    yield top(backoff={"jitter": 2}), ("backoff.jitter",), 3
-    for key, value in {"gpu_memory_utilization": 1.5, "max_num_seqs": 0, "kv_cache": {"tokens": 0}}.items():
-        yield entry(models.sound, {key: value}), (f"models.m.{key}",), 4
-    yield entry(models.sound, {"sampling": {"temperature": 9}}), ("models.m.sampling.temperature",), 4
-
-
-def no_choice(models: Folders) -> Iterator[Case]:
-    yield top(engine={"platform": "gpu"}), ("engine.platform", "cuda"), 3
-    yield top(memory={"guard": "maybe"}), ("memory.guard", "watch"), 3
-    yield "log_level: loud\n", ("log_level", "warning"), 1
-    for key, value, word in (
-        ("speculative", "mpt", "mtp?"), ("dtype", "float99", "float"), ("quantize", "nvfp5", "nvfp4"),
-        ("tool_call_parser", "hermess", "hermes?"), ("kv_cache", {"byte": "8GiB"}, "bytes"), ("kv_cache", {"bytes": "8Gb"}, "8GiB"),
-    ):  # fmt: skip
-        yield entry(models.sound, {key: value}), (f"models.m.{key}", word), 4
-    yield entry(models.sound, {"load_format": "spark_stream"}), ("load_format", "quantize is not set"), 4
-
-
 def contradictions(models: Folders) -> Iterator[Case]:
     for keys, words, line in (
         ({"memory_gib": 1}, ("memory_gib", "at least"), 4),
+        ({"load_format": "spark_stream"}, ("load_format", "quantize is not set"), 4),
         ({"speculative": "mtp"}, ("speculative", "predict tokens ahead"), 4),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ("max_num_batched_tokens", "max_num_seqs"), 5),
         ({"memory_gib": 4, "kv_cache": {"bytes": "8GiB"}}, ("kv_cache", "8GiB", "4 GiB"), 5),
-        ({"kv_cache": {"bytes": "1GiB", "tokens": 4096}}, ("kv_cache", "keep one"), 4),
-        ({"quantize": "nvfp4", "quantization": "fp8"}, ("quantization", "exclude each other"), 5),
-        ({"kv_cache": "auto", "gpu_memory_utilization": 0.5}, ("gpu_memory_utilization", "exclude each other"), 5),
-        ({"quantize": "nvfp4", "env": {"VLLM_PLUGINS": "other"}}, ("quantize", "VLLM_PLUGINS"), 4),
     ):  # fmt: skip
         yield entry(models.sound, keys), words, line
     two = f"models:\n  a: {{model: {models.sound}}}\n  b: {{model: {models.sound}, aliases: [c], default: true}}\n"
-    yield f"{two}  c: {{model: {models.sound}}}\n", ("models.b.aliases", "'c'"), 3
     yield f"{two}  d: {{model: {models.sound}, default: true}}\n", ("models.d.default", "'b'"), 4
     yield f"{two}groups: {{exclude: [[a, b]], accompany: [[a, c]]}}\n", ("groups.exclude", "accompany"), 4
     yield f"{two}groups: {{accompany: [[a, bb]]}}\n", ("groups.accompany", "'bb'", "Did you mean b?"), 4
-    yield f"{two}hooks: {{on_startup: {{preload: [aa]}}}}\n", ("preload", "'aa'", "Did you mean a?"), 4
-    yield top(backoff={"initial_s": 9, "max_s": 3}), ("backoff", "initial_s"), 3
-    yield "log_level: info\nlisten: 0.0.0.0:4000\n", ("listen", "no key"), 2
     yield top(cors={"origins": ["*"]}), ("cors.origins", "no key"), 3
 
 
 def arguments(models: Folders) -> Iterator[Case]:
     for args, word in (
-        (["--port", "1"], "--port"), (["--tensor-parallel-size", "2"], "tensor_parallel"), (["model"], "not a flag"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel"), (["model"], "not a flag"),
         (["--enforce-eagr"], "Did you mean --enforce-eager?"), (["--max-num-seqs", "many"], "whole number"),
-        (["--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens"), (["--max-model-len", "9000"], "9,000"),
     ):  # fmt: skip
         yield entry(models.sound, {"extra_args": args}), (word,), 4
-    yield entry(models.sound, {"env": {"RAY_ADDRESS": "1"}}), ("RAY_ADDRESS",), 4
     yield entry(models.sound, {"env": {"1A": "1"}}), ("models.m.env", "environment variable"), 4
 
 
 def files(models: Folders) -> Iterator[Case]:
     yield entry("Qwen3-8B", {}), ("models.m.model", "owner"), 3
-    yield "models:\n  m:\n    ttl: 5\n", ("models.m.model", "required"), 2
     yield entry(models.empty, {}), ("models.m.model", "empty"), 3
     yield entry(models.no_config, {}), ("models.m.model", "config.json"), 3
-    yield entry(models.half, {}), ("models.m.model", "layer 1"), 3
-    yield entry(models.nine_heads, {"tensor_parallel": 2}), ("models.m.tensor_parallel", "9 attention heads"), 4
     yield entry(models.nine_heads, {"quantize": "int4-g128"}), ("models.m.quantize", "groups of 128"), 4
-    yield entry(models.sound, {"max_model_len": 9000}), ("models.m.max_model_len", "9,000", "8,192"), 4
     yield entry(models.sound, {"extra_args": ["--num-gpu-blocks-override", "2"]}), ("models.m.extra_args", "8,192 tokens"), 4
 
 
 def texts(models: Folders) -> Iterator[Case]:
-    whole = entry(models.sound, {"ttl": 5})
-    yield whole.replace("    ttl", "\tttl"), ("malformed",), 4
-    yield f"{whole}listen: !!python/object:os.system x\n", ("tags",), 5
-    yield whole.encode() + b"a: \xff\xfe\n", ("UTF-8",), 5
-    yield f"{whole}listen: {'[' * 60}{']' * 60}\n", ("nested",), 5
+    yield entry(models.sound, {}).encode() + b"a: \xff\xfe\n", ("UTF-8",), 4
     yield "- a\n- b\n", ("map",), 1
-    yield f"{whole}listen: 127.0.0.1:1\nlisten: 127.0.0.1:2\n", ("'listen'", "set twice"), 6
-    yield f"{whole}listen: ${{env.NOT_SET_ANYWHERE}}\n", ("NOT_SET_ANYWHERE",), 5
-    yield (
-        "a: &a [x, x, x, x]\n"
-        + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in zip("abcde", "bcdef", strict=True)),
-        ("values",),
-        None,
-    )
     yield "#" * (MAX_BYTES + 1), ("bytes",), None
-
-
-def recipes(models: Folders) -> Iterator[Case]:
-    def of(keys: Mapping[str, Any]) -> str:
-        return "models:\n  m:\n" + "".join(f"    {key}: {json.dumps(value)}\n" for key, value in keys.items())
-
-    yield of({"recipe": "gpt-oss-120"}), ("models.m.recipe", "did you mean gpt-oss-120b?"), 3
-    yield of({"recipe": "gpt-oss-120b", "profile": "nobody"}), ("models.m.profile",), 4
 
 
 def outcome(broken: Broken, folder: Path) -> str:
