@@ -103,10 +103,8 @@ def contradictions(models: Folders) -> Iterator[Case]:
     ):  # fmt: skip
         yield entry(models.sound, keys), words, line
     two = f"models:\n  a: {{model: {models.sound}}}\n  b: {{model: {models.sound}, aliases: [c], default: true}}\n"
-    yield f"{two}  d: {{model: {models.sound}, default: true}}\n", ("models.d.default", "'b'"), 4
     yield f"{two}groups: {{exclude: [[a, b]], accompany: [[a, c]]}}\n", ("groups.exclude", "accompany"), 4
     yield f"{two}groups: {{accompany: [[a, bb]]}}\n", ("groups.accompany", "'bb'", "Did you mean b?"), 4
-    yield top(cors={"origins": ["*"]}), ("cors.origins", "no key"), 3
 
 
 def arguments(models: Folders) -> Iterator[Case]:
