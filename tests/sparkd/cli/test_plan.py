@@ -181,9 +181,7 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
 @pytest.mark.parametrize(
     ("argv", "name"),
     [
-        (["MODEL", "--quantize", "int3"], "int3"),
         (["MODEL", "--seqs", "1k"], "--seqs 1k"),
-        (["/nowhere/model"], "/nowhere/model"),
         (["owner/model"], "owner/model"),
     ],
 )
