@@ -457,6 +457,18 @@ async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
         assert made.supervisor.snapshot().models["m"].progress is None
 
 
+async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.placing.clear()
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        assert made.state() == "PLANNED"
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(3)
+
+        assert (made.state(), "spawn m" in made.cluster.log) == ("STOPPED", False)
+
+
 async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_request(tmp_path: Path) -> None:
     async with stage(tmp_path, models={"m": {"model": "/x", "ttl": 30}}) as made:
         await make_ready(made)
@@ -995,6 +1007,19 @@ async def test_a_reload_keeps_engines_whose_settings_did_not_change(tmp_path: Pa
         await made.tick(4)
 
         assert made.cluster.log == ["destroy m", "release m", "place m", "spawn m"]
+
+
+async def test_a_model_taken_out_of_the_file_is_stopped_and_forgotten(tmp_path: Path) -> None:
+    from sparkd.config.config import load_config
+
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.supervisor.reconfigure(load_config(None, flags={"models": {"n": {"model": "/n"}}}, environ={}))
+        assert made.supervisor.registry.records["m"].desired.want is Want.STOPPED
+        await made.tick(4)
+
+        assert set(made.supervisor.snapshot().models) == {"n"}
+        assert made.cluster.ranks == {}
 
 
 @pytest.mark.parametrize(
