@@ -70,12 +70,6 @@ def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.Ca
     assert "# NCCL_IB_GID_INDEX stays unset\n#   NCCL 2.21 " in second
 
 
-def test_a_folder_that_is_no_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["fabric", "--root", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: --root {tmp_path}: ") and err.count("\n") == 1
-
-
 def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     code = exit_code(["fabric"])
     shown = capsys.readouterr()

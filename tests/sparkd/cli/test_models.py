@@ -363,7 +363,6 @@ LONGER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
     ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, False),
     ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, False),
-    ({"extra_args": ["--max-model-len", "4097"]}, {}, True),
     ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, False),
     ({"max_model_len": "9K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, True),
 ]

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_report as planned_plan
-from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.weights import inventory, refuse_incomplete
 from sparkd.config.config import load_config
-from sparkd.errors import ModelUnusable
 from sparkd.models.shape import shape_of
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
 from tests.support import published_headers
-from tests.support.checkpoints import dense, mixture, tensors_of, write
+from tests.support.checkpoints import mixture, tensors_of, write
 from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
 from tests.support.inventories import CONFIGS
@@ -165,16 +162,6 @@ def test_a_refusal_names_its_cause(
     assert json.loads(capsys.readouterr().out)["refusal"]["cause"] == cause
 
 
-def test_a_model_may_be_configured_by_name(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"moe": {"model": str(folder), "quantize": "mxfp4"}, "plain": {"model": str(folder)}}}))
-
-    assert [one["format"] for one in planned(capsys, "moe", "--config", file)["options"]] == ["mxfp4"]
-    # The daemon quantizes nothing unasked.
-    assert [one["format"] for one in planned(capsys, "plain", "--config", file)["options"]] == ["as stored"]
-    assert len(planned(capsys, folder)["options"]) == 7
-
-
 def test_a_name_that_would_steer_the_terminal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model(tmp_path / "a\x1b[31m[red]b")
 
@@ -194,9 +181,7 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
 @pytest.mark.parametrize(
     ("argv", "name"),
     [
-        (["MODEL", "--quantize", "int3"], "int3"),
         (["MODEL", "--seqs", "1k"], "--seqs 1k"),
-        (["/nowhere/model"], "/nowhere/model"),
         (["owner/model"], "owner/model"),
     ],
 )
@@ -218,24 +203,6 @@ def test_a_plan_loads_no_engine(folder: Path) -> None:
     heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "huggingface_hub", "sparkd.config.config", "sparkd.cli.run"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"
-
-
-@pytest.mark.parametrize(("layers", "missing"), [((0, 2, 3), ["layer 1"]), (range(4), [])])
-def test_fewer_layers_than_the_configuration_says_are_half_a_download(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: Iterable[int], missing: list[str]
-) -> None:
-    config = dense()
-    kept = [one for one in tensors_of(config) if ".layers." not in one[0] or int(one[0].split(".")[2]) in layers]
-    folder = write(tmp_path / "half", config, kept)
-    entries = tmp_path / "sparkd.yaml"
-    entries.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096}}}))
-
-    for argv in ([str(folder)], ["m", "--config", str(entries)]):
-        assert exit_code(["plan", "--quick", *argv]) == (2 if missing else 0)
-        assert lacking(capsys.readouterr().err, *missing) == []
-    if missing:
-        with pytest.raises(ModelUnusable):
-            refuse_unloadable(load_config(entries, environ={}).models["m"], load_config(entries, environ={}))
 
 
 # But for a separate file of ModelOpt's, and a draft whose tensors are not written down here.

@@ -90,7 +90,6 @@ def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (("show", "gpt-oss"), "gpt-oss-120b?"),
         (("show", "gpt-oss-120b", "--speculative", "mtp"), "ngram"),
-        (("import", "/nowhere"), "/nowhere"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

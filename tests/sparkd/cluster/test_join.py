@@ -303,18 +303,6 @@ def test_what_is_no_token_is_refused_without_it(given: str, monkeypatch: pytest.
     assert given == "-" or given not in caught.value.message
 
 
-@pytest.mark.parametrize("words", [["leave"], ["join", "127.0.0.1:1"], ["ray-node"]])
-def test_what_goes_wrong_with_a_node_is_told_as_json_where_that_is_wanted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    """Before: these verbs refused --json itself."""
-    (tmp_path / "sparkd.yaml").write_text("lisen: x\n")
-    code = exit_code([*words, "--config", str(tmp_path / "sparkd.yaml"), "--json"])
-    told = json.loads(capsys.readouterr().err.splitlines()[-1])
-    assert (code, told["exit_code"], told["error"]["code"]) == (2, 2, "invalid_config")
-    assert "lisen" in told["error"]["message"]
-
-
 def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["leave", "--state-dir", str(tmp_path)]) == 2
     assert "no cluster" in capsys.readouterr().err

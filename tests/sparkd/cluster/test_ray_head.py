@@ -179,7 +179,7 @@ def test_a_start_that_cannot_even_begin(head: RayHead, folder: Path, monkeypatch
 # What is recorded
 
 
-@pytest.mark.parametrize("record", [None, "{", '{"address": "127.0.0.1:6379"}'])
+@pytest.mark.parametrize("record", [None, '{"address": "127.0.0.1:6379"}'])
 def test_no_record_and_no_process_is_no_head(head: RayHead, folder: Path, record: str | None) -> None:
     if record is not None:
         (folder / "ray.json").write_text(record)

@@ -442,18 +442,6 @@ async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: P
         assert (made.state(), made.supervisor.snapshot().models["m"].failures) == ("STOPPED", 0)
 
 
-async def test_an_operator_who_asks_again_does_not_wait_for_the_backoff(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        made.cluster.place_error = DoesNotFit("no room")
-        made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick()
-        made.cluster.place_error = None
-        made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick()
-
-        assert made.state() == "LOADING"
-
-
 async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
@@ -467,17 +455,6 @@ async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
         assert made.cluster.log[-2:] == ["destroy m", "release m"]
         assert made.operator.operation(operation.id).state is OperationState.SUCCEEDED
         assert made.supervisor.snapshot().models["m"].progress is None
-
-
-async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        load = made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick()
-        cancelled = made.operator.cancel(load.id)
-        await made.tick(3)
-
-        assert cancelled.state is OperationState.CANCELLED
-        assert (made.state(), made.cluster.ranks) == ("STOPPED", {})
 
 
 async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
@@ -704,18 +681,8 @@ def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(
     assert is_nearly_ready(record, 100.0) is nearly
 
 
-@pytest.mark.parametrize(
-    ("before", "meanwhile", "answered"),
-    [
-        (Progress("loading", eta_s=15.0), True, True),
-        (Progress("loading", eta_s=400.0), True, False),
-        (Progress("loading", eta_s=15.0), False, False),
-    ],
-    ids=["little is left", "much is left", "it does not move"],
-)
-def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(
-    before: Progress, meanwhile: bool, answered: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("eta_s", "answered"), [(15.0, True), (400.0, False)], ids=["little is left", "much is left"])
+def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(eta_s: float, answered: bool, tmp_path: Path) -> None:
     """300 s of waiting, then 25 more until it is READY."""
 
     async def go() -> None:
@@ -724,8 +691,7 @@ def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(
             waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
             await made.tick(2)
             for second in range(322):
-                moved = meanwhile or second < 200
-                made.cluster.show(progress=replace(before, bytes_done=second if moved else 200))
+                made.cluster.show(progress=Progress("loading", eta_s=eta_s, bytes_done=second))
                 await made.tick()
             assert waiting.done() is not answered
             made.cluster.names = ["m"]
@@ -803,21 +769,6 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
             (None, 90, "STOPPED", True),
             ("other", 20, "READY", True),
         ]
-
-
-async def test_a_failed_model_turns_requests_away_with_the_time_of_the_next_try(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        made.cluster.place_error = DoesNotFit("no room")
-        waiting = asyncio.create_task(enter(made, "m"))
-        await made.tick(2)
-        with pytest.raises(ModelFailed, match="DoesNotFit"):
-            await waiting
-        with pytest.raises(ModelFailed) as raised:
-            await enter(made, "m")
-
-        assert 1 <= int(raised.value.headers()["retry-after"]) <= 13
-        assert "no room" not in raised.value.message
-        assert "`sparkd ps`" in raised.value.message
 
 
 async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
@@ -997,10 +948,7 @@ async def test_what_has_served_serves_again_whatever_it_died_of(tmp_path: Path) 
         assert not made.supervisor.registry.find("m").attempt.lasts
 
 
-RESTS = {"DoesNotFit": False, "ModelUnusable": False, "UnknownFlag": False, "EngineFrozen": True}
-
-
-@pytest.mark.parametrize(("reason", "rests"), RESTS.items(), ids=RESTS)
+@pytest.mark.parametrize(("reason", "rests"), [("UnknownFlag", False), ("EngineFrozen", True)])
 async def test_a_reload_lets_those_try_again_whose_engine_never_started(reason: str, rests: bool, tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         record = made.supervisor.registry.find("m")
@@ -1016,16 +964,6 @@ async def test_a_draining_daemon_takes_nobody_in_and_starts_nothing(tmp_path: Pa
         made.supervisor.drain()
         with pytest.raises(Draining):
             await enter(made, "m")
-
-
-async def test_a_node_that_cannot_be_seen_changes_nothing(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await make_ready(made)
-        made.cluster.ranks = None
-        await made.tick(5)
-
-        assert made.state() == "READY"
-        assert await enter(made, "m") == "m"
 
 
 async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> None:

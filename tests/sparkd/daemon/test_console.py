@@ -248,18 +248,3 @@ async def test_the_command_can_be_copied_into_a_shell(
         "temperature": 0,
     }
     assert err == b""
-
-
-def test_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(URL, None, None, needs_key=False)  # type: ignore[arg-type]
-    for stop_engines in (True, False):
-        console.say_ending(stop_engines)
-        console.say_ended(stop_engines)
-
-    console.say_ending(True, 1, 60.0)
-    console.say_ending(False, 2, 30.0)
-
-    stopping, ended, ending, on, last, kept = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in (stopping, ending, last, kept)] == ["Stopping", "Ending", "Stopping", "Ending"]
-    assert ("ended" in ended, "run on" in on, lacking(stopping, "Ray"), lacking(ending, "engines")) == (True, True, [], [])
-    assert lacking(last, "1 request", "60 s", "Ctrl-C") + lacking(kept, "2 requests", "30 s", "Ctrl-C") == []

@@ -58,8 +58,6 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "`sudo swapoff AREA`"),
     "a second area of swap": (SWAPS | {"proc/swaps": AREAS.format(16777212, 134217728)}, "swap", "warn",
     "`sudo swapoff /swapfile128`"),
-    "two areas, both too large": (SWAPS | {"proc/swaps": AREAS.format(83886080, 134217728)}, "swap", "warn",
-    "`sudo swapoff /swap.img /swapfile128`"),
     "swappiness": ({"proc/sys/vm/swappiness": "60\n"}, "swappiness", "warn", "vm.swappiness=10"),
     "dirty pages": ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "20\n"}, "dirty", "warn", "vm.dirty_bytes=268435456"),
     "a large reserve of the kernel's": ({"proc/sys/vm/min_free_kbytes": "4194304\n"}, "min-free", "warn", "45167"),

@@ -190,15 +190,6 @@ def test_another_release_or_plugin_is_asked_anew(engine: Engine) -> None:
     assert kept(one(), engine) is None
 
 
-def test_a_damaged_answer_is_no_answer(engine: Engine) -> None:
-    engine.says(own=[{"question": 0, "answer": answer()}])
-    ask([one()], engine)
-    (path,) = engine.folders[0].glob("*.json")
-    path.write_text(path.read_text()[:-20])
-    assert kept(one(), engine) is None
-    assert answered(engine, one()) == kept(one(), engine)
-
-
 def test_a_refusal_is_kept_but_not_a_limit_of_this_machine(engine: Engine) -> None:
     engine.says(own=[{"question": 0, "answer": answer(refusal=REFUSAL, stages=[], cache=None)}])
     found = answered(engine, one())

@@ -243,7 +243,6 @@ def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[
     ("keys", "words"),
     [
         ({"recipe": "./r.yaml"}, ["recipe", "a name"]),
-        ({"recipe": "r", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
         ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
     ],

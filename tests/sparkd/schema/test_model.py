@@ -222,9 +222,6 @@ def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words
     ("raw", "words"),
     [
         ({"model": "/m", "name": "n"}, ["models.m.name", "no meaning"]),
-        ({"model": "/m", "trust_remote_code": True}, ["trust_remote_code", "refused", "admin API"]),
-        ({"model": "/m", "entrypoint": "p"}, ["entrypoint", "refused", "admin API"]),
-        ({"model": "/m", "extra_args": ["--middleware", "x"]}, ["'--middleware'", "refused", "admin API"]),
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
         ({"model": "./m"}, ["absolute path"]),

@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -207,26 +206,6 @@ def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
     assert set(made.store.wishes.desired()) == {"m", "other"}
     made.supervisor.want("m", Want.STOPPED, "admin")
     made.store.close()
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _log_is_a_folder(path: Path) -> None:
-    filled(path)
-    Path(f"{path}-wal").mkdir()
-
-
-@pytest.mark.parametrize("make", [_folder, _log_is_a_folder])
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    path = tmp_path / "state" / "state.db"
-    path.parent.mkdir()
-    make(path)
-
-    with pytest.raises(StateError) as refused:
-        Store(path)
-    assert str(path) in refused.value.message
 
 
 READ_ONLY = """
