@@ -21,6 +21,7 @@ from sparkd.control.journal import Ledger
 from sparkd.entry.trusted_commits import at_trusted_commit, moved
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
 from sparkd.execution.boundary import Boundary
+from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, OperationState, Progress
@@ -200,36 +201,37 @@ class _Pull:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        process = await asyncio.create_subprocess_exec(
-            *module_command(sys.executable, "sparkd.models.download"),
-            env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=MAX_LINE,
-        )
-        if process.stdin is None or process.stdout is None:
-            raise RankError("The download process was started without pipes.")
-        try:
-            process.stdin.write(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n")
-            async for line in process.stdout:
-                event = json.loads(line)
-                if "unasked" in event:
-                    raise _Unasked(str(event["error"]), str(event["unasked"]))
-                if "error" in event:
-                    raise RankError(str(event["error"]))
-                if "ended" in event:
-                    commit, note, head = str(event["commit"]), str(event["note"]), event.get("head")
-                    if branch is not None and head not in (None, commit):
-                        note = f"{note} {moved(model, branch, commit, head)}".strip()
-                    return commit, note
-                self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
-            raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        asked = json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n"
+        with given_input(asked) as stdin:
+            process = await asyncio.create_subprocess_exec(
+                *module_command(sys.executable, "sparkd.models.download"),
+                env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
+                stdin=stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                limit=MAX_LINE,
+            )
+            if process.stdout is None:
+                raise RankError("The download process was started without a pipe.")
+            try:
+                async for line in process.stdout:
+                    event = json.loads(line)
+                    if "unasked" in event:
+                        raise _Unasked(str(event["error"]), str(event["unasked"]))
+                    if "error" in event:
+                        raise RankError(str(event["error"]))
+                    if "ended" in event:
+                        commit, note, head = str(event["commit"]), str(event["note"]), event.get("head")
+                        if branch is not None and head not in (None, commit):
+                            note = f"{note} {moved(model, branch, commit, head)}".strip()
+                        return commit, note
+                    self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
+                raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str

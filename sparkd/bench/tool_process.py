@@ -12,6 +12,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sparkd.errors import RankError
+from sparkd.execution.given_input import given_input
 
 LINE_BYTES = 1 << 20
 _LAST_LINES = 20
@@ -35,10 +36,10 @@ async def run(
 ) -> str:
     """The last thing that it said of an error, or at all. said: a file for its errors, and for its output without `heard`, which gets each
     line of it; key: the first line of its input. Raises RankError where it does not end with 0."""
-    with await asyncio.to_thread(said.open, "wb") as words:
+    with await asyncio.to_thread(said.open, "wb") as words, given_input(f"{key or ''}\n".encode()) as stdin:
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.PIPE,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE if heard is not None else words,
             stderr=words,
             env=dict(env),
@@ -46,10 +47,6 @@ async def run(
             start_new_session=True,
         )
     try:
-        if process.stdin is None:
-            raise RankError(f"{name} could not be started.")
-        process.stdin.write(f"{key or ''}\n".encode())
-        process.stdin.close()
         if heard is not None and process.stdout is not None:
             async for line in process.stdout:
                 await heard(line)
