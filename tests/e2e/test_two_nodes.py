@@ -14,7 +14,8 @@ import pytest
 from tests.support.facts import lacking
 from tests.support.pair import Pair, Stream, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
-from tests.support.processes import command_of
+from tests.support.processes import alive, command_of
+from tests.support.waiting import until
 from workers.rank.status import worker_of
 
 WAYS = ("split", "rayed", "whole")
@@ -38,22 +39,28 @@ def test_a_wrong_token_joins_nothing_and_says_where_the_right_one_is(pair: Pair,
     assert list((tmp_path / "state").glob("join.*")) == []
 
 
-def test_a_killed_rank_of_vllm_ends_both_and_both_come_back(pair: Pair) -> None:
+def test_a_killed_rank_of_vllm_ends_both_and_they_are_started_again(pair: Pair) -> None:
+    """That they come back READY: test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one."""
     pair.both()
     pair.daemon.load("split")
-    before = pair.daemon.wait_for("split", "READY")["ranks"]
-    assert [rank["node_id"] for rank in before] == [pair.here.address, pair.there.address]
+    ranks = pair.daemon.wait_for("split", "READY")["ranks"]
+    assert [rank["node_id"] for rank in ranks] == [pair.here.address, pair.there.address]
     assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
 
-    stream, at_s = Stream(pair, "split", max_tokens=1000, ignore_eos=True).start(), time.time()
-    os.kill(pair.child_of(before[1]), signal.SIGKILL)
-    assert pair.failure(at_s, "split")[0] == "EngineExited"
+    stream = Stream(pair, "split", max_tokens=1000, ignore_eos=True).start()
+    _kill_the_second(pair, ranks)
     assert '"error"' in stream.end(), "the client is told"
-    after = pair.daemon.wait_for("split", "READY")["ranks"]
-    assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
-    assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
+    until(lambda: not any(alive(rank["pid"]) for rank in ranks), "both have ended")
+    killed = {rank["pid"] for rank in ranks}
+    until(lambda: {rank["pid"] for rank in pair.daemon.model("split")["ranks"]} - killed, "more have started")
     pair.daemon.unload("split")
     pair.daemon.wait_for("split", "STOPPED")
+
+
+def _kill_the_second(pair: Pair, ranks: list[dict[str, Any]]) -> None:
+    at_s = time.time()
+    os.kill(pair.child_of(ranks[1]), signal.SIGKILL)
+    assert pair.failure(at_s, "split")[0] == "EngineExited"
 
 
 @pytest.mark.rest
@@ -69,6 +76,10 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         said[name] = log_probabilities(pair, name)
         if name == "split":
             assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
+            _kill_the_second(pair, ready["ranks"])
+            after = pair.daemon.wait_for("split", "READY")["ranks"]
+            assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in ready["ranks"])
+            assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
         if name == "rayed":
             _adopted_and_lost(pair, ready["ranks"])
         pair.daemon.unload(name)
