@@ -39,8 +39,8 @@ serve: python
 	exec "$(BIN)/sparkd" serve --state-dir "$(STATE)" --port "$(PORT)" --ask "$(QUESTION)" \
 		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name $(DEMO) $(PRECISE))
 
-# Three workers more than cores, because many tests wait for processes. What does not fit in one session is marked `rest`.
-PYTEST := "$(BIN)/python" -m pytest -n $$(( $$(nproc) + 3 )) --dist loadfile --no-loadscope-reorder
+# tests/conftest.py says how many workers. What does not fit in one session is marked `rest`.
+PYTEST := "$(BIN)/python" -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
 test test-all test-repeat: export PYTHONDONTWRITEBYTECODE :=
 # pip would compile 25,000 files, and the tests import few of them.

@@ -129,6 +129,14 @@ class Scheduling(LoadFileScheduling):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, because many tests wait for processes. Beside other work that would get too little of the cores."""
+    others = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1
+    cores = len(os.sched_getaffinity(0))
+    return cores + (1 if others < cores else 3)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
