@@ -34,6 +34,8 @@ def worker(place: Place) -> Iterator[subprocess.Popen[bytes]]:
     """Rank 1 of a model with its keeper, and the process that Ray would start."""
     env, plugin = {"GLOO_SOCKET_IFNAME": "enp1"}, (lifecycle.PACKAGE_DIR,)
     lifecycle.spawn(place.spec(rank=1, world=2, attempt="r0", ray=PLACED, socket_path=None, pythonpath=plugin, env=env))
+    # Rank 0 has vLLM imported before it asks Ray for a worker.
+    until(lambda: rank_of("r0", place.run_dir) and any(line.startswith("Waiting") for line in place.lines()), "the keeper is there")
     script = place.root / "default_worker.py"
     script.write_text(WORKER, encoding="utf-8")
     environ = {
