@@ -201,8 +201,7 @@ class _Pull:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        asked = json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n"
-        with given_input(asked) as stdin:
+        with given_input(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n") as stdin:
             process = await asyncio.create_subprocess_exec(
                 *module_command(sys.executable, "sparkd.models.download"),
                 env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
