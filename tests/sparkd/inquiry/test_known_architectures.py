@@ -39,7 +39,6 @@ FIXTURES = {
 }
 SPLIT = ("DeepseekV2ForCausalLM", "Gemma4ForConditionalGeneration", "GptOssForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 BLOCK = 128
-OWN_CODE = ("its own", 1)
 CASES = [(name, 1) for name in FIXTURES] + [(name, 2) for name in SPLIT]
 # Attention to all tokens, one vector for all heads, windows, and states with experts; two of them over two ranks.
 KINDS = [
@@ -60,11 +59,7 @@ def question(name: str, ranks: int = 1, *args: str) -> ModelQuestion:
 
 
 def questions(_folder: Path) -> dict[tuple[str, int], ModelQuestion]:
-    own_code = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"], "auto_map": {"AutoConfig": "its.Config"}}
-    return {
-        **{(name, ranks): question(name, ranks) for name, ranks in KINDS},
-        OWN_CODE: ModelQuestion(files={"config.json": json.dumps(own_code).encode()}, platform=SPARK),
-    }
+    return {(name, ranks): question(name, ranks) for name, ranks in KINDS}
 
 
 Answers = Mapping[tuple[str, int], ModelAnswer | None]
@@ -118,9 +113,3 @@ def test_blocks_of_another_length_are_vllms(other_answers: Answers, name: str) -
     layout = kv_layout(shape_of(checkpoint_of(FIXTURES[name]).config), Serving(1, block_tokens=BLOCK))
     assert layout.block_bytes == answer.stages[0].block_bytes
     assert all(layout.cost(length).per_request == size for length, size in answer.stages[0].requests)
-
-
-def test_a_model_with_code_of_its_own_is_not_refused_for_it(answers: Answers) -> None:
-    """No question runs that code, so nothing is known of the model."""
-    answer = answers[OWN_CODE]
-    assert answer is not None and answer.refusal is not None and not answer.refusal.certain, answer

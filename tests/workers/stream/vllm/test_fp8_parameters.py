@@ -28,7 +28,8 @@ FUSED_IN_VLLM = {
 }
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [(FP8_BLOCK, "fp8-block"), pytest.param(FP8, "fp8", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize(("kind", "quantize"), [(FP8_BLOCK, "fp8-block"), (FP8, "fp8")])
 def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: Mapping[str, Any], quantize: str) -> None:
     """Through vLLM's model class and its loaders, q/k/v and gate/up in one parameter each, from the checkpoint and from the cache."""
     plugin.register()

@@ -91,6 +91,7 @@ def test_products_are_those_of_the_decoded_weights(shape: list[int]) -> None:
     assert {name: distance for name, distance in far.items() if not distance < 0.002} == {}
 
 
+@pytest.mark.rest
 def test_a_gpu_s_operators_compute_what_a_cpu_s_do() -> None:
     """The cases have one to 300 tokens, columns that programs share, weights that are decoded whole in parts, experts pair by pair and in
     blocks as moe_align_block_size makes them, and experts of another rank."""
