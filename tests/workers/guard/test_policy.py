@@ -169,6 +169,12 @@ def test_levels_rise_at_once_and_fall_late() -> None:
         assert decision.level == (OK if second >= CALM_S else TIGHT)
 
 
+def test_memory_is_tight_below_the_limit_and_not_at_it() -> None:
+    for missing, level in ((0, OK), (1, TIGHT)):
+        look = MemorySample(0, TOTAL, LIMITS.soft - missing, 0, 0, 0)
+        assert decide(look, STILL, [SERVING], LIMITS, GuardState())[0].level == level
+
+
 def test_without_an_engine_there_is_nobody_to_kill_and_the_level_says_it() -> None:
     lived: Lived = live(COLLAPSES["9.9 to 2.4 GiB in 3 s"][0], [])
     assert CRITICAL in lived.levels and not lived.kills
