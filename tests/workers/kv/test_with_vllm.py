@@ -59,6 +59,16 @@ def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
     assert seen[0].room == 7 * GIB
 
 
+def test_a_batchs_peak_counts_from_where_its_model_began(rehearsal, monkeypatch):
+    allocated, resets = iter([6 * GIB, 7 * GIB]), []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: next(allocated))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 10 * GIB)
+    rehearsal.mark()
+    rehearsal.mark()  # of its sampler
+    assert (rehearsal.taken_by_batch(), len(resets)) == (4 * GIB, 1)
+
+
 def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
     did: list[str] = []
 
