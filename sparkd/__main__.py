@@ -9,10 +9,9 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkd.errors import ConfigError, SparkdError, error_body
+from sparkd.errors import ConfigError, SparkdError, error_body, place_of
 
 if TYPE_CHECKING:
     import typer
@@ -123,7 +122,7 @@ def exit_code(argv: list[str]) -> int:
 
         if logging.getLogger().handlers:
             logging.getLogger("sparkd").critical("sparkd has a bug", exc_info=error)
-        bug = SparkdError(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.")
+        bug = SparkdError(f"sparkd has a bug: {type(error).__name__} at {place_of(error)}. Please report it.")
         return _fail(bug, as_json=as_json)
 
 
@@ -185,18 +184,6 @@ def _fail(error: SparkdError, *, as_json: bool) -> int:
         lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
     return error.exit_code
-
-
-def _place(error: BaseException) -> str:
-    """file:line of the innermost frame that is ours, below this package; else the file's name alone."""
-    import traceback
-
-    package = Path(__file__).parent
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
-    if ours:
-        return f"{Path(ours[-1].filename).relative_to(package).as_posix()}:{ours[-1].lineno}"
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 def _usage(error: Exception) -> str:

@@ -43,8 +43,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
+
+_PACKAGE = Path(__file__).parent
 
 
 class SparkdError(Exception):
@@ -84,6 +88,16 @@ class SparkdError(Exception):
 def clause(sentence: str) -> str:
     """Without its full stop, for a longer sentence."""
     return sentence.rstrip(".")
+
+
+def place_of(error: BaseException) -> str:
+    """file:line of the innermost frame that is ours, below this package; else the file's name alone. Never the message, which may hold a
+    client's text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    if ours:
+        return f"{Path(ours[-1].filename).relative_to(_PACKAGE).as_posix()}:{ours[-1].lineno}"
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 class ConfigError(SparkdError):

@@ -27,6 +27,7 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
     UnknownRoute,
+    place_of,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import KeyDigests, Role
@@ -142,7 +143,7 @@ class Edge:
             # A shutdown or an operator cancels a request. If this were raised again, uvicorn would answer with its own error in plain text.
             await self._refuse(interruption(exchange), scope, receive, send, headers, exchange)
         except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
-            _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
+            _log.error("request_id=%s internal error: %s at %s", exchange.request_id, type(error).__name__, place_of(error))
             await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
         finally:
             self._open_requests -= 1
@@ -384,16 +385,6 @@ def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
         if name in seen and name in _ONCE:
             raise BadRequest(f"The header {name.decode()} may be sent only once.")
         seen.add(name)
-
-
-def _place(error: BaseException) -> str:
-    """The class of an error and the line that raised it. Its message is left out: it may hold a client's text."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return type(error).__name__
-    return f"{type(error).__name__} at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
 
 
 async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:

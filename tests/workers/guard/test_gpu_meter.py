@@ -156,7 +156,7 @@ def test_one_that_cannot_be_ended_is_not_joined_by_another(fake: FakeNvidiaSmi, 
 @pytest.mark.parametrize(
     ("does", "facts"),
     [
-        ("echo 'ERROR: Option -lms is not recognized.'; echo; echo 'Run nvidia-smi -h'; exit 2", ("2", "ERROR: Option -lms is not recognized.")),
+        ("echo 'ERROR: Option -lms is unknown.'; echo; echo 'Run nvidia-smi -h'; exit 2", ("2", "ERROR: Option -lms is unknown.")),
         (f"{ONCE}; printf 'GPU is lost' >&2; exit 15", ("15", "GPU is lost")),
         ("kill -9 $$", ("-9",)),
     ],
