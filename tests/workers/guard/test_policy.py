@@ -12,13 +12,20 @@ from workers.guard.memory_sampler import MemorySample, Trend, Vitals
 from workers.guard.policy import (
     CALM_S,
     CAPTURE,
+    CREEP_SHARE,
     CRITICAL,
+    FAST_SHARE_PER_S,
     GIB,
+    HORIZON_S,
     LOAD,
     LOOKS,
     OK,
     PRESSED,
+    REACH,
+    SCANNED_PER_S,
     SERVE,
+    SLOW_HORIZON_S,
+    SWAPPED_PER_S,
     TIGHT,
     GuardedEngine,
     GuardState,
@@ -112,6 +119,40 @@ def test_a_flood_while_a_model_loads_is_answered_by_dropping_the_cache_now_and_t
     assert live(flood, [LOADING]).drops == 7
     assert live(flood, [SERVING]).drops == 0, "mapped weights would be evicted"
     assert live(flood, [LOADING], unified=False).drops == 0
+
+
+# The proof of a collapse, at its edge: what is known then -> the look at which an engine goes, None where none does
+
+CREPT = CREEP_SHARE * TOTAL
+FAST = FAST_SHARE_PER_S * TOTAL
+SLOW = CREPT / SLOW_HORIZON_S
+FLOOR, HARD = LIMITS.floor, LIMITS.hard
+PROOFS = {
+    "reclaim below hard": (HARD - 1, Trend(scanned_per_s=SCANNED_PER_S), SERVE, 2),
+    "swapping below hard": (HARD - 1, Trend(swapped_per_s=SWAPPED_PER_S), SERVE, 2),
+    "reclaim while graphs are captured": (LIMITS.hard_in(CAPTURE) - 1, Trend(scanned_per_s=SCANNED_PER_S), CAPTURE, 3),
+    "reclaim at hard": (HARD, Trend(scanned_per_s=SCANNED_PER_S), SERVE, None),
+    "a slow fall that ends in 30 s": (FLOOR + int(SLOW * SLOW_HORIZON_S), Trend(middle=-SLOW), SERVE, 2),
+    "one that ends later": (FLOOR + int(SLOW * SLOW_HORIZON_S) + 1, Trend(middle=-SLOW), SERVE, None),
+    "a fast fall that ends in 2 s": (FLOOR + int(FAST * HORIZON_S[SERVE]), Trend(last=-FAST, short=-FAST), SERVE, 2),
+    "a fall in GiB that ends in 2 s": (int(REACH[SERVE] * FLOOR), Trend(last=-5 * GIB, short=-5 * GIB), SERVE, 2),
+    "one from further above": (int(REACH[SERVE] * FLOOR) + 1, Trend(last=-6 * GIB, short=-6 * GIB), SERVE, None),
+    "below the floor after a creep": (FLOOR - 1, Trend(fell=CREPT), SERVE, 2),
+    "below the floor by reclaim alone": (FLOOR - 1, Trend(scanned_per_s=SCANNED_PER_S), SERVE, 2),
+    "at the floor after a creep": (FLOOR, Trend(fell=CREPT), SERVE, None),
+    "a quarter of the floor is proof enough": (FLOOR // 4 - 1, STILL, SERVE, 2),
+    "a little more is not": (FLOOR // 4, STILL, SERVE, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("available", "trend", "phase", "expected"), PROOFS.values(), ids=PROOFS)
+def test_a_proof_counts_from_its_edge_and_after_its_looks(available: int, trend: Trend, phase: str, expected: int | None) -> None:
+    state, killed = GuardState(), []
+    for number in range(1, 6):
+        look = MemorySample(float(number), TOTAL, available, available, 0, 0)
+        decision, state = decide(look, trend, [replace(SERVING, phase=phase)], LIMITS, state)
+        killed += [number] if decision.kill else []
+    assert killed[:1] == ([] if expected is None else [expected])
 
 
 # Who goes
