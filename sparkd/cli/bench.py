@@ -43,7 +43,6 @@ bench = typer.Typer(
     name="bench",
     cls=_RunByDefault,
     help="Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

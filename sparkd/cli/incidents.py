@@ -26,7 +26,6 @@ LOG_LINES = 20
 incidents = typer.Typer(
     name="incidents",
     help="Show what the memory guard did, and why.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 recipes = typer.Typer(
     name="recipes",
     help="List, show, check and import recipes of models.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
