@@ -60,6 +60,17 @@ def test_slopes_and_rates_are_of_what_happened() -> None:
     assert (len(vitals.rows()), vitals.trend().short) == (100, 0), "what happened stays, for the next bundle"
 
 
+def test_two_looks_are_a_trend_unless_no_time_is_between_them() -> None:
+    vitals = Vitals(Path("/nowhere"))
+    for at_s, gib, slope in ((5.0, 50, 0.0), (5.0, 49, 0.0), (6.0, 47, -2 * GIB)):
+        vitals.add(MemorySample(at_s, 120 * GIB, gib * GIB, gib * GIB, 0, 0))
+        assert vitals.trend().last == slope
+    vitals.forget()
+    for at_s in (7.0, 8.0):
+        vitals.add(MemorySample(at_s, 120 * GIB, int(at_s) * GIB, GIB, 0, 0))
+    assert vitals.trend().last == GIB
+
+
 def test_two_minutes_are_kept_at_the_fastest_pace() -> None:
     vitals = Vitals(Path("/nowhere"))
     for tenth in range(3000):

@@ -402,9 +402,10 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_pa
 
 
 def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_smaller(tmp_path):
-    machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
+    machine, codes = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB"), list[int]()
     with pytest.raises(ValueError, match=re.escape(machine.ran_out)) as raised:
-        start(machine, tmp_path)
+        start(machine, tmp_path, codes.append)
+    assert codes == [], "no other rank waits for it"
     assert facts(raised.value) == "2.00 max_num_batched_tokens max_num_seqs 4-bit"
     assert told(tmp_path)["phase"] == "refused"
     following = Machine(40 * GIB)
