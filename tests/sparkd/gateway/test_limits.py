@@ -231,6 +231,13 @@ async def test_a_connection_is_kept_after_a_refused_request_whose_body_is_in(lim
     assert (await client.answer()).status == 200
 
 
+async def test_a_connection_ends_with_an_answer_that_came_before_its_body(limited: Running) -> None:
+    client = await limited.open()
+    client.send(request("GET", "/livez", "Content-Length: 1000"))
+    assert (await client.answer()).status == 200
+    assert await client.ended() == b"", "what comes next would be taken for a request"
+
+
 @pytest.mark.parametrize("opening", [b"1;", b"1\r\n{\r\n0\r\nX-A: "], ids=["extension", "trailer"])
 async def test_endless_chunk_extensions_and_trailers(limited: Running, opening: bytes) -> None:
     client = await limited.open()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from workers.guard import consumers
-from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Holders
+from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Holders, MemoryConsumer
 from workers.host import processes
 from workers.host.bounded_child import ProgramOutput
 from workers.rank.status import status_path, write_status
@@ -30,6 +30,11 @@ class Asked:
     def _ask(self, command: tuple[str, ...], timeout_s: float) -> ProgramOutput:
         self.commands.append(command)
         return self.answer
+
+
+@pytest.mark.parametrize(("device", "freed"), [(3, 8), (0, 5), (None, None)])
+def test_what_an_end_frees_is_unknown_while_the_gpus_part_is(device: int | None, freed: int | None) -> None:
+    assert MemoryConsumer("m-1", "m", "serving", "", None, None, (), (), 5, device).held_bytes == freed
 
 
 @pytest.mark.parametrize("unified", [True, False])
