@@ -117,29 +117,41 @@ def test_exposure_is_at_most_3(stage: Stage) -> None:
         assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()
 
 
-def test_the_user_and_the_folders(stage: Stage) -> None:
-    lib = stage.units.parent.parent
-    users = call(tool("systemd-sysusers"), f"--root={stage.root}", lib / "sysusers.d/sparkd.conf")
+def user_of(stage: Stage) -> list[str]:
+    """The fields of sparkd's line in passwd, once systemd-sysusers has written it."""
+    users = call(tool("systemd-sysusers"), f"--root={stage.root}", stage.units.parent.parent / "sysusers.d/sparkd.conf")
     assert (users.returncode, "rror" in users.stderr) == (0, False), users.stderr
-    line = next(line for line in (stage.root / "etc/passwd").read_text().splitlines() if line.startswith("sparkd:"))
-    assert line.split(":")[5:] == ["/var/lib/sparkd", "/usr/sbin/nologin"]
+    return next(line for line in (stage.root / "etc/passwd").read_text().splitlines() if line.startswith("sparkd:")).split(":")
 
-    key = stage.root / "etc/sparkd/admin.key"
-    key.touch(mode=0o644)
+
+def make_folders(stage: Stage) -> subprocess.CompletedProcess[str]:
+    rules = stage.units.parent.parent / "tmpfiles.d/sparkd.conf"
+    return call(tool("systemd-tmpfiles"), f"--root={stage.root}", "--create", "--remove", "--boot", rules)
+
+
+def test_the_user_and_the_folders(stage: Stage) -> None:
+    assert user_of(stage)[5:] == ["/var/lib/sparkd", "/usr/sbin/nologin"]
     kept, scratch = stage.root / "var/lib/sparkd/state.db", stage.root / "var/lib/sparkd-tmp/left-over"
     for path in (kept, scratch):
         path.parent.mkdir(parents=True)
         path.touch()
-    made = call(tool("systemd-tmpfiles"), f"--root={stage.root}", "--create", "--remove", "--boot", lib / "tmpfiles.d/sparkd.conf")
+    made = make_folders(stage)
     # 65 is a line that cannot be parsed (systemd-tmpfiles(8)); without root it cannot give folders away, and says so with 73.
-    assert made.returncode == 0 if os.geteuid() == 0 else made.returncode != 65, made.stderr
-    modes = {"etc/sparkd": 0o750, "etc/sparkd/sparkd.yaml": 0o640, "etc/sparkd/admin.key": 0o600, "var/lib/sparkd": 0o700}
-    if os.geteuid() == 0:
-        assert {name: stat.S_IMODE((stage.root / name).stat().st_mode) for name in modes} == modes
-        assert (stage.root / "var/lib/sparkd").stat().st_uid == int(line.split(":")[2])
-        assert key.stat().st_uid == 0
+    assert made.returncode != 65, made.stderr
     assert kept.exists()
     assert not scratch.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_modes_and_owners_of_the_folders(stage: Stage) -> None:
+    user, key = user_of(stage), stage.root / "etc/sparkd/admin.key"
+    key.touch(mode=0o644)
+    made = make_folders(stage)
+    assert made.returncode == 0, made.stderr
+    modes = {"etc/sparkd": 0o750, "etc/sparkd/sparkd.yaml": 0o640, "etc/sparkd/admin.key": 0o600, "var/lib/sparkd": 0o700}
+    assert {name: stat.S_IMODE((stage.root / name).stat().st_mode) for name in modes} == modes
+    assert (stage.root / "var/lib/sparkd").stat().st_uid == int(user[2])
+    assert key.stat().st_uid == 0
 
 
 def test_installing_twice_is_installing_once_and_uninstalling_leaves_nothing(stage: Stage) -> None:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
 from tests.support.daemon_process import ROOT, DaemonProcess, daemon
 from tests.support.otlp_receiver import Receiver, receiver
 from tests.support.ray_node import reserve_gib
+from tests.support.waiting import HUNG_S
 
 NAME, QUANTIZED = "smollm2-135m-instruct", "quantized"
 # What the node offers, and each model reserves: there is room for one at a time.
@@ -76,3 +78,11 @@ def served(daemon_with_models: DaemonProcess) -> DaemonProcess:
         daemon_with_models.load(NAME)
     daemon_with_models.wait_for(NAME, "READY")
     return daemon_with_models
+
+
+def engine_metric(served: DaemonProcess, name: str) -> float:
+    """Straight from the engine's socket: the gateway's copy is up to five seconds old."""
+    (rank,) = served.model(NAME)["ranks"]
+    with httpx.Client(transport=httpx.HTTPTransport(uds=rank["socket_path"]), base_url="http://engine", timeout=HUNG_S) as client:
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))

@@ -11,17 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.e2e.conftest import NAME
+from tests.e2e.conftest import NAME, engine_metric
 from tests.support.daemon_process import DaemonProcess
-from tests.support.waiting import HUNG_S
 
 if TYPE_CHECKING:
     import openai
-
 
 
 QUESTION = "What is the weather in Paris?"
@@ -38,6 +35,8 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 ASKED: Any = [{"role": "user", "content": QUESTION}]
 # The limit of a call; an answer in words may take less.
 TOKENS = 96
+# How often the engine's parser has read an answer.
+PARSED = "vllm:tool_call_parser_invocations_total"
 
 
 class Weather(BaseModel):
@@ -54,14 +53,6 @@ def client(served: DaemonProcess) -> Iterator[openai.OpenAI]:
 
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
-
-
-def parsed(served: DaemonProcess) -> float:
-    """How often the engine's parser has read an answer."""
-    (rank,) = served.model(NAME)["ranks"]
-    with httpx.Client(transport=httpx.HTTPTransport(uds=rank["socket_path"]), base_url="http://engine", timeout=HUNG_S) as engine:
-        lines = engine.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:tool_call_parser_invocations_total"))
 
 
 def check(name: str | None, arguments: str | dict[str, Any] | None) -> None:
@@ -112,7 +103,7 @@ def test_openai_calls_a_tool_in_a_stream(client: openai.OpenAI) -> None:
 
 def test_an_agent_goes_on_with_a_tools_result(served: DaemonProcess, client: openai.OpenAI) -> None:
     """With `auto`, as agents ask: the parser reads the answer, in which there may be no call."""
-    before = parsed(served)
+    before = engine_metric(served, PARSED)
     call = {"id": "call-1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
     turns = [
         *ASKED,
@@ -124,7 +115,7 @@ def test_an_agent_goes_on_with_a_tools_result(served: DaemonProcess, client: ope
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
     assert whole.choices[0].message.content == streamed != ""
-    assert parsed(served) > before
+    assert engine_metric(served, PARSED) > before
 
 
 def test_openais_responses_call_a_tool(client: openai.OpenAI) -> None:
@@ -196,7 +187,7 @@ async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> N
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    before = parsed(served)
+    before = engine_metric(served, PARSED)
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as client:
         model = OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client))
         agent = Agent(model, output_type=ToolOutput(Weather, name="get_weather", strict=True), model_settings={"max_tokens": TOKENS})
@@ -213,7 +204,7 @@ async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> N
 
     assert {found.output.city, streamed.city} <= set(CITIES)
     assert said.output
-    assert parsed(served) > before
+    assert engine_metric(served, PARSED) > before
 
 
 def test_instructor_gets_its_model_by_a_tool(client: openai.OpenAI) -> None:

@@ -235,6 +235,7 @@ async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine,
         client = await running.open()
         await soon(lambda: "DescriptorsShort" in str(running.server.condition))
         await client.close()
+    assert running.server.acceptor is not None and running.server.acceptor._resting is None
 
 
 async def test_a_server_that_begins_again_ends_the_accepting_of_before(gateway: Running) -> None:

@@ -87,7 +87,7 @@ async def test_a_client_that_leaves_an_answer_without_an_end_ends_it(gateway: Ru
     await soon(lambda: app.closed and gateway.edge._open_requests == 0)
 
 
-async def test_a_client_that_left_before_such_an_answer_began_is_not_written_to(gateway: Running) -> None:
+async def test_a_client_that_left_before_such_an_answer_began_ends_it_too(gateway: Running) -> None:
     app = gateway.edge._admin = Endless()
     client = await gateway.open()
     client.send(EVENTS)
@@ -95,4 +95,4 @@ async def test_a_client_that_left_before_such_an_answer_began_is_not_written_to(
     client.writer.transport.abort()
     await soon(lambda: not gateway.server.server_state.connections)
     app.may_return.set()
-    await soon(lambda: gateway.edge._open_requests == 0)
+    await soon(lambda: app.closed and gateway.edge._open_requests == 0)

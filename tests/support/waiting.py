@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,11 +28,14 @@ def until(look: Callable[[], T], what: str = "it", every_s: float = 0.05, *, lim
         time.sleep(every_s)
 
 
-async def eventually(look: Callable[[], T], what: str = "it", every_s: float = 0.01) -> T:
-    """`until` on the event loop, which goes on meanwhile."""
+async def eventually(look: Callable[[], Awaitable[T] | T], what: str = "it", every_s: float = 0.01) -> T:
+    """`until` on the event loop, which goes on meanwhile; what `look` returns is awaited where it can be."""
     deadline = time.monotonic() + HUNG_S
     while True:
-        if seen := look():
+        seen = look()
+        if isinstance(seen, Awaitable):
+            seen = await seen
+        if seen:
             return seen
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {HUNG_S:.0f} s: {what}; last seen: {seen!r}")

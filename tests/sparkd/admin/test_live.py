@@ -19,7 +19,7 @@ from sparkd.errors import StateError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.state.series import Series
 from tests.support.fakes import FakeClock, Scene, stage
-from tests.support.waiting import HUNG_S
+from tests.support.waiting import eventually
 
 
 def parsed(text: str) -> list[tuple[str, str, Any]]:
@@ -173,9 +173,7 @@ async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def test_the_series_are_kept_without_a_page_and_the_document_only_for_one(shown: Shown) -> None:
     running = asyncio.ensure_future(shown.live.run())
-    async with asyncio.timeout(HUNG_S):
-        while (await _excerpt(shown, "node.n.available_bytes")) is None:  # noqa: ASYNC110 - the file has no event
-            await asyncio.sleep(0.01)
+    await eventually(lambda: _excerpt(shown, "node.n.available_bytes"), "the first row of the history")
     assert (shown.asked, shown.scraper.watched) == (0, False)
     assert await _excerpt(shown, "model.m.running") == 2.0
     async with aclosing(shown.live.stream.follow("")) as page:

@@ -468,10 +468,9 @@ def test_auto_is_what_the_daemon_decides(
         decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
-        best = next((one for one in mine if one["fits"]), None)
+        best = next(one for one in mine if one["fits"])
         spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
-        if best is not None:
-            assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+        assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
 
 
 def test_an_image_is_the_recipes_unless_another_is_named(

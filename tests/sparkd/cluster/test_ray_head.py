@@ -325,7 +325,9 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
         assert where
         assert all((getattr(ip, "ipv4_mapped", None) or ip).is_loopback for ip in where), head.listeners()
         token = head.token_path.read_bytes()
-        for process in head.costs():
+        costs = head.costs()
+        assert costs
+        for process in costs:
             assert token not in Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
             assert process.pss_bytes > 0
         assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700

@@ -162,15 +162,17 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     assert len(scene.asked) == 1
 
 
-@pytest.mark.parametrize("world", [2, 1])
-async def test_while_its_question_is_not_answered_it_is_doubted(world: int) -> None:
+@pytest.mark.parametrize(("world", "looks"), [(2, 1), (1, 1 + round(ALONE_QUESTION_S / ALONE_ASK_EVERY_S))])
+async def test_while_its_question_is_not_answered_it_is_doubted(world: int, looks: int) -> None:
     scene = Scene()
     scene.record.attempt = replace(scene.record.attempt, world=world)
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
-    while not scene.asked:
+    for _ in range(looks):
+        assert scene.asked == []
         assert scene.pulse.doubt(scene.record) is None
         assert await scene.after(ALONE_ASK_EVERY_S) is None
+    assert scene.asked
     assert await scene.after(1) is None
     silent_s = scene.clock() - scene.pulse._beats["m"].at_s
     assert silent_s > QUESTION_S and lacking(scene.pulse.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []

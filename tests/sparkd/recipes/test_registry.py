@@ -398,7 +398,7 @@ def test_a_repository_of_too_many_bytes_is_refused_and_leaves_nothing(
     monkeypatch.setattr(registry_fetch, "MAX_PACK_BYTES", 1 << 20)
     eugr.commit({"image.bin": os.urandom(3 << 20)})
 
-    with pytest.raises(SparkdError, match="more than 1 MiB"):
+    with pytest.raises(SparkdError, match=" 1 MiB"):
         taken(eugr, tmp_path)
     assert list((tmp_path / "fetching").iterdir()) == []
 
@@ -418,7 +418,7 @@ def test_a_server_that_never_answers_is_given_up(eugr: Repository, tmp_path: Pat
     monkeypatch.setenv("PATH", f"{git.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(registry_fetch, "LOOK_S", 0.2)
 
-    with pytest.raises(SparkdError, match="took longer"):
+    with pytest.raises(SparkdError, match=rf" {registry_fetch.LOOK_S:g} s\b"):
         taken(eugr, tmp_path)
 
 

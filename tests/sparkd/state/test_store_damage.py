@@ -130,6 +130,7 @@ async def test_a_damaged_row_goes_by_what_its_condition_names_and_one_of_no_mode
             (name,) = (name for name in named if f"`sparkd rm {name}`" in conditions[0].message)
             made.operator.remove(name)
             named.remove(name)
+        assert named == set()
     assert started(tmp_path) == []
 
 

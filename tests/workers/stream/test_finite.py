@@ -114,7 +114,7 @@ def test_a_large_tensor_that_is_never_whole(tmp_path: Path, monkeypatch: pytest.
             torch.zeros(part.shape, dtype=torch.float32 if changed else part.dtype).copy_(part)
 
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
-    with pytest.raises(CheckpointError, match=rf"{EMBEDDING}: it holds NaN"):
+    with pytest.raises(CheckpointError, match=rf"{EMBEDDING}: .*NaN"):
         load(0)
     load(301)
 
@@ -147,7 +147,7 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     virtual = virtual_in(written(tmp_path / "m", weights), "mxfp4")
     assert MASK in {name for name, _ in pipeline_of(virtual, CPU, READER).tensors()}
     regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
-    with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
+    with pytest.raises(CheckpointError, match=rf": {MASK}: .*NaN"):
         list(pipeline_of(virtual, CPU, READER, regions=regions).tensors())
     assert list(pipeline_of(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
 
@@ -159,7 +159,7 @@ def test_what_may_be_a_mask_is_never_nan() -> None:
         seen.look([ref], torch.tensor(bounds))
     seen.refuse()
     seen.look([ref], torch.tensor([-INF, NAN]))
-    with pytest.raises(CheckpointError, match=r"A_log: it holds NaN"):
+    with pytest.raises(CheckpointError, match=r"A_log: .*NaN"):
         seen.refuse()
 
 
@@ -168,7 +168,7 @@ def test_a_weight_is_one_whoever_takes_it(leaf: str) -> None:
     for weights_only in (False, True):
         seen = Finite(CPU, weights_only=weights_only)
         seen.look([REF._replace(name=f"model.layers.0.mlp.{leaf}")], torch.tensor([NAN, 1.0]))
-        with pytest.raises(CheckpointError, match=rf"{leaf}: it holds NaN"):
+        with pytest.raises(CheckpointError, match=rf"{leaf}: .*NaN"):
             seen.refuse()
 
 
@@ -210,5 +210,5 @@ def test_the_flags_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -
         seen.look([REF], torch.ones(3))
         seen.look_now_and_then()
     seen.look([REF], torch.ones(3))
-    with pytest.raises(CheckpointError, match="it holds NaN"):
+    with pytest.raises(CheckpointError, match="NaN"):
         seen.look_now_and_then()
