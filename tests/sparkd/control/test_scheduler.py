@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -546,6 +547,19 @@ async def test_companions_come_and_go_together(tmp_path: Path) -> None:
         await made.tick(seconds=50)
         await made.tick(4)
         assert (made.state("a"), made.state("b")) == ("STOPPED", "STOPPED")
+
+
+@pytest.mark.parametrize(("used", "by", "want"), [(True, "ttl", Want.RUNNING), (True, "admin", Want.STOPPED), (False, "ttl", Want.STOPPED)])
+async def test_a_companion_in_use_outlives_the_one_that_brought_it(tmp_path: Path, used: bool, by: str, want: Want) -> None:
+    async with stage(tmp_path, models=two(tmp_path), groups__accompany=[["a", "b"]]) as made, AsyncExitStack() as requests:
+        made.supervisor.want("a", Want.RUNNING, "admin")
+        for name in ("a", "b"):
+            await made.tick()
+            await make_ready(made, name)
+        if used:
+            await requests.enter_async_context(made.supervisor.lease("b"))
+        made.supervisor.want("a", Want.STOPPED, by)
+        assert made.supervisor.registry.find("b").desired.want is want
 
 
 async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_failed(tmp_path: Path) -> None:

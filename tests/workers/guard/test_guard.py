@@ -317,6 +317,21 @@ def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents, folde
     until(lambda: len(descriptors_in(folder / "run")) == 1, "who did not get the lock has closed its file")
 
 
+@pytest.mark.parametrize(
+    ("claims", "mode", "holds", "asks"),
+    [(True, "on", True, True), (True, "on", False, False), (True, "watch", False, True), (False, "watch", False, False)],
+)
+def test_one_of_two_sentries_asks_nvidia_smi(
+    claims: bool, mode: str, holds: bool, asks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sentry.Sentry("n1", str(folder), str(folder), folder / "proc", SAMPLE_S, {"mode": mode})
+    asked: list[bool] = []
+    monkeypatch.setattr(made.holders, "refresh", lambda _now_s, *, ask_device: asked.append(ask_device))
+    made.claims, made._lock_fd = claims, 0 if holds else -1
+    made._hold()
+    assert asked == [asks]
+
+
 def test_who_only_watches_kills_nobody_and_who_may_kill_does_so_once(agents: Agents, folder: Path) -> None:
     agent = agents.start({"mode": "off"})
     started(agent, folder)

@@ -215,12 +215,13 @@ def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
     assert len(runner.ran) == 1
 
 
-def test_an_item_that_has_to_be_in_one_batch_is_not_refused_for_a_smaller_one():
+@pytest.mark.parametrize(("whole", "images", "tokens"), [(True, True, 8192), (True, False, 256), (False, True, 256)])
+def test_an_item_that_has_to_be_in_one_batch_is_not_refused_for_a_smaller_one(whole, images, tokens):
     """compute_mm_encoder_budget raises ValueError where an item has more tokens than max_num_batched_tokens."""
     runner = Runner(True, 0, 0, 0)
-    runner.scheduler_config.disable_chunked_mm_input = True
+    runner.scheduler_config.disable_chunked_mm_input, runner.supports_mm_inputs = whole, images
     with smaller_batches(runner, 0.01):
-        assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (256, 8192)
+        assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (256, tokens)
 
 
 @pytest.mark.parametrize(("scale", "sequences"), [(0.5, 128), (0.001, 1)])
