@@ -181,31 +181,6 @@ def mixture(**more: Any) -> dict[str, Any]:
     return dense(**{**own, "moe_intermediate_size": 256, **more})
 
 
-def tensors_of(config: Mapping[str, Any], *, dtype: str = "BF16", packed: bool = False) -> list[tuple[Any, ...]]:
-    """Of `dense` and `mixture`. packed: all experts of a layer in two tensors."""
-    hidden, vocab, heads, keys = (config[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"))
-    head = config.get("head_dim", hidden // heads)
-    found: list[tuple[Any, ...]] = [("model.embed_tokens.weight", (vocab, hidden), dtype), ("model.norm.weight", (hidden,), dtype)]
-    if not config["tie_word_embeddings"]:
-        found.append(("lm_head.weight", (vocab, hidden), dtype))
-    for layer in range(config["num_hidden_layers"]):
-        base = f"model.layers.{layer}"
-        sides = {"q": (heads * head, hidden), "k": (keys * head, hidden), "v": (keys * head, hidden), "o": (hidden, heads * head)}
-        found += [(f"{base}.self_attn.{name}_proj.weight", side, dtype) for name, side in sides.items()]
-        found += [(f"{base}.{name}.weight", (hidden,), dtype) for name in ("input_layernorm", "post_attention_layernorm")]
-        experts, inner = config.get("num_experts", 0), config.get("moe_intermediate_size", config["intermediate_size"])
-        if experts:
-            found.append((f"{base}.mlp.gate.weight", (experts, hidden), dtype))
-        if packed:
-            found.append((f"{base}.mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), dtype))
-            found.append((f"{base}.mlp.experts.down_proj", (experts, hidden, inner), dtype))
-            continue
-        for module in [f"{base}.mlp.experts.{number}" for number in range(experts)] or [f"{base}.mlp"]:
-            found += [(f"{module}.{name}_proj.weight", (inner, hidden), dtype) for name in ("gate", "up")]
-            found.append((f"{module}.down_proj.weight", (hidden, inner), dtype))
-    return found
-
-
 def layered(count: int, shapes: Mapping[str, Shape], prefix: str = "model.layers", dtype: str = "BF16") -> dict[str, tuple[str, Shape]]:
     """The same tensors in `count` layers."""
     return {f"{prefix}.{layer}.{name}": (dtype, shape) for layer in range(count) for name, shape in shapes.items()}

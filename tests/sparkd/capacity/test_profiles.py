@@ -18,7 +18,8 @@ from sparkd.hardware import GIB
 from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from workers.kv.arithmetic import Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of, profiles_in
 from workers.kv.settings import CacheSettings
