@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
 from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
@@ -76,11 +78,7 @@ def main() -> None:
     for name in ("stub-socket", "model"):
         parser.add_argument(f"--{name}", required=True)
     asked = parser.parse_args()
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(asked))
 
 
