@@ -76,12 +76,12 @@ def environment(plugins: Path, *, ours: bool, more: Mapping[str, str] | None = N
     return {**kernels_on_disk(os.environ), **os.environ, **fixed, **(more or {})}
 
 
-def engine_arguments(*, cuda: bool, kv_bytes: int = 2**30) -> dict[str, Any]:
+def engine_arguments(*, cuda: bool) -> dict[str, Any]:
     """What every engine of a bench is started with."""
     small = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     # FlashAttention 2 is not everywhere, and the comparison is about weights.
     # 0.2: several children may share a GPU, and vLLM refuses to start where less than this share of it is free.
-    device = {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.2}
+    device = {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.2}
     return {**small, **device} if cuda else small
 
 
