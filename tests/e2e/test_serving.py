@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -14,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import KV_BYTES, NAME
-from tests.support.daemon_process import DaemonProcess, alive
+from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import HUNG_S, until
 
 QUESTION = "What is the capital of France?"
@@ -199,20 +197,6 @@ def test_the_daemon_is_killed_and_the_next_answers_at_once_with_the_same_engine(
     assert served.pid_of(NAME) == rank
     assert engine_metric(served, "vllm:generation_tokens_total") > tokens
     served.ray_connected()
-
-
-@pytest.mark.rest
-def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> None:
-    rank = served.pid_of(NAME)
-    before = served.ray_pids()
-    (raylet,) = [process["pid"] for process in served.status()["costs"]["ray"] if process["name"] == "raylet"]
-    os.kill(raylet, signal.SIGKILL)
-
-    assert _paris(served)
-    until(lambda: raylet not in served.ray_pids() and served.status()["nodes"][0]["agent"], "Ray is back", 0.5)
-    until(lambda: [pid for pid in before if alive(pid)] == [], "nothing of the old Ray is left")
-    assert (served.pid_of(NAME), served.model(NAME)["failures"]) == (rank, 0)
-    assert _paris(served)
 
 
 def _paris(served: DaemonProcess) -> bool:

@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tests.support.activated import ActivatedDaemon
 from tests.support.processes import alive, command_of, parent_of, session_of, text_of
-from tests.support.stream import Stream
+from tests.support.stream import Stream, answers
 from tests.support.waiting import until
 
 MODEL = "m"
@@ -53,10 +52,7 @@ class Scene:
         return int(ranks[0]["pid"]) if ranks else 0
 
     def answers(self) -> bool:
-        body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
-        with suppress(httpx.HTTPError):
-            return self.daemon.client.post("/v1/chat/completions", json=body, timeout=5.0).status_code == 200
-        return False
+        return answers(self.daemon.client, MODEL)
 
     def well(self, wanted: str = "READY", without: frozenset[int] = frozenset()) -> float | None:
         """Seconds until the model is as wished, Ray is connected, its agent answers, and nothing of Ray is one of `without`, which were

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.processes import command_of, parent_of, session_of
@@ -115,17 +113,6 @@ class Pair:
 
     def members(self, rank: dict[str, Any]) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if session_of(pid) == rank["pid"]]
-
-    def answers_quickly(self) -> bool:
-        try:
-            answer = self.daemon.client.post(
-                "/v1/chat/completions",
-                json={"model": "pair", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]},
-                timeout=3.0,
-            )
-        except httpx.HTTPError:
-            return False
-        return answer.status_code == 200
 
     def answers(self) -> bool:
         answer = self.daemon.chat("pair", "hello", max_tokens=2)
