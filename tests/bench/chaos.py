@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.arguments import Parser, count, model, pattern
+from tests.bench.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
+from tests.bench.clock_shift import ShiftedClock
 from tests.support.activated import ActivatedDaemon
-from tests.support.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
-from tests.support.clock_shift import ShiftedClock
 from tests.support.waiting import until
 
 STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
