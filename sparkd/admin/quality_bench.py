@@ -19,7 +19,19 @@ from sparkd.admin.running_bench import RunningBench
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
 from sparkd.bench.divergence import divergences, perplexity
 from sparkd.bench.figures import one_line, percentile
-from sparkd.bench.passages import LOOKED_UP, OWN_TEXT, SHIPPED, TOP, agreement, checked, name_of, passages, prompts, shipped_text
+from sparkd.bench.passages import (
+    GREEDY_TOKENS,
+    LOOKED_UP,
+    OWN_TEXT,
+    SHIPPED,
+    TOP,
+    agreement,
+    checked,
+    name_of,
+    passages,
+    prompts,
+    shipped_text,
+)
 from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.errors import BadRequest, EngineError, SparkdError
 from sparkd.schema.quantize import recipe
@@ -28,7 +40,6 @@ from workers.quantization.formats import Format
 
 FORMATS = ("fp8", "nvfp4", "mxfp4", "int4")
 ENTRY, STORED = "entry", "as stored"
-GREEDY_TOKENS = 32
 ANSWER_S = 3600.0
 MOST_ANSWER_BYTES = 256 << 20
 _GREEDY = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0}

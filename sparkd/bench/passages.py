@@ -14,6 +14,8 @@ TEXT = Path(__file__).with_name("quality.txt")
 PROMPTS = Path(__file__).with_name("quality_prompts.txt")
 # KL is taken over the TOP tokens of the reference, each looked up in the LOOKED_UP of the format.
 TOP, LOOKED_UP = 64, 512
+# Tokens of a greedy answer that are compared.
+GREEDY_TOKENS = 32
 OWN_TEXT, SHIPPED = "text", "sparkd's text"
 MOST_TEXT_BYTES = 16_384
 LEAST_WORDS = 20

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.arguments import Parser, count, model, pattern
+from tests.bench.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
+from tests.bench.clock_shift import ShiftedClock
 from tests.support.activated import ActivatedDaemon
-from tests.support.chaos_scene import MODEL, Scene, SmallDisk, ended_well, settings
-from tests.support.clock_shift import ShiftedClock
 from tests.support.waiting import until
 
 STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
@@ -130,9 +130,9 @@ def _restarted(scene: Scene, state: str) -> float | None:
     return None
 
 
-def _most_at_once(scene: Scene, seconds: float = 1.5) -> int:
+def _most_at_once(scene: Scene) -> int:
     """Of the engines that are there at one moment, how many there are too many. What dies keeps its session for a moment: seen twice."""
-    most, deadline_s = 0, time.monotonic() + seconds
+    most, deadline_s = 0, time.monotonic() + 1.5
     before: set[int] = set()
     while time.monotonic() < deadline_s:
         living = {session for session, pids in scene.ranks().items() if session in pids and len(pids) > 1}

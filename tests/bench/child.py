@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,19 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from workers.rank.command import kernels_on_disk
+from workers.rank.log_parser import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER = "SPARKD_BENCH_ANSWER "
-_REASON = re.compile(r"(?:^|\s)((?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)|AssertionError)): (.+)")
-# Errors that only report that another process, or another part of this one, has failed.
-_SECOND_HAND = (
-    "Tokenizer not available",
-    "Engine core initialization failed",
-    "WorkerProc initialization failed",
-    "Executor failed",
-    "cancelled",
-    "EngineCore",
-)
 
 
 class ChildFailed(RuntimeError):
@@ -76,12 +66,12 @@ def environment(plugins: Path, *, ours: bool, more: Mapping[str, str] | None = N
     return {**kernels_on_disk(os.environ), **os.environ, **fixed, **(more or {})}
 
 
-def engine_arguments(*, cuda: bool, kv_bytes: int = 2**30) -> dict[str, Any]:
+def engine_arguments(*, cuda: bool) -> dict[str, Any]:
     """What every engine of a bench is started with."""
     small = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     # FlashAttention 2 is not everywhere, and the comparison is about weights.
     # 0.2: several children may share a GPU, and vLLM refuses to start where less than this share of it is free.
-    device = {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.2}
+    device = {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.2}
     return {**small, **device} if cuda else small
 
 
@@ -130,9 +120,9 @@ def say(value: Mapping[str, Any]) -> None:
 
 
 def reason(lines: Sequence[str], code: int) -> str:
-    """The first-hand error of a log: the last one that does not merely report another's."""
-    found = [f"{match[1].rpartition('.')[2]}: {match[2]}" for line in lines if (match := _REASON.search(line))]
-    first_hand = [one for one in found if not any(mark in one for mark in _SECOND_HAND)]
-    if first_hand or found:
-        return " ".join((first_hand or found)[-1].split())[:300]
-    return f"ended with status {code}" + (f": {lines[-1][:200]}" if lines else "")
+    """The root cause that a log names, as the daemon would tell it."""
+    parser = Parser()
+    for line in lines:
+        parser.feed(line, 0.0)
+    cause = parser.progress["last_error"]
+    return str(cause) if cause else f"ended with status {code}" + (f": {lines[-1][:200]}" if lines else "")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.bench.arguments import Parser, count, pattern
 from tests.support.pair import Pair, Stream, shared_model, two_sparks
+from tests.support.stream import answers
 from tests.support.waiting import until
 
 STATES = ("LOADING", "WARMING", "SIZING", "READY")
@@ -114,7 +115,7 @@ def _ready_again(pair: Pair, at_s: float) -> float | None:
 
     def look() -> bool:
         seen = pair.daemon.model("pair")
-        return seen.get("state") == "READY" and seen["want"] == "RUNNING" and pair.answers_quickly()
+        return seen.get("state") == "READY" and seen["want"] == "RUNNING" and answers(pair.daemon.client, "pair")
 
     try:
         pair.both()

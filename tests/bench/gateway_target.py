@@ -1,16 +1,19 @@
 """The gateway alone, as the daemon serves it, in front of one engine's socket. Never starts an engine, a supervisor or Ray.
 
-Started by tests.bench.gateway with --port, --stub-socket and --model.
+Started by tests.bench.gateway and by the test of its memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 import time
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
@@ -60,7 +63,7 @@ def well() -> tuple[bool, dict[str, Any]]:
 
 
 async def serve(asked: argparse.Namespace) -> None:
-    limits = ClientLimits()
+    limits = ClientLimits(**asked.limits)
     requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("requests.db")))
     supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
     edge = Edge(supervisor, admin=no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits), requests=requests)
@@ -75,12 +78,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     for name in ("stub-socket", "model"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--limits", type=json.loads, default={}, help="fields of ClientLimits, as JSON")
     asked = parser.parse_args()
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(asked))
 
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.live import Live
 from sparkd.config.config import load_config
@@ -128,11 +130,7 @@ def main() -> None:
     for name in ("port", "nodes", "models", "loaded"):
         parser.add_argument(f"--{name}", type=int, required=True)
     asked = parser.parse_args()
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(asked))
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from sparkd.bench.divergence import divergences, perplexity
 from sparkd.bench.figures import percentile
-from sparkd.bench.passages import LOOKED_UP, TEXT, TOP, agreement, prompts
+from sparkd.bench.passages import GREEDY_TOKENS, LOOKED_UP, TEXT, TOP, agreement, prompts
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import SparkdError
 from tests.bench import child
@@ -37,8 +37,6 @@ from workers.quantization.formats import SPELLINGS
 from workers.quantization.recipe import QuantizationRecipe
 
 STOCK = "stock"
-# As in sparkd/admin/quality_bench.py, which imports more than a GPU machine has.
-GREEDY_TOKENS = 32
 QUESTION = "What is the capital of France? Answer in one short sentence."
 LIMIT_S = 1800.0
 # The error is measured over so many rows of each matrix. SmolLM2-135M has 106 million quantized weights; these rows hold 36 million.

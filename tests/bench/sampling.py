@@ -25,6 +25,7 @@ from typing import Self
 INTERVAL_S = 0.01
 PAGE_BYTES = mmap.PAGESIZE
 BLOCK_BYTES = 8 * 2**20
+DISK_THREADS, DISK_S = 4, 20.0
 _FIELDS = {b"RssAnon": "anon", b"RssFile": "mapped", b"RssShmem": "shared"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -117,8 +118,8 @@ def _blocks(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[str, int]
             yield os.fspath(path), at
 
 
-def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, seconds: float = 20.0) -> float:
-    """Bytes/s of O_DIRECT reads of whole 8 MiB blocks in the order of the files, `threads` at a time. 0 where O_DIRECT is refused.
+def direct_rate(paths: Iterable[str | os.PathLike[str]]) -> float:
+    """Bytes/s of O_DIRECT reads of whole 8 MiB blocks in the order of the files, DISK_THREADS at a time. 0 where O_DIRECT is refused.
 
     Into huge pages where the kernel gives them: a disk takes a block that lies in 2048 places of memory in many small requests.
     """
@@ -132,7 +133,7 @@ def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, se
         buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer.madvise(mmap.MADV_HUGEPAGE)
         try:
-            while perf_counter() - started < seconds:
+            while perf_counter() - started < DISK_S:
                 with lock:
                     path, at = next(blocks, ("", 0))
                 if not path:
@@ -146,8 +147,8 @@ def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, se
         return done
 
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            total = sum(pool.map(lambda _index: work(), range(threads)))
+        with ThreadPoolExecutor(DISK_THREADS) as pool:
+            total = sum(pool.map(lambda _index: work(), range(DISK_THREADS)))
     except OSError:
         return 0.0
     return total / (perf_counter() - started)

@@ -21,8 +21,9 @@ from typing import Any
 
 from tests.bench.arguments import Parser
 from tests.support.pair import Pair, two_sparks
-from tests.support.pair_vllm import AGREED, API_SERVER, furthest, log_probabilities, vllm_models
+from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from tests.support.processes import command_of
+from workers.host.runtime import API_SERVER
 from workers.rank.status import worker_of
 
 DETECTED_S = 10.0

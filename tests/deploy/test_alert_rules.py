@@ -34,10 +34,10 @@ def level(value: int) -> dict[str, str]:
     return {f"sparkd_node_memory_level{NODE}}}": f"{value}x200"}
 
 
-def memory(values: str, state: str = "READY", limit_gib: int = 2) -> dict[str, str]:
+def memory(values: str, state: str = "READY") -> dict[str, str]:
     return {
         f"sparkd_node_mem_available_bytes{NODE}}}": values,
-        f'sparkd_node_mem_limit_bytes{NODE},limit="floor"}}': f"{limit_gib * GIB}x200",
+        f'sparkd_node_mem_limit_bytes{NODE},limit="floor"}}': f"{2 * GIB}x200",
         f'sparkd_node_mem_limit_bytes{NODE},limit="soft"}}': f"{90 * GIB}x200",
         f'sparkd_model_state{MODEL},state="{state}"}}': "1x200",
     }

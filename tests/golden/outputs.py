@@ -23,9 +23,10 @@ from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from tests.golden import refusals
 from tests.support import doctor_tree
-from tests.support.checkpoints import mixture, tensors_of
+from tests.support.checkpoints import mixture
 from tests.support.checkpoints import write as write_model
 from tests.support.fabric_tree import scenarios, write_nodes
+from tests.support.published_tensors import tensors_of
 
 FOLDER = Path(__file__).parent
 GIB = 1 << 30

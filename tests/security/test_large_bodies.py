@@ -24,8 +24,8 @@ def array(item: bytes, size: int = 6 * MIB) -> bytes:
     return b'{"model":"tiny","x":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
 
 
-def string(piece: bytes, size: int = 6 * MIB) -> bytes:
-    return b'{"model":"tiny","x":"' + piece * (size // len(piece)) + b'"}'
+def string(piece: bytes) -> bytes:
+    return b'{"model":"tiny","x":"' + piece * (6 * MIB // len(piece)) + b'"}'
 
 
 READ = {

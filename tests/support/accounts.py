@@ -9,7 +9,7 @@ from sparkd.capacity import advice as advices
 from sparkd.capacity import auto_resolve, entry_check, unloadable
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
 from sparkd.capacity.candidates import candidate_of, candidates_of
-from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.headers import headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
 from sparkd.errors import CheckpointError
@@ -28,23 +28,13 @@ def account(
     env: Env,
     evidence: Evidence = NOTHING,
     ways: Ways = (1, 1),
-    headers: Headers | None = None,
     *,
     guesses: bool = False,
 ) -> Account | None:
     args = engine_args(spec, env)
-    headers = headers or headers_here(args)
+    headers = headers_here(args)
     candidate = None if headers is None else candidate_of(args, headers)
     return None if candidate is None else accounts.account(candidate, hardware, evidence, ways, guesses=guesses)
-
-
-def illegal(
-    spec: ModelConfig, hardware: Hardware, env: Env, ways: Ways, evidence: Evidence = NOTHING, headers: Headers | None = None
-) -> str | None:
-    args = engine_args(spec, env)
-    headers = headers or headers_here(args)
-    candidate = None if headers is None else candidate_of(args, headers)
-    return None if candidate is None else accounts.illegal(candidate, hardware, ways, evidence)
 
 
 def resolved(
@@ -52,8 +42,6 @@ def resolved(
     hardware: Hardware,
     env: Env,
     free_bytes: int,
-    ways: Ways = (1, 1),
-    evidence: Evidence = NOTHING,
     *,
     beside: bool = False,
 ) -> ModelConfig:
@@ -62,7 +50,7 @@ def resolved(
     candidates = () if headers is None else candidates_of(args, headers, beside=beside)
     if not candidates:
         return decided(spec, args.undecided())
-    return decided(spec, auto_resolve.resolved(candidates, hardware, free_bytes, ways, evidence).args)
+    return decided(spec, auto_resolve.resolved(candidates, hardware, free_bytes).args)
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
@@ -81,11 +69,10 @@ def needed_gib(
     return accounts.needed_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
 
 
-def needing(
-    spec: ModelConfig, platform: str, gib: int, known: Account | None, ways: Ways = (1, 1), env: Env | None = None, node_gib: float = 121.6
-) -> Requirement:
-    args = engine_args(spec, env or {})
-    return Requirement(spec, args, machine(platform, int(node_gib * GIB), 0), "x", gib, known, ways=ways, headers=headers_here(args))
+def needing(spec: ModelConfig, platform: str, gib: int, known: Account | None, ways: Ways = (1, 1)) -> Requirement:
+    """On a node of 121.6 GiB."""
+    args = engine_args(spec, {})
+    return Requirement(spec, args, machine(platform, int(121.6 * GIB), 0), "x", gib, known, ways=ways, headers=headers_here(args))
 
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints, in memory or on disk. Its data are a hole of any size, or values that follow from seed and name.
+"""Synthetic checkpoints, in memory or on disk. Its data are a hole of any size, or values that follow from the name.
 
 Tensors are `Tensor`s, rows of (name, shape, dtype), or a mapping {name: (dtype, shape)}. Only drawn values need torch.
 """
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 GIB = 2**30
 CHUNK_BYTES = 64 * MIB
+SEED = 0
 # safetensors codes of the values that can be drawn, and torch's names of them.
 DRAWN = {
     "BF16": "bfloat16",
@@ -39,7 +40,7 @@ DRAWN = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Where values come from. kind: normal (mean `low`, deviation `high`), uniform, integers (`low` to `high`), constant (`low`), steps
+    """Where values come from. kind: normal (deviation `high`), uniform, integers (`low` to `high`), constant (`low`), steps
     (counted up by one after every `low` elements)."""
 
     kind: str
@@ -52,8 +53,8 @@ ZEROS = Draw("constant", 0.0)
 BYTES = Draw("integers", 0, 255)
 
 
-def normal(std: float, mean: float = 0.0) -> Draw:
-    return Draw("normal", mean, std)
+def normal(std: float) -> Draw:
+    return Draw("normal", 0.0, std)
 
 
 class Tensor(NamedTuple):
@@ -133,7 +134,6 @@ def write_checkpoint(
     *,
     shard_bytes: int = 200 * MIB,
     shuffled: bool = False,
-    seed: int = 0,
     device: str = "cpu",
 ) -> Path:
     """Writes drawn values in the order of `tensors` or in a random one, each shard full before the next; files are on disk afterwards.
@@ -146,12 +146,12 @@ def write_checkpoint(
     write_tokenizer(folder, int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 512)))
     tensors = _listed(tensors)
     if shuffled:
-        random.Random(seed).shuffle(tensors)
+        random.Random(SEED).shuffle(tensors)
     shards = list(_shards(tensors, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, members in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_drawn(folder / name, members, seed, device)
+        _write_drawn(folder / name, members, device)
         weight_map |= dict.fromkeys((member.name for member in members), name)
     _write_index(folder, dict(sorted(weight_map.items())), {"total_size": sum(tensor.nbytes for tensor in tensors)})
     return folder
@@ -179,31 +179,6 @@ def mixture(**more: Any) -> dict[str, Any]:
     """A configuration of Qwen3-MoE's kind."""
     own = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}
     return dense(**{**own, "moe_intermediate_size": 256, **more})
-
-
-def tensors_of(config: Mapping[str, Any], *, dtype: str = "BF16", packed: bool = False) -> list[tuple[Any, ...]]:
-    """Of `dense` and `mixture`. packed: all experts of a layer in two tensors."""
-    hidden, vocab, heads, keys = (config[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"))
-    head = config.get("head_dim", hidden // heads)
-    found: list[tuple[Any, ...]] = [("model.embed_tokens.weight", (vocab, hidden), dtype), ("model.norm.weight", (hidden,), dtype)]
-    if not config["tie_word_embeddings"]:
-        found.append(("lm_head.weight", (vocab, hidden), dtype))
-    for layer in range(config["num_hidden_layers"]):
-        base = f"model.layers.{layer}"
-        sides = {"q": (heads * head, hidden), "k": (keys * head, hidden), "v": (keys * head, hidden), "o": (hidden, heads * head)}
-        found += [(f"{base}.self_attn.{name}_proj.weight", side, dtype) for name, side in sides.items()]
-        found += [(f"{base}.{name}.weight", (hidden,), dtype) for name in ("input_layernorm", "post_attention_layernorm")]
-        experts, inner = config.get("num_experts", 0), config.get("moe_intermediate_size", config["intermediate_size"])
-        if experts:
-            found.append((f"{base}.mlp.gate.weight", (experts, hidden), dtype))
-        if packed:
-            found.append((f"{base}.mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), dtype))
-            found.append((f"{base}.mlp.experts.down_proj", (experts, hidden, inner), dtype))
-            continue
-        for module in [f"{base}.mlp.experts.{number}" for number in range(experts)] or [f"{base}.mlp"]:
-            found += [(f"{module}.{name}_proj.weight", (inner, hidden), dtype) for name in ("gate", "up")]
-            found.append((f"{module}.down_proj.weight", (hidden, inner), dtype))
-    return found
 
 
 def layered(count: int, shapes: Mapping[str, Shape], prefix: str = "model.layers", dtype: str = "BF16") -> dict[str, tuple[str, Shape]]:
@@ -254,7 +229,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 
-def values(tensor: Tensor, seed: int = 0, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+def values(tensor: Tensor, device: torch.device | str) -> Iterator[torch.Tensor]:
     """The tensor's elements in flat pieces of at most CHUNK_BYTES, in its dtype, on `device`. CPU and GPU draw different ones."""
     import torch
 
@@ -263,7 +238,7 @@ def values(tensor: Tensor, seed: int = 0, device: torch.device | str = "cpu") ->
     total = math.prod(tensor.shape)
     step = CHUNK_BYTES // 4
     for start in range(0, total, step):
-        generator.manual_seed(zlib.crc32(f"{seed}/{tensor.name}/{start}".encode()))
+        generator.manual_seed(zlib.crc32(f"{SEED}/{tensor.name}/{start}".encode()))
         yield _drawn(tensor.draw, min(step, total - start), getattr(torch, DRAWN[tensor.dtype]), generator)
 
 
@@ -290,7 +265,7 @@ def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generato
     if draw.kind == "uniform":
         drawn.uniform_(draw.low, draw.high, generator=generator)
     else:
-        drawn.normal_(draw.low, draw.high, generator=generator)
+        drawn.normal_(0.0, draw.high, generator=generator)
     if dtype is torch.float8_e4m3fn:
         drawn.clamp_(-448.0, 448.0)  # torch's cast gives NaN above
     return drawn.to(dtype)
@@ -314,7 +289,7 @@ def _shards(tensors: Iterable[Tensor], shard_bytes: int) -> Iterator[list[Tensor
         yield members
 
 
-def _write_drawn(path: Path, members: Sequence[Tensor], seed: int, device: str) -> None:
+def _write_drawn(path: Path, members: Sequence[Tensor], device: str) -> None:
     import torch
 
     # As safetensors itself does: wide types first, so that no tensor is misaligned.
@@ -323,7 +298,7 @@ def _write_drawn(path: Path, members: Sequence[Tensor], seed: int, device: str) 
     with open(path, "wb") as file:
         file.write(pack(text + b" " * (-len(text) % 8), 0))
         for member in members:
-            for piece in values(member, seed, device):
+            for piece in values(member, device):
                 file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
         file.flush()
         os.fsync(file.fileno())

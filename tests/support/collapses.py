@@ -38,18 +38,18 @@ class Lived:
         return [rank_id for _, _, rank_id, _ in self.kills]
 
 
-def live(story: Story, engines: Sequence[GuardedEngine], *, base_s: float = 0.5, total: int = TOTAL, unified: bool = True) -> Lived:
+def live(story: Story, engines: Sequence[GuardedEngine], *, base_s: float = 0.5, unified: bool = True) -> Lived:
     """Until the end of the story. A victim's memory comes back within a second, as that of a killed process on a Spark at best."""
     # Long stories in larger steps: what they tell does not depend on them.
     base_s *= 5 if story.end_s > 1000 else 1
-    vitals, state, limits, lived = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(total), Lived()
+    vitals, state, limits, lived = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(TOTAL), Lived()
     living, back, now_s = list(engines), [], 0.0
     while now_s <= story.end_s:
         returned = sum(held * min(1.0, now_s - at_s) for at_s, held in back)
         available = max(0.0, story.available(now_s) * GIB + returned)
         free = story.free(now_s) * GIB if story.free else available * 0.6
         look = MemorySample(
-            now_s, total, int(available), int(free), 0, 0, scanned=int(story.scanned(now_s)), swapped=int(story.swapped(now_s))
+            now_s, TOTAL, int(available), int(free), 0, 0, scanned=int(story.scanned(now_s)), swapped=int(story.swapped(now_s))
         )
         vitals.add(look)
         trend = vitals.trend()

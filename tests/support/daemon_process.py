@@ -185,7 +185,4 @@ def daemon(folder: Path, settings: dict[str, Any], *arguments: str, environ: dic
         made.settled()
         yield made
     finally:
-        if made.process and made.process.poll() is None:
-            made.end(signal.SIGINT)
-        made.client.close()
-        until(lambda: not made.leftovers(), f"nothing is left: {made.leftovers()}")
+        made.gone()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.models.shape import Shape, shape_of
 from tests.support.architectures import ARCHITECTURES
-from tests.support.checkpoints import Tensors, checkpoint_of, dense, mixture, tensors_of
+from tests.support.checkpoints import Tensor, Tensors, checkpoint_of, dense, mixture
+from tests.support.published_tensors import tensors_of
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 
@@ -37,6 +38,16 @@ def architecture(name: str) -> Inventory:
     return known(model.config, model.entries)
 
 
+def packed_tensors(config: Mapping[str, Any]) -> list[Tensor]:
+    """Of a mixture, with all experts of a layer in two tensors."""
+    hidden, inner, experts = (config[key] for key in ("hidden_size", "moe_intermediate_size", "num_experts"))
+    found = [tensor for tensor in tensors_of(config) if ".experts." not in tensor.name]
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}.mlp.experts"
+        found += [Tensor(f"{base}.gate_up_proj", (experts, 2 * inner, hidden)), Tensor(f"{base}.down_proj", (experts, hidden, inner))]
+    return found
+
+
 def models() -> st.SearchStrategy[Inventory]:
     """Small ones that two and four ranks can share."""
 
@@ -44,7 +55,7 @@ def models() -> st.SearchStrategy[Inventory]:
         plain = {"num_hidden_layers": layers, "num_attention_heads": 4 * heads, "num_key_value_heads": keys, "head_dim": head}
         plain |= {"hidden_size": 256, "tie_word_embeddings": tied, "intermediate_size": 128 * inner, "vocab_size": 100 * inner}
         config = mixture(**plain, num_experts=4 * experts, moe_intermediate_size=128 * inner) if experts else dense(**plain)
-        return known(config, tensors_of(config, packed=packed and experts > 0))
+        return known(config, packed_tensors(config) if packed and experts else tensors_of(config))
 
     counts = st.integers(1, 3)
     return st.builds(

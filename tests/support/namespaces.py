@@ -60,6 +60,17 @@ class Namespace:
             found.append((line.split()[3], int(owner[1]) if owner else 0))
         return found
 
+    def empty(self) -> None:
+        """Every process inside is killed."""
+
+        def emptied() -> bool:
+            for pid in (pids := self.pids()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not pids
+
+        until(emptied, f"{self.name} is empty", 0.1)
+
     def plug(self, *, up: bool) -> None:
         """This end of the cable: pulled out, or in again."""
         for twin in self.twins:
@@ -122,13 +133,7 @@ def _remove(node: Namespace) -> None:
     if not Path(f"/run/netns/{node.name}").exists():
         return
 
-    def emptied() -> bool:
-        for pid in (pids := node.pids()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return not pids
-
-    until(emptied, f"{node.name} is empty", 0.1)
+    node.empty()
     _ip("netns", "delete", node.name)
 
 

@@ -7,12 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
@@ -56,6 +54,11 @@ class Pair:
                 timeout=HUNG_S,
                 check=False,
             )
+
+    def start(self) -> None:
+        self.daemon.start()
+        self.daemon.settled()
+        self.daemon.ray_connected()
 
     def both(self) -> None:
         """Both nodes are in sight, by their agents."""
@@ -116,17 +119,6 @@ class Pair:
     def members(self, rank: dict[str, Any]) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if session_of(pid) == rank["pid"]]
 
-    def answers_quickly(self) -> bool:
-        try:
-            answer = self.daemon.client.post(
-                "/v1/chat/completions",
-                json={"model": "pair", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]},
-                timeout=3.0,
-            )
-        except httpx.HTTPError:
-            return False
-        return answer.status_code == 200
-
     def answers(self) -> bool:
         answer = self.daemon.chat("pair", "hello", max_tokens=2)
         return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
@@ -135,26 +127,33 @@ class Pair:
 @contextlib.contextmanager
 def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair]:
     """Started, with Ray connected on the first; the second joins, and is started again when it ends. At the end everything is killed."""
-    with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered():
-        made = _built(folder, here, there, models)
-        afterwards.callback(made.daemon.forget)
-        afterwards.callback(shutil.rmtree, made.ray_node.runtime_dir, ignore_errors=True)
-        try:
-            made.daemon.start()
-            made.daemon.settled()
-            made.daemon.ray_connected()
+    with two_nodes() as (here, there), here.entered():
+        made = pair_of(folder, here, there, models)
+        with started(made):
             token = (made.daemon.state_dir / "ray.token").read_bytes()
             made.ray_node.start("join", made.head, "--token", "-", stdin=token)
             made.both()
             made.ray_node.keep()
             yield made
-        finally:
-            made.ray_node.leave()
-            made.daemon.client.close()
-            for process in (made.daemon.process, made.ray_node.process):
-                if process:
-                    process.kill()
-                    process.wait()
+
+
+@contextlib.contextmanager
+def started(made: Pair) -> Iterator[None]:
+    """The daemon with its Ray. At the end everything on both nodes is killed."""
+    try:
+        made.start()
+        yield
+    finally:
+        made.ray_node.leave()
+        made.daemon.client.close()
+        for process in (made.daemon.process, made.ray_node.process):
+            if process:
+                process.kill()
+                process.wait()
+        for node in (made.here, made.there):
+            node.empty()
+        made.daemon.forget()
+        shutil.rmtree(made.ray_node.runtime_dir, ignore_errors=True)
 
 
 def shared_model(folder: Path, **env: str) -> dict[str, Any]:
@@ -163,17 +162,26 @@ def shared_model(folder: Path, **env: str) -> dict[str, Any]:
     return {"model": str(folder), "memory_gib": 3, "tensor_parallel": 2, "env": env}
 
 
-def _built(folder: Path, here: Namespace, there: Namespace, models: dict[str, dict[str, Any]]) -> Pair:
+def pair_of(
+    folder: Path,
+    here: Namespace,
+    there: Namespace,
+    models: dict[str, dict[str, Any]],
+    *,
+    there_gib: int = OFFERED_GIB,
+    environ: Mapping[str, str] | None = None,
+) -> Pair:
+    """Both share one file system, as two Sparks never do: their folders differ. environ: of both."""
     for name in ("a", "b/state"):
         (folder / name).mkdir(parents=True)
+    engine = {"stop_timeout_s": 2}
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+        "engine": engine | {"entrypoint": "workers.stub"},
         "backoff": {"initial_s": 1, "max_s": 4},
         "models": models,
     }
-    second = {
-        "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
-    }
-    return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
+    second = {"memory": {"guard": "off", "os_reserve_gib": reserve_gib(there_gib)}, "engine": engine}
+    own, other = ({**(environ or {}), "HF_HOME": str(folder / name / "hub")} for name in ("a", "b"))
+    return Pair(here, there, DaemonProcess(folder / "a", first, own), RayNode(there, folder / "b", second, environ=other))

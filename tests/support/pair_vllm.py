@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.support.architectures import write_qwen3_moe
 from tests.support.pair import Pair
+from workers.host.runtime import API_SERVER
 
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
-API_SERVER = "vllm.entrypoints.openai.api_server"
 Said = list[dict[str, float]]
 
 

@@ -15,10 +15,10 @@ from tests.support.published_towers import clipped_tower, patches, qwen_tower, s
 Config = Mapping[str, Any]
 
 
-def tensors_of(config: Config) -> Iterator[Tensor]:
+def tensors_of(config: Config) -> list[Tensor]:
     """config: config.json; one that names no model type is read as Llama's. Raises KeyError for a model type that is not here."""
-    for name, shape, *dtype in _FAMILIES[config.get("model_type") or _language(config).get("model_type", "llama")](config):
-        yield Tensor(name, tuple(shape), *dtype)
+    rows = _FAMILIES[config.get("model_type") or _language(config).get("model_type", "llama")](config)
+    return [Tensor(name, tuple(shape), *dtype) for name, shape, *dtype in rows]
 
 
 Rows = Iterator[tuple[Any, ...]]

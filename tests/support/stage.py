@@ -106,8 +106,8 @@ class Stage(DaemonProcess):
     def stream(self, model: str, **fields: Any) -> Stream:
         return Stream(self.url, model, USER, **fields)
 
-    def client_of(self, model: str, request_id: str = "", **fields: Any) -> contextlib.AbstractContextManager[None]:
-        return asking(self.port, model, USER | ({"x-request-id": request_id} if request_id else {}), **fields)
+    def client_of(self, model: str, **fields: Any) -> contextlib.AbstractContextManager[None]:
+        return asking(self.port, model, USER, **fields)
 
 
 def stored(made: DaemonProcess) -> list[str]:

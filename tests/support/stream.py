@@ -31,6 +31,14 @@ def asking(port: int, model: str, headers: Mapping[str, str] | None = None, **fi
         yield
 
 
+def answers(client: httpx.Client, model: str) -> bool:
+    """Whether it gives a short answer within a few seconds."""
+    body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    with contextlib.suppress(httpx.HTTPError):
+        return client.post("/v1/chat/completions", json=body, timeout=5.0).status_code == 200
+    return False
+
+
 class Stream:
     """inside: a context in which the thread asks, a namespace for example; fields: of the body, beside its model."""
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.daemon_process import DaemonProcess, daemon
 from tests.support.hub_server import Repository, serving
+from tests.support.published_tensors import tensors_of
 from tests.support.waiting import until
 from tests.web.benches import write_benches
 

@@ -613,7 +613,9 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
             store.history.add_event(1.0, "note", None, f"event {number}", {})
         read, turns = 0, [0]
 
-        def counted(seq: int, limit: int, behind: Any = store.history.events_behind) -> tuple[list[Event], int]:
+        behind = store.history.events_behind
+
+        def counted(seq: int, limit: int) -> tuple[list[Event], int]:
             nonlocal read
             events, last = behind(seq, limit)
             read += len(events)

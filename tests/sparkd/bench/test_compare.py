@@ -14,11 +14,11 @@ from tests.support.bench_example import example, metric_of
 BASE = example(depths=(0,), concurrencies=(1, 2), failed=())
 
 
-def with_metric(key: str, values: list[float], result: BenchResult = BASE, index: int = 0) -> BenchResult:
-    """The result with one metric of one cell changed."""
+def with_metric(key: str, values: list[float], result: BenchResult = BASE) -> BenchResult:
+    """The result with one metric of its first cell changed."""
     cells = list(result.cells)
-    row = {**cells[index].rows[0], key: metric_of(values)}
-    cells[index] = cells[index].model_copy(update={"rows": [row]})
+    row = {**cells[0].rows[0], key: metric_of(values)}
+    cells[0] = cells[0].model_copy(update={"rows": [row]})
     return result.model_copy(update={"cells": cells})
 
 

@@ -22,8 +22,9 @@ from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
-from tests.support.checkpoints import LLAMA_8B, tensors_of, write
+from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
+from tests.support.published_tensors import tensors_of
 from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())

@@ -11,8 +11,9 @@ from sparkd.capacity.activations import MIB, step_bytes
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from tests.support.architectures import ARCHITECTURES
-from tests.support.checkpoints import dense, tensors_of
+from tests.support.checkpoints import dense
 from tests.support.inventories import known
+from tests.support.published_tensors import tensors_of
 
 LARGE = {"hidden_size": 4096, "vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12_288}
 SERVING = Serving(4096, 16, 8192, prefix_caching=False, batches_in_flight=1)

@@ -25,7 +25,8 @@ from sparkd.models.shape import shape_of
 from sparkd.schema.kv_cache import kv_cache
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account, misfits, needed_gib, needing
-from tests.support.checkpoints import LLAMA_8B, tensors_of, write
+from tests.support.checkpoints import LLAMA_8B, write
+from tests.support.published_tensors import tensors_of
 from workers.kv.advice import Cure, written
 from workers.quantization.recipe import QuantizationRecipe
 

@@ -14,8 +14,9 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.plan_report import to_json
 from sparkd.capacity.speculative import Drafting
 from sparkd.hardware import Hardware, hardware_of
-from tests.support.checkpoints import mixture, tensors_of
+from tests.support.checkpoints import mixture
 from tests.support.inventories import known
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 

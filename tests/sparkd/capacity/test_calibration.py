@@ -16,8 +16,9 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.config.config import load_config
 from sparkd.hardware import GIB, SPARK, Hardware
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
+from tests.support.published_tensors import tensors_of
 from workers.quantization.calibration_file import BESIDE_BYTES, SPARE_BYTES, calibration_file
 from workers.quantization.calibration_text import text_of
 

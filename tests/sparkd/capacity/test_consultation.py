@@ -29,7 +29,8 @@ from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelR
 from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.accounts import account, misfits, needed_gib
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from workers.engine.model_question import DRAFT
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 

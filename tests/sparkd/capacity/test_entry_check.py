@@ -15,7 +15,8 @@ from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.sparkd.inquiry.test_model_answers import Engine, one
 from tests.sparkd.inquiry.test_model_answers import answer as written
 from tests.support.accounts import misfits
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
+from tests.support.published_tensors import tensors_of
 
 # No group above 64 divides 576 columns, and three ranks no 9 heads.
 UNEVEN = dense(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)

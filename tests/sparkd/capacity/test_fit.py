@@ -28,9 +28,10 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware
 from tests.support.accounts import kv_cost
-from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
+from tests.support.checkpoints import Tensor, dense, mixture
 from tests.support.facts import lacking
 from tests.support.inventories import known, models
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 ALL = (AS_STORED, *FORMATS)
@@ -106,7 +107,8 @@ def test_a_format_is_what_was_asked_for() -> None:
 
 def test_what_is_quantized_already_is_served_so() -> None:
     awq = known(dense(quantization_config={"quant_method": "awq"}), [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")])
-    fp8 = known(dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), tensors_of(dense(), dtype="F8_E4M3"))
+    stored = [tensor._replace(dtype="F8_E4M3") for tensor in tensors_of(dense())]
+    fp8 = known(dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), stored)
 
     assert names(chosen(awq)) == [AS_STORED]
     assert "quantized already (awq)" in chosen(awq).notes[0]

@@ -22,8 +22,9 @@ from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost
-from tests.support.checkpoints import dense, tensors_of
+from tests.support.checkpoints import dense
 from tests.support.inventories import known
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")

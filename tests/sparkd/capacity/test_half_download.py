@@ -19,7 +19,8 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
 from sparkd.hardware import SPARK
 from tests.support.accounts import fault
-from tests.support.checkpoints import Tensor, dense, tensors_of, write
+from tests.support.checkpoints import Tensor, dense, write
+from tests.support.published_tensors import tensors_of
 
 CONFIG = dense(num_hidden_layers=2)
 TENSORS = tensors_of(CONFIG)

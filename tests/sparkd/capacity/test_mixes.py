@@ -25,9 +25,10 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.schema.engine_args import EngineArgs, engine_args
-from tests.support.checkpoints import dense, mixture, tensors_of, write
+from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
-from tests.support.inventories import known
+from tests.support.inventories import known, packed_tensors
+from tests.support.published_tensors import tensors_of
 from workers.kv.profiles import checkpoint_of
 from workers.quantization.best_wish import BestWish
 from workers.quantization.mix import UNMEASURED
@@ -61,7 +62,7 @@ def chosen(folder: Path, gib: float, quantize: Any = "best", profiles: Path | No
 @pytest.mark.parametrize("name", MODELS)
 def test_the_mixes_of_a_model_are_from_as_stored_to_the_smallest(name: str) -> None:
     config, packed = MODELS[name]
-    model = known(config, tensors_of(config, packed=packed))
+    model = known(config, packed_tensors(config) if packed else tensors_of(config))
     listed = unit_list(model)
     recipes = mixes_of(model, BestWish(), UNMEASURED)
     sizes = [model.formatted(recipe).weights().disk_bytes for recipe in recipes]

@@ -14,7 +14,8 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity.unloaded_weights import unloaded_part
 from sparkd.capacity.weights import AHEAD, inventory
 from sparkd.models.shape import shape_of
-from tests.support.checkpoints import Tensor, checkpoint_of, dense, mixture, tensors_of, write
+from tests.support.checkpoints import Tensor, checkpoint_of, dense, mixture, write
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 SIDES = (256, 256)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.parallelism import refusal, unfit
-from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
+from tests.support.checkpoints import Tensor, dense, mixture
 from tests.support.facts import lacking
 from tests.support.inventories import known, published
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}

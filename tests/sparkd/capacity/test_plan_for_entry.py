@@ -36,10 +36,11 @@ from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import values_of
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large
-from tests.support.checkpoints import mixture, tensors_of, write
+from tests.support.checkpoints import mixture, write
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT
 from tests.support.published_headers import checkpoint_of
+from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import VARIABLE

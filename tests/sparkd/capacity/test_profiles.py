@@ -18,7 +18,8 @@ from sparkd.hardware import GIB
 from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from workers.kv.arithmetic import Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of, profiles_in
 from workers.kv.settings import CacheSettings
@@ -51,9 +52,9 @@ def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: in
     return config
 
 
-def believed(config: Config, spec: ModelConfig, ways: tuple[int, int] = (1, 1), vllm: str = "0.32.0") -> bool:
-    plain = account(spec, SPARK, spec.environment(config.engine), Evidence((), vllm), ways)
-    found = account(spec, SPARK, spec.environment(config.engine), Evidence(profiles_in(str(config.profiles_path)), vllm), ways)
+def believed(config: Config, spec: ModelConfig, ways: tuple[int, int] = (1, 1)) -> bool:
+    plain = account(spec, SPARK, spec.environment(config.engine), Evidence((), "0.32.0"), ways)
+    found = account(spec, SPARK, spec.environment(config.engine), Evidence(profiles_in(str(config.profiles_path)), "0.32.0"), ways)
     assert plain is not None and found is not None
     return found.fixed > plain.fixed + 4 * GIB
 

@@ -25,8 +25,9 @@ from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support.accounts import account, kv_cost
-from tests.support.checkpoints import Tensor, dense, tensors_of, write
+from tests.support.checkpoints import Tensor, dense, write
 from tests.support.published_headers import checkpoint_of
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 PREDICTS = dense(num_nextn_predict_layers=1)

@@ -19,7 +19,8 @@ from sparkd.hardware import SPARK
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion, ModelRefusal
 from sparkd.schema.engine_args import engine_args
 from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 # No group above 64 divides 576 columns.

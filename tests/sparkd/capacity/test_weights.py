@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.weights import AHEAD, Weights
-from tests.support.checkpoints import Tensor, dense, mixture, tensors_of
-from tests.support.inventories import architecture, known
+from tests.support.checkpoints import Tensor, dense, mixture
+from tests.support.inventories import architecture, known, packed_tensors
+from tests.support.published_tensors import tensors_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -85,7 +86,7 @@ def test_a_format_is_counted_as_it_lies_on_a_rank(spelling: str, bytes_of: Any) 
 
 def test_experts_one_by_one_are_experts_packed() -> None:
     config = mixture()
-    single, packed = known(config, tensors_of(config)), known(config, tensors_of(config, packed=True))
+    single, packed = known(config, tensors_of(config)), known(config, packed_tensors(config))
 
     assert len(single.parts) == len(packed.parts) + config["num_hidden_layers"]
     for ranks in (1, 2, 4):

@@ -18,9 +18,10 @@ from sparkd.errors import ConfigError, Unavailable
 from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
 from sparkd.models.source import snapshot_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
-from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, tensors_of, write, write_folder
+from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
 from tests.support.daemon_process import free_port
 from tests.support.facts import lacking
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 W = (256, 384)

@@ -26,9 +26,10 @@ from sparkd.cli.config_check import check
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
-from tests.support.checkpoints import mixture, tensors_of, write
+from tests.support.checkpoints import mixture, write
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
+from tests.support.published_tensors import tensors_of
 
 KEY = "correct-horse-battery-staple"
 VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]

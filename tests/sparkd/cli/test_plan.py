@@ -18,10 +18,11 @@ from sparkd.config.config import load_config
 from sparkd.models.shape import shape_of
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
 from tests.support import published_headers
-from tests.support.checkpoints import mixture, tensors_of, write
+from tests.support.checkpoints import mixture, write
 from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
 from tests.support.inventories import CONFIGS
+from tests.support.published_tensors import tensors_of
 from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}

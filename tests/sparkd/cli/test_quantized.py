@@ -168,14 +168,13 @@ def test_nothing_of_a_model_is_kept(here: Path, capsys: pytest.CaptureFixture[st
 # What killed loads leave
 
 
-def killed(tmp_path: Path, name: str = ".writing-tiny-a-nvfp4-0123456789abcdef") -> Path:
+def killed(tmp_path: Path) -> Path:
     """What a writer leaves that nobody could tell to stop: its files at their full size, and a lock that nobody holds."""
-    folder = tmp_path / "state" / "quantized" / name
+    folder = tmp_path / "state" / "quantized" / ".writing-tiny-a-nvfp4-0123456789abcdef"
     folder.mkdir(parents=True)
     with (folder / "model.safetensors").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 3 << 20)
-    if name.startswith(".writing-"):
-        folder.with_name(f"{name}.lock").touch()
+    folder.with_name(f"{folder.name}.lock").touch()
     return folder
 
 

@@ -14,7 +14,8 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
 from sparkd.hardware import SPARK
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 MISTYPED = {"format": "nvfp4", "layers": [{"match": "o_porj", "format": "fp8"}, {"match": "down_proj", "format": "fp8"}]}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,13 +17,13 @@ import pytest
 
 from sparkd.cluster.membership import RECORD, TOKEN
 from tests.support.checkpoints import layered, write_folder
-from tests.support.daemon_process import DaemonProcess, alive
+from tests.support.daemon_process import alive
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.namespaces import Namespace, two_nodes
-from tests.support.pair import RAY_PORT, Pair
+from tests.support.pair import OFFERED_GIB, Pair, pair_of, started
 from tests.support.processes import session_of
-from tests.support.ray_node import RayNode, name_of, reserve_gib
+from tests.support.ray_node import name_of
 from tests.support.stream import held
 from tests.support.waiting import until
 from workers.host.hub_cache import snapshot_of
@@ -33,7 +31,6 @@ from workers.host.hub_cache import snapshot_of
 pytestmark = pytest.mark.rest
 
 HUB_ID = "owner/name"
-HERE_GIB = 4
 THERE_GIB = 6
 
 
@@ -42,28 +39,19 @@ class Stage(Pair):
     """The test's own thread is on the first node, so it talks to the gateway there as a user of that node does."""
 
     repository: Repository
-    # Before the second node joined: what was offered, and what became of a wrong token.
+    # Before the second node joined.
     offered: list[dict[str, Any]] = field(default_factory=list)
-    refused: subprocess.CompletedProcess[str] | None = None
     token: str = ""
 
     def join(self) -> None:
-        """What the operator does: a look, a try with a wrong token, then the right one from the head."""
+        """What the operator does: a look, then the token from the head."""
         self.offered = until(lambda: (self.daemon.get("/admin/v1/nodes") or {})["offered"], "a node is offered", 0.5)
-        self.ray_node.config.write_text(f"{{state_dir: {self.ray_node.state_dir}}}")
-        words = ("join", self.head, "--token", "-", "--config", str(self.ray_node.config))
-        self.refused = self.sparkd(*words, node=self.there, stdin=f"{'0' * 64}\n")
         self.token = self.sparkd("token", "--config", str(self.daemon.config), "-q").stdout
         self.join_with_token()
 
     def join_with_token(self) -> None:
         self.ray_node.start("join", self.head, "--token", "-", stdin=self.token.encode())
         self.both()
-
-    def start(self) -> None:
-        self.daemon.start()
-        self.daemon.settled()
-        self.daemon.ray_connected()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         return {node["node_id"]: node for node in (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]}
@@ -126,20 +114,11 @@ def folder() -> Iterator[Path]:
 def stage(folder: Path) -> Iterator[Stage]:
     shards = {f"model-{number}.safetensors": layered(2, {"weight": (512, 512 * number)}, f"part{number}") for number in (1, 2)}
     repository = Repository(write_folder(folder / "repository", shards, {"model_type": "llama"}, index=True))
-    with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered(), serving(repository):
-        made = _built(folder, here, there, repository)
-        afterwards.callback(made.daemon.forget)
-        afterwards.callback(shutil.rmtree, made.ray_node.runtime_dir, ignore_errors=True)
-        try:
-            made.start()
+    with two_nodes() as (here, there), here.entered(), serving(repository):
+        made = _stage(folder, here, there, repository)
+        with started(made):
             made.join()
             yield made
-        finally:
-            made.daemon.client.close()
-            for process in (made.daemon.process, made.ray_node.process):
-                if process:
-                    process.kill()
-                    process.wait()
 
 
 def test_who_is_at_the_end_of_the_cable_is_offered_and_joins_by_the_heads_token_alone(stage: Stage) -> None:
@@ -147,8 +126,6 @@ def test_who_is_at_the_end_of_the_cable_is_offered_and_joins_by_the_heads_token_
     assert (offered["cage"], offered["answers"]) == ("cage 0", True)
     # By whichever rail it was heard first.
     assert any(f"on {twin} (" in offered["told"] for twin in stage.here.twins)
-    assert stage.refused is not None and stage.refused.returncode == 4
-    assert lacking(stage.refused.stderr, "token", "`sparkd token`") == []
 
     assert f"{stage.there.address} is {stage.there.interface} (QSFP, cage 1" in stage.ray_node.log.read_text()
     kept = {path.name: path.stat().st_mode & 0o777 for path in stage.ray_node.state_dir.glob("join.*")}
@@ -162,7 +139,7 @@ def test_both_nodes_are_seen_with_their_readings(stage: Stage) -> None:
     nodes = stage.nodes()
 
     assert set(nodes) == {stage.here.address, stage.there.address}
-    assert [nodes[node.address]["unified_memory_gib"] for node in (stage.here, stage.there)] == [HERE_GIB, THERE_GIB]
+    assert [nodes[node.address]["unified_memory_gib"] for node in (stage.here, stage.there)] == [OFFERED_GIB, THERE_GIB]
     assert all(node["reading"]["mem_available_bytes"] > 0 for node in nodes.values())
 
 
@@ -425,27 +402,18 @@ def test_ctrl_c_ends_the_ranks_of_both_nodes_and_leaving_ends_the_other_nodes_ra
     stage.join_with_token()
 
 
-def _built(folder: Path, here: Namespace, there: Namespace, repository: Repository) -> Stage:
-    """Both share one file system, as two Sparks never do: their folders differ."""
-    for name in ("model", "a", "b"):
-        (folder / name).mkdir(parents=True)
+def _stage(folder: Path, here: Namespace, there: Namespace, repository: Repository) -> Stage:
+    (folder / "model").mkdir()
     # Pinned, so that neither goes for the sake of the big one.
     pinned = {"memory_gib": 3, "pin": True}
     sizes: dict[str, dict[str, Any]] = {"near": pinned, "far": pinned, "big": {"memory_gib": 5}}
     sizes["huge"] = {"memory_gib": THERE_GIB + 1}
     sizes["shared"] = {"memory_gib": 3, "tensor_parallel": 2}
-    first = {
-        "cluster": {"node_ip": here.address, "port": RAY_PORT},
-        "memory": {"guard": "off", "os_reserve_gib": reserve_gib(HERE_GIB)},
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-        "models": {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()} | {"tiny": {"model": HUB_ID}},
-    }
-    second = {"memory": {"guard": "off", "os_reserve_gib": reserve_gib(THERE_GIB)}, "engine": {"stop_timeout_s": 2}}
+    models = {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()} | {"tiny": {"model": HUB_ID}}
     hub = {"HF_ENDPOINT": repository.hub, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
-    daemon, node = (hub | {"HF_HOME": str(folder / name / "hub")} for name in ("a", "b"))
-    first_node = DaemonProcess(folder / "a", first, daemon)
-    first_node.program = "tests.support.patient_sparkd"
-    return Stage(here, there, first_node, RayNode(there, folder / "b", second, environ=node), repository)
+    pair = pair_of(folder, here, there, models, there_gib=THERE_GIB, environ=hub)
+    pair.daemon.program = "tests.support.patient_sparkd"
+    return Stage(pair.here, pair.there, pair.daemon, pair.ray_node, repository)
 
 
 def _environment(pid: int) -> dict[str, str]:

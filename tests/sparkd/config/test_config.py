@@ -28,9 +28,9 @@ def load(tmp_path: Path):
 
 @pytest.fixture
 def complain(load, tmp_path: Path):
-    def complain(text: str, flags: dict[str, Any] | None = None, **environ: str) -> list[str]:
+    def complain(text: str, **environ: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load(text, flags, **environ)
+            load(text, **environ)
         assert "Traceback" not in str(caught.value)
         return str(caught.value).replace(str(tmp_path / "sparkd.yaml"), "F").splitlines()
 

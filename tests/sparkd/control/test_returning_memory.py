@@ -16,14 +16,12 @@ Course = Callable[[float], tuple[float, float]]
 BEFORE = RankMemory(NodeSample(0.0, 50 * GIB, 58 * GIB), 58 * GIB)
 
 
-def returning(
-    course: Course, before: RankMemory = BEFORE, until_s: float = 90.0, step_s: float = 0.25, need_gib: float = 0
-) -> tuple[Returning, float]:
-    """The end of a course, and seconds until a load that needs so much may begin."""
+def returning(course: Course, before: RankMemory = BEFORE, need_gib: float = 0) -> tuple[Returning, float]:
+    """The end of a course of 90 s, and seconds until a load that needs so much may begin."""
     memory = Returning(before.bytes, before.look.available + before.look.living, 0.0)
     begins_s = float("inf")
-    for step in range(int(until_s / step_s) + 1):
-        at_s = step * step_s
+    for quarter in range(4 * 90 + 1):
+        at_s = quarter / 4
         available, living = course(at_s)
         memory.look(NodeSample(at_s, int(available * GIB), int(living * GIB)))
         if memory.is_back or memory.room(LIMITS) >= need_gib * GIB:

@@ -74,7 +74,6 @@ async def showing(
     capsys: pytest.CaptureFixture[str],
     *,
     needs_key: bool = False,
-    url: str = URL,
     answer: str | SparkdError = "Paris.",
     **flags: Any,
 ) -> AsyncIterator[Show]:
@@ -83,7 +82,7 @@ async def showing(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     async with stage(tmp_path, **flags) as scene:
         asker = FakeAsker(answer)
-        made = Show(scene, asker, Console(url, scene.supervisor, asker, needs_key=needs_key), capsys)  # type: ignore[arg-type]
+        made = Show(scene, asker, Console(URL, scene.supervisor, asker, needs_key=needs_key), capsys)  # type: ignore[arg-type]
         yield made
         if made.task:
             made.task.cancel()

@@ -21,7 +21,8 @@ from sparkd.errors import AgentLost, EngineError
 from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
+from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER
 

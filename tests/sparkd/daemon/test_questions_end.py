@@ -22,9 +22,10 @@ from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.state.nouns import ModelState
 from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.daemon_process import ROOT
 from tests.support.processes import alive
+from tests.support.published_tensors import tensors_of
 from tests.support.waiting import eventually, until
 from workers.host.runtime import API_SERVER
 

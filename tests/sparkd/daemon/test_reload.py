@@ -18,8 +18,9 @@ from sparkd.state.nouns import Desired, Want
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from tests.sparkd.control.test_supervisor import make_ready
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.fakes import Scene, stage
+from tests.support.published_tensors import tensors_of
 
 
 class Taker:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -25,15 +23,6 @@ from sparkd.state.abilities import Abilities
 from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
 KEY = "an-engines-own-key"
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[RawEngine]:
-    with TemporaryDirectory(prefix="sparkd-") as folder:  # pytest's own paths are too long for a socket
-        engine = RawEngine(Path(folder) / "engine.sock")
-        await engine.start()
-        yield engine
-        await engine.stop()
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from sparkd.hardware import SPARK
 from sparkd.state.nouns import OperationState
 from tests.sparkd.admin.test_pull import A, environ, hub, scene
 from tests.sparkd.cluster.test_placer import Scene
-from tests.support.checkpoints import mixture, tensors_of, write
+from tests.support.checkpoints import mixture, write
 from tests.support.hub_server import COMMIT, Repository
+from tests.support.published_tensors import tensors_of
 from workers.host.runtime import API_SERVER, Runtime
 from workers.transfer import manifest
 

@@ -395,13 +395,12 @@ async def serving(
     limits: ClientLimits | None = None,
     keys: KeyDigests | None = None,
     drain_s: float = HUNG_S,
-    own_time: bool = True,
     **options: Any,
 ) -> AsyncIterator[Running]:
     """The real server, on a real port, in front of `engine`.
 
     drain_s: how long open requests have at the end of the block, in real seconds; 0 cuts them, else their clients leave before.
-    own_time: deadlines of clients and heartbeats pass only where a test turns the time.
+    Deadlines of clients and heartbeats pass only where a test turns the time.
     """
     limits = limits or ClientLimits()
     changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
@@ -424,8 +423,7 @@ async def serving(
     edge = Edge(supervisor, settings=settings, **named)
     server = gateway_server(edge, limits, drain_s=drain_s)
     timers = TurnedLoop()
-    if own_time:
-        server.config.http = _with_timers(server.config.http, timers)
+    server.config.http = _with_timers(server.config.http, timers)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     with mock.patch.object(uvicorn.server, "asyncio", ShortLooks()):
         async with asyncio.TaskGroup() as tasks:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.bench.targets import part
 from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, Client, RawEngine, chunked, post, request, soon
 
 pytestmark = pytest.mark.rest
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.rest
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 MIB = 1 << 20
+LIMITS = {"body_bytes": 8 * MIB, "client_write_s": 0.2, "linger_s": 0.2}
 
 
 @dataclass
@@ -44,27 +46,17 @@ class Process:
 
 
 @pytest.fixture
-async def process(engine: RawEngine) -> AsyncIterator[Process]:
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.sparkd.gateway.standalone",
-        str(engine.path),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
-    )
-    port = int(await child.stdout.readline())
-    process = Process(child.pid, port)
-    client = await process.open()
-    for _ in range(200):
-        client.send(post(CHAT, BODY))
-        assert (await client.answer()).status == 200
-    await client.close()
-    process.forget_peak()
-    yield process
-    child.stdin.close()
-    assert await child.wait() == 0
+async def process(engine: RawEngine, tmp_path: Path) -> AsyncIterator[Process]:
+    with part(tmp_path, "gateway", {"stub-socket": engine.path, "model": "tiny", "limits": json.dumps(LIMITS)}) as (child, port):
+        process = Process(child.pid, port)
+        client = await process.open()
+        for _ in range(200):
+            client.send(post(CHAT, BODY))
+            assert (await client.answer()).status == 200
+        await client.close()
+        process.forget_peak()
+        yield process
+        assert child.poll() is None
 
 
 async def flood(client: Client, opening: bytes, piece: bytes, times: int) -> None:

@@ -15,8 +15,9 @@ import pytest
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.inquiry.model_answers import SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.kept_answer import kept
+from tests.support.published_tensors import tensors_of
 from workers.engine.model_question import DRAFT
 
 LAYER = {

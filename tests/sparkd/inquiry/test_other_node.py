@@ -21,8 +21,9 @@ from sparkd.inquiry.answer_schema import checked
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, ModelAnswer, ModelQuestion, ask, places
 from sparkd.inquiry.other_node import NodeInquiry
 from tests.sparkd.inquiry.test_model_answers import REFUSAL, STAGE, Engine, answer, one
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.kept_answer import kept
+from tests.support.published_tensors import tensors_of
 from tests.support.waiting import until
 from workers.agent import inquiry
 from workers.agent.inquiry import Inquiries

@@ -10,8 +10,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.models.architectures import remark
-from tests.support.checkpoints import mixture, tensors_of, write
+from tests.support.checkpoints import mixture, write
 from tests.support.facts import lacking
+from tests.support.published_tensors import tensors_of
 
 REGISTRY = """
 _TEXT_GENERATION_MODELS = {

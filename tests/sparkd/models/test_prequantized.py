@@ -14,8 +14,9 @@ from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
 from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
-from tests.support.checkpoints import dense, tensors_of, write
+from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking
+from tests.support.published_tensors import tensors_of
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
@@ -39,7 +40,7 @@ def checkpoint(folder: Path, *, packed: bool = True, **more: Any) -> Path:
     config = dense(**({"quantization_config": AWQ} if packed else {}), **more)
     found = [
         (f"{name.removesuffix('weight')}qweight", (shape[1], shape[0] // 8), "I32") if packed and "proj" in name else (name, shape, kind)
-        for name, shape, kind in tensors_of(config)
+        for name, shape, kind, _ in tensors_of(config)
     ]
     return write(folder, config, found)
 

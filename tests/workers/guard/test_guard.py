@@ -105,8 +105,8 @@ def started(agent: Agent, folder: Path, name: str = "m") -> dict[str, Any]:
     return handle
 
 
-def fact_of(agent: Agent, rank_id: str = "m-1-0123abcd") -> dict[str, Any]:
-    return next(fact for fact in agent.observe()["ranks"] if fact["rank_id"] == rank_id)
+def fact_of(agent: Agent) -> dict[str, Any]:
+    return next(fact for fact in agent.observe()["ranks"] if fact["rank_id"] == "m-1-0123abcd")
 
 
 def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(

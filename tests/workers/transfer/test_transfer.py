@@ -73,10 +73,10 @@ def plain(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def pulled(
-    there: ModelManifest, environ: Mapping[str, str], *ports: int, key: str = KEY, served: ModelManifest | None = None
+    there: ModelManifest, environ: Mapping[str, str], *ports: int, key: str = KEY
 ) -> dict[str, Any]:
     """What the sink says at its end. ports: of somebody else; a source of its own where there is none."""
-    made = ports or (TransferSource(served or there, KEY).listen("127.0.0.1"),)
+    made = ports or (TransferSource(there, KEY).listen("127.0.0.1"),)
     told: list[Mapping[str, Any]] = []
     ways = [["127.0.0.1", "127.0.0.1", port] for port in made]
     sink.run({"manifest": there.to_dict(), "environ": dict(environ), "ways": ways, "key": key, "connections": 3}, told.append)

@@ -24,8 +24,8 @@ from workers.stream.direct_target import TargetFile
 BLOCK = 4096
 
 
-def content(shards: list[ShardLayout], seed: int = 0) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
+def content(shards: list[ShardLayout]) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
     return {slot.name: torch.randint(256, (slot.nbytes,), dtype=torch.uint8, generator=made) for shard in shards for slot in shard.slots}
 
 

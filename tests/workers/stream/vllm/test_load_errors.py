@@ -149,10 +149,10 @@ TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
 
 
 class Exhausted:
-    """A quantizer that finds no memory for its `after` + 1st weight."""
+    """A quantizer that finds no memory for its sixth weight."""
 
-    def __init__(self, real: Any, error: Exception, after: int = 5) -> None:
-        self.real, self.error, self.left = real, error, after
+    def __init__(self, real: Any, error: Exception) -> None:
+        self.real, self.error, self.left = real, error, 5
 
     def __call__(self, form: Any) -> Any:
         return SimpleNamespace(parts=self.real(form).parts, quantize=partial(self._quantize, self.real(form)))

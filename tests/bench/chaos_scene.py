@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tests.support.activated import ActivatedDaemon
 from tests.support.processes import alive, command_of, parent_of, session_of, text_of
-from tests.support.stream import Stream
+from tests.support.stream import Stream, answers
 from tests.support.waiting import until
 
 MODEL = "m"
@@ -53,12 +52,9 @@ class Scene:
         return int(ranks[0]["pid"]) if ranks else 0
 
     def answers(self) -> bool:
-        body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
-        with suppress(httpx.HTTPError):
-            return self.daemon.client.post("/v1/chat/completions", json=body, timeout=5.0).status_code == 200
-        return False
+        return answers(self.daemon.client, MODEL)
 
-    def well(self, wanted: str = "READY", timeout_s: float = WELL_S, without: frozenset[int] = frozenset()) -> float | None:
+    def well(self, wanted: str = "READY", without: frozenset[int] = frozenset()) -> float | None:
         """Seconds until the model is as wished, Ray is connected, its agent answers, and nothing of Ray is one of `without`, which were
         killed; None where that never came."""
         began_s = time.monotonic()
@@ -78,7 +74,7 @@ class Scene:
             return back and bool(status["settled"] and status["cluster"].get("connected"))
 
         try:
-            until(look, "all is well", 0.25, limit_s=timeout_s * self._patience)
+            until(look, "all is well", 0.25, limit_s=WELL_S * self._patience)
         except AssertionError:
             return None
         return time.monotonic() - began_s
@@ -149,11 +145,11 @@ def ended_well(stream: Stream) -> bool:
 class SmallDisk:
     """A state directory on a file system of its own, which can be filled and made read-only. Needs root."""
 
-    def __init__(self, at: Path, size_mib: int = 64) -> None:
+    def __init__(self, at: Path) -> None:
         at.mkdir(parents=True, exist_ok=True)
         self._at = at
         self._covered = False
-        self._call("mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=0700", "tmpfs", str(at))
+        self._call("mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(at))
 
     def fill(self) -> None:
         with suppress(OSError), (self._at / "filler").open("wb", buffering=0) as file:
