@@ -343,7 +343,7 @@ class Actions:
         self._ledger.say("state", record.name, f"{record.state} -> {state}", old=record.state.value, new=state.value)
         record.state, record.since_s, record.since_wall_s = state, self._clock(), self._wall()
         if state not in RESIDENT:
-            record.close_upstream(self._spawn)
+            record.close_upstream()
 
     def give_up(self, record: Record, sentence: str) -> None:
         """End the attempt of a model with which sparkd made an error; the next attempt waits.

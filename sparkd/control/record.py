@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sparkd.config.config import ModelConfig
 from sparkd.control.observed import Observed
@@ -173,7 +172,7 @@ class Record:
         if self.task and self.busy in actions:
             self.task.cancel()
 
-    def close_upstream(self, spawn: Callable[[Any, str], object]) -> None:
+    def close_upstream(self) -> None:
         upstream, self.upstream = self.upstream, None
         if upstream:
-            spawn(upstream.close(), f"close {self.name}")
+            upstream.close()

@@ -226,8 +226,7 @@ class Supervisor:
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
         for record in self.registry.records.values():
-            if record.upstream:
-                await record.upstream.close()
+            record.close_upstream()
 
     # The loop.
 

@@ -41,7 +41,7 @@ class Upstream:
                 if not body.ended:
                     connection.abort()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self.wire.close()
 
     def __repr__(self) -> str:

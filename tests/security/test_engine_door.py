@@ -162,7 +162,7 @@ async def test_the_daemon_has_the_key_and_is_answered(engine: Engine) -> None:
         for path in ("/health", "/metrics"):
             await upstream.get(path, 4 << 20, HUNG_S)
     finally:
-        await upstream.close()
+        upstream.close()
 
 
 def test_nothing_answers_without_the_key(engine: Engine) -> None:

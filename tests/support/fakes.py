@@ -301,6 +301,5 @@ async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: 
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()
     for record in made.supervisor.registry.records.values():
-        if record.upstream:
-            await record.upstream.close()
+        record.close_upstream()
     made.store.close()

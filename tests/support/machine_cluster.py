@@ -118,7 +118,7 @@ class MachineCluster(FakeCluster):
     async def upstream(self, handle: RankHandle) -> Upstream:
         """Nobody listens there."""
         made = Upstream(socket_path=handle.socket_path)
-        await made.close()
+        made.close()
         return made
 
     async def served_models(self, upstream: Any) -> ServedModels | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 
@@ -110,7 +109,8 @@ async def changes(made: Scene, restarts: bool, *names: str, load_s: int = 40) ->
     for name in names:
         states.append((await change(made, name, load_s))[0])
         if restarts:
-            await asyncio.gather(*(record.upstream.close() for record in made.supervisor.registry.records.values() if record.upstream))
+            for record in made.supervisor.registry.records.values():
+                record.close_upstream()
             made.take_over()
             made.cluster.names = ["a", "b"]
             await made.tick(3)

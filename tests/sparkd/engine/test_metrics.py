@@ -141,7 +141,7 @@ async def engines(*names: str) -> AsyncIterator[tuple[dict[str, RawEngine], list
             yield made, targets
         finally:
             for _, _, upstream in targets:
-                await upstream.close()
+                upstream.close()
             for engine in made.values():
                 await engine.stop()
 
@@ -251,7 +251,7 @@ async def test_an_engine_that_is_gone_takes_its_page_along() -> None:
         scraper = Scraper(lambda: targets, FakeClock())
         await scraper.once()
         _, _, leaving = targets.pop()
-        await leaving.close()
+        leaving.close()
         await scraper.once()
 
         assert running(scraper.text()) == {"a": 1.0}

@@ -29,7 +29,7 @@ KEY = "an-engines-own-key"
 async def upstream(engine: RawEngine) -> AsyncIterator[Upstream]:
     made = Upstream(socket_path=str(engine.path), api_key=KEY)
     yield made
-    await made.close()
+    made.close()
 
 
 async def get(upstream: Upstream, path: str = "/x") -> bytes:
@@ -47,7 +47,7 @@ async def test_it_says_nothing_but_host_and_key(engine: RawEngine, upstream: Ups
 async def test_without_a_key_no_authorization(engine: RawEngine) -> None:
     upstream = Upstream(socket_path=str(engine.path))
     await get(upstream)
-    await upstream.close()
+    upstream.close()
 
     assert "authorization" not in engine.heard[0].headers
 
@@ -84,8 +84,8 @@ async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upst
 
 async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream) -> None:
     await get(upstream)
-    await upstream.close()
-    await upstream.close()
+    upstream.close()
+    upstream.close()
 
     with pytest.raises(EngineGone):
         await get(upstream)

@@ -438,8 +438,8 @@ async def serving(
                         await client.close()
                 server.should_exit = True
                 await running.turn_until(serves.done)
-    await upstream.close()
-    await supervisor.upstream.close()
+    upstream.close()
+    supervisor.upstream.close()
 
 
 def _with_timers(protocol: Any, timers: TurnedLoop) -> Any:

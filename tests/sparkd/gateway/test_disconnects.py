@@ -40,7 +40,7 @@ async def test_no_engine(engine: RawEngine) -> None:
         gateway.supervisor.upstream = Upstream(socket_path=str(engine.path.with_name("nothing.sock")))
         answer = await gateway.post(CHAT, BODY)
         assert (answer.status, answer.error["code"], answer.error["src"]) == (502, "engine_gone", "sparkd")
-        await gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream.close()
         gateway.supervisor.upstream = Upstream(base_url="http://127.0.0.1:1")
         assert (await gateway.post(CHAT, BODY)).status == 502
         assert str(engine.path.parent) not in answer.body.decode()

@@ -26,10 +26,10 @@ ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
     path = engine.path.with_name("stub.sock")
     async with serving(engine, keys=KeyDigests.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
-        await gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream.close()
         gateway.supervisor.upstream = Upstream(socket_path=str(path))
         yield gateway
-        await gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream.close()
 
 
 @pytest.fixture
