@@ -90,6 +90,18 @@ def test_the_events_tell_what_is_left(loads_s: list[float], failing: set[int], t
     assert found.budget.full_s == pytest.approx(course.loads.budget.full_s)
 
 
+def test_an_eviction_causes_one_load_of_each_and_no_later_one() -> None:
+    loads = Loads(0.0)
+    loads.evict("a", "b")
+    spent_s = []
+    for now_s in (10.0, 20.0):
+        loads.stand("b", ModelState.LOADING)
+        loads.advance(now_s)
+        spent_s.append(loads.budget.spent_s)
+        loads.stand("b", ModelState.READY)
+    assert spent_s == [10.0, 10.0 - EARNED_S * 10.0]
+
+
 def test_a_load_that_another_daemon_began_costs_until_the_next_one_looks() -> None:
     """It is gone by then, and nobody adopts it."""
     told = [
