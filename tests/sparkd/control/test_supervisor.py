@@ -1146,6 +1146,19 @@ async def test_a_load_that_failed_gives_its_memory_back(tmp_path: Path) -> None:
         assert made.cluster.log == ["place m", "release m"]
 
 
+@pytest.mark.parametrize(("at_once", "deed"), [(False, "destroy m"), (True, "kill m")])
+async def test_the_end_of_the_daemon_ends_every_engine_and_its_connections(tmp_path: Path, at_once: bool, deed: str) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        await make_ready(made, "m")
+        record = made.supervisor.registry.find("m")
+        assert record.upstream is not None
+        await made.supervisor.stop_everything(at_once=at_once)
+        assert (made.cluster.log[-1], record.upstream) == (deed, None)
+        assert record.desired.want is Want.RUNNING, "for the next start"
+
+
 async def test_a_tick_that_fails_does_not_end_the_loop(tmp_path: Path) -> None:
     made = scene(tmp_path)
     looks = 0
