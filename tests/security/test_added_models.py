@@ -14,7 +14,7 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
-from sparkd.recipes.admin_policy import KEYS
+from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.state.store import Store
@@ -115,6 +115,17 @@ def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
         with pytest.raises(ConfigError) as caught:
             parse_model("m", {"model": "o/m", key: VALUES_OF.get(key, "/x")}, over_admin=True)
         assert caught.value.param == key
+
+
+@pytest.mark.parametrize("args", [["--seed=1"] * (MOST_ARGUMENTS + 1), ["--seed", "1" * (MOST_ARGUMENT_CHARACTERS + 1)]])
+def test_more_arguments_than_the_loop_judges_at_once_are_refused_before_they_are_judged(args: list[str], monkeypatch: Any) -> None:
+    def judge(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ModelConfig, "model_validate", judge)
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"model": "o/m", "extra_args": args}, over_admin=True)
+    assert caught.value.param == "extra_args"
 
 
 def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:
