@@ -202,7 +202,7 @@ def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) ->
 
 
 def kept_here(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
-    """Like `kept_answers`. Answers for the runtime's own platform count too, because a daemon asks that way about a node's own GPU."""
+    """Like `kept_answers`. Answers for the runtime's own platform count too: a plan for this node asks that way."""
     answers = kept_answers([*questions, *(replace(question, platform=OWN) for question in questions)], runtime)
     return [answer or own for answer, own in zip(answers[: len(questions)], answers[len(questions) :], strict=True)]
 
