@@ -19,6 +19,7 @@ from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
 from sparkd.cli.layers import named_model, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
+from sparkd.execution.as_owner import refuse_another_users
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
 from sparkd.inquiry.mix_measure import kept_errors, measure, mix_folder
 from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept_answers, places
@@ -211,6 +212,7 @@ def measure_mix(spec: ModelConfig, config: Config, runtime: InquiryRuntime, unhe
             line(f"measuring the weights for quantize: best ({done} of {total} units)", str(done * 10 // total))
 
         try:
+            refuse_another_users(kept)
             measure(folder, identity, runtime.python, kept, mem_available_bytes() - LEFT_FREE_BYTES, progress=progress)
         except (SparkdError, OSError) as error:
             unheard.append(str(error))

@@ -6,12 +6,10 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import EngineError, StateError
-from sparkd.execution.as_owner import as_owner
 from sparkd.inquiry.parser_answers import put
 from workers.engine.model_question import told
 from workers.quantization.mix import UNMEASURED, MixErrors
@@ -60,7 +58,7 @@ def measure(
         elif "errors" in line:
             measured = _read(line)
             with contextlib.suppress(OSError, StateError):
-                as_owner(folder, partial(put, folder / f"{identity}.json", json.dumps(line)))
+                put(folder / f"{identity}.json", json.dumps(line))
             return measured
         tail = line.get("ended", tail)
     raise EngineError(
