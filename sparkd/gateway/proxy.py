@@ -45,7 +45,7 @@ _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
 
 _WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-# Each engine finds a stored response in its memory; a frozen one keeps nobody waiting for longer.
+# An engine finds a stored response in its memory: one that takes longer is frozen.
 _FIND_RESPONSE_S = 5.0
 
 
