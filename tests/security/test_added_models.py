@@ -183,12 +183,13 @@ def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_
         store.wishes.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
         store.wishes.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
         store.wishes.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
+        store.wishes.save_spec("endless", {"model": "o/m", "extra_args": ["--seed=1"] * (MOST_ARGUMENTS + 1)})
         store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
 
         roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
 
     assert set(roster.records) == {"tuned"}
-    assert all(name in caplog.text for name in ("elsewhere", "loud", "overridden"))
+    assert all(name in caplog.text for name in ("elsewhere", "loud", "endless", "overridden"))
     assert "evil" not in caplog.text
 
 
