@@ -328,7 +328,7 @@ _PATHS_OF = {
 
 
 class UnknownResponse(RequestError):
-    """A stored answer of `/v1/responses` whose engine is not known: the id is not one that passed through here, or long ago."""
+    """A stored answer of `/v1/responses` that no running engine has."""
 
     status = 404
     type = "not_found_error"
@@ -336,8 +336,7 @@ class UnknownResponse(RequestError):
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
-            f"The response {response_id[:128]!r} has not passed through sparkd since it started, so its model is unknown. "
-            "Create it again, or load only its model and ask again."
+            f"No running engine has the response {response_id[:128]!r}: an engine keeps its responses until it ends. Create it again."
         )
 
 

@@ -71,14 +71,6 @@ class Costs(BaseModel):
     ray_listeners: list[str]
 
 
-class OpenQuestion(BaseModel):
-    """A question about a configured model that the daemon put to vLLM. runtime: which vLLM; since_s: wall clock."""
-
-    model: str
-    runtime: str
-    since_s: float
-
-
 class Status(BaseModel):
     version: str
     settled: bool
@@ -90,7 +82,6 @@ class Status(BaseModel):
     models: dict[str, ModelState]
     nodes: list[NodeBody]  # type: ignore[valid-type]
     costs: Costs
-    question: OpenQuestion | None = Field(description="Asked while no model loads; a load, a removal of the entry or a shutdown cancels it")
 
 
 class Offered(BaseModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,14 +88,11 @@ _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of the daemon besides the supervisor's; a route whose part is missing says so.
-
-    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.daemon.foresight)."""
+    """The parts of the daemon besides the supervisor's; a route whose part is missing says so. `reload` is Reloader.now."""
 
     pulls: Pulls | None = None
     reload: Reload | None = None
     measures: Measures | None = None
-    question: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: RequestLog | None = None
     live: Live | None = None
     benches: Benches | None = None
@@ -140,7 +136,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs), "question": parts.question()}
+        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs)}
 
     @api.get(
         "/nodes",

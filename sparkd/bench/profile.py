@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
 from itertools import product
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparkd.bench.result import Cell
 from sparkd.errors import ConfigError
+from sparkd.schema import yaml_file
 
 LLAMA_BENCHY = "llama-benchy"
 MOST_CELLS = 1000
@@ -94,24 +93,28 @@ def named(name: str) -> BenchProfile:
 
 def parsed(name: str, text: str) -> BenchProfile:
     """Raises ConfigError, which names the key and the fault."""
+    document = yaml_file.parse(text.encode(errors="surrogatepass"), f"The profile {name}", {}, last_counts=True)
+    if document.problems:
+        raise ConfigError(str(document.problems[0]))
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The profile {name} is no YAML: {getattr(error, 'problem', None) or 'it cannot be read'}.") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"The profile {name} is no map: it needs `args:`.")
-    try:
-        file = _File.model_validate(dict(content))
+        file = _File.model_validate(document.table)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"The profile {name}: {key}: {first['msg'].lower()}.") from None
     if file.framework != LLAMA_BENCHY:
         raise ConfigError(f"The profile {name} is for {file.framework}: sparkd runs profiles of {LLAMA_BENCHY}.")
-    cells = _cells(file)
-    if len(cells) > MOST_CELLS:
-        raise ConfigError(f"The profile {name} has {len(cells):,} cells, more than {MOST_CELLS:,}: shorten its lists.")
-    return BenchProfile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
+    if (cells := _number_of_cells(file)) > MOST_CELLS:
+        raise ConfigError(f"The profile {name} has {cells:,} cells, more than {MOST_CELLS:,}: shorten its lists.")
+    return BenchProfile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=_cells(file))
+
+
+def _number_of_cells(file: _File) -> int:
+    """Counted from the lengths of the lists: a client's lists of 10,000 numbers have more cells than fit into memory."""
+    args = file.args
+    if not file.schedule:
+        return len(args.depth) * len(args.concurrency) * len(args.pp) * len(args.tg)
+    return sum(len(entry.pp or args.pp) * len(entry.tg or args.tg) for entry in file.schedule)
 
 
 def _cells(file: _File) -> tuple[Cell, ...]:

@@ -185,7 +185,7 @@ def answer(
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
     notes += format_notes(None if best is None else best[0])
     if is_best(spec.quantize) and measured_of(checkpoint, entry.config.profiles_path) is UNMEASURED:
-        notes.append("The mix of `quantize: best` follows the classes of layers: the daemon has not measured this model's weights yet.")
+        notes.append("The mix of `quantize: best` follows the classes of layers: `sparkd plan` on its node measures the model's weights.")
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     answered = is_answered([option for option, _ in options])

@@ -185,7 +185,7 @@ def _answer(
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
-    # This plan uses vLLM's kept answers only. sparkd.daemon.foresight asks vLLM itself, when no client waits.
+    # The daemon starts no vLLM beside what it serves: this plan uses the answers that `sparkd plan` got and kept.
     ask = Witness(partial(kept_answers, runtime=answers))
     plan = answer(
         PlanRequest(**question.model_dump(exclude={"hardware"})),

@@ -32,7 +32,7 @@ from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Places
 from sparkd.condition import Condition
 from sparkd.config.config import Config
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
+from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, refused_by
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.readings import FabricNodes, ray_environment
@@ -188,10 +188,6 @@ class Cluster:
     async def runtime(self, interpreter: str) -> NodeRuntime:
         """The runtime of this node, or of another node where this one has no vLLM for it. Raises RankError where no node has it."""
         return await runtime_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
-
-    async def runtimes(self, interpreter: str) -> list[NodeRuntime]:
-        """The runtime of `runtime`, and one for each other release of another node."""
-        return await runtimes_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
 
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         facts: Mapping[str, Any] = await self.ask(node, "runtime", interpreter, timeout_s=RUNTIME_S)

@@ -147,15 +147,10 @@ class RayLink:
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         """One placement group of the model, kept beyond the daemon: `gib` on each of these nodes; False where Ray has no room for it there.
 
-        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is. devices: workers of vLLM's Ray
-        executor take their places in it.
+        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is; where the node comes back, Ray
+        makes it again. Ray refuses a second group of a model. devices: workers of vLLM's Ray executor take their places in it.
         """
-        await self.release(model)
         return await self._answer(self._reserve, model, gib, tuple(nodes), timeout_s, devices, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
-
-    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
-        """Whether Ray has reserved exactly that for it: a group that is made anew ends the Ray actors in it."""
-        return await self._answer(self._holds, model, gib, tuple(nodes))
 
     async def kept_groups(self) -> dict[str, frozenset[str]]:
         """By model, the nodes on which Ray keeps memory for it, whoever asked for that. Raises RayUnavailable."""
@@ -294,19 +289,6 @@ class RayLink:
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         task = ray.remote(code_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         return Code(*ray.get(task.remote(), timeout=AGENT_TIMEOUT_S))
-
-    def _holds(self, model: str, gib: int, nodes: tuple[str, ...]) -> bool:
-        from ray.util import get_placement_group, placement_group_table
-
-        try:
-            group = get_placement_group(_group(model))
-        except ValueError:
-            return False
-        bundles = [{name: amount for name, amount in bundle.items() if name != DEVICE} for bundle in group.bundle_specs]
-        if placement_group_table(group).get("state") != "CREATED" or bundles != _bundles(gib, nodes):
-            return False
-        self._groups[model] = group
-        return True
 
     def _kept_groups(self) -> dict[str, frozenset[str]]:
         self._ray()

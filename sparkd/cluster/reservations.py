@@ -58,20 +58,14 @@ class Places:
     async def reserve_one(self, model: str, gib: int, only: str | None = None) -> str:
         """Reserve on one node with room and return it. only: the node that it must be. Raises NoRoom with the numbers."""
         for node in self.with_room(model, gib):
-            if only not in (None, node):
-                continue
-            async with self._change:
-                if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
-                    self._held[model] = ((node, gib),)
-                    return node
+            if only in (None, node) and await self._reserve(model, gib, [node]):
+                return node
         raise self.no_room(model, gib, only=only)
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
         """Reserve `gib` on each of these nodes. devices: see RayLink.reserve. Raises NoRoom if Ray has less there."""
-        async with self._change:
-            if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
-                raise self.no_room(model, gib, len(nodes))
-            self._held[model] = tuple((node, gib) for node in nodes)
+        if not await self._reserve(model, gib, nodes, devices=devices):
+            raise self.no_room(model, gib, len(nodes))
 
     def no_room(self, model: str, gib: int, nodes: int = 1, only: str | None = None) -> NoRoom:
         book, lack = self.book(), Lack(gib, nodes, only)
@@ -88,7 +82,8 @@ class Places:
         fresh = set(nodes)
         for model, places in list(self._held.items()):
             if not fresh.isdisjoint(node for node, _ in places):
-                await self._tell(model)
+                async with self._change:
+                    await self._restore(model)
 
     async def reconcile(self, there: Collection[str], unseen: Collection[str]) -> None:
         """Make Ray's groups match the book. The groups outlive the daemon: one that was not released would stay for ever.
@@ -107,7 +102,8 @@ class Places:
         seen = self._offered().keys()
         for model, places in list(self._held.items()):
             if model not in groups and seen >= {node for node, _ in places}:
-                await self._tell(model)
+                async with self._change:
+                    await self._restore(model)
 
     async def release(self, model: str) -> None:
         """Release the model's memory. If Ray does not release it now, `reconcile` does so later."""
@@ -120,17 +116,25 @@ class Places:
             except ClusterError as error:
                 log.warning("the memory of %s is still reserved: %s", model, error.message)
 
-    async def _tell(self, model: str) -> None:
-        """Reserve in Ray where the model runs. If Ray has no room there, log that: the model runs already."""
+    async def _reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> bool:
+        """Reserve for a start. Where Ray refuses, it keeps what the book has for the model: a rank on a node out of sight may use that."""
         async with self._change:
-            places = self._held.get(model)
-            if places is None:
-                return
-            nodes, gib = [node for node, _ in places], places[0][1]
-            if await self._link.holds(model, gib, nodes):
-                return
-            if not await self._link.reserve(model, gib, nodes, PLACE_AGAIN_TIMEOUT_S):
-                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(nodes), gib)
+            await self._link.release(model)
+            if await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
+                self._held[model] = tuple((node, gib) for node in nodes)
+                return True
+            await self._restore(model)
+        return False
+
+    async def _restore(self, model: str) -> None:
+        """Reserve in Ray where the model runs, unless Ray has a group of it: one that is made anew ends the Ray actors in it, and may be
+        refused. If Ray has no room there, log that: the model runs already."""
+        places = self._held.get(model)
+        if places is None or model in await self._link.kept_groups():
+            return
+        nodes, gib = [node for node, _ in places], places[0][1]
+        if not await self._link.reserve(model, gib, nodes, PLACE_AGAIN_TIMEOUT_S):
+            log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(nodes), gib)
 
     def reserved_gib(self, node: str) -> int:
         return sum(gib for places in self._held.values() for where, gib in places if where == node)

@@ -25,7 +25,7 @@ from sparkd.config.memory import MemorySettings
 from sparkd.config.traces import TraceSettings
 from sparkd.errors import ConfigError
 from sparkd.models.folder import places_of
-from sparkd.recipes.admin_policy import refuse_over_admin, refuse_paths
+from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.expand import book_of, expand_models, expanded
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema import kv_cache, quantize, yaml_file
@@ -315,6 +315,7 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     model, tree = None, own
     own_keys = {} if own is None else shown(own)
     if over_admin and own is not None:
+        refuse_many(own)
         refuse_paths(own, lambda name: book is not None and book.has(name))
     try:
         if own is not None:

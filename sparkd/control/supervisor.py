@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sparkd import metrics
@@ -270,23 +270,22 @@ class Supervisor:
         with around("pulse"):
             self._pulse.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
+            # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
+            found = self._found = Found.of(observation, records, steady)
             with around("gate"):
                 self._gate.look(observation, records)
-            # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            self._found, is_open = Found.of(observation, records, steady), False
-            with around("shut"):
                 self._cluster.places.shut(self._gate.shut, self._gate.room_gib)
-                is_open = True
+                found = self._found = replace(found, is_open=True)
             for record in records.values():
                 with around("record", record.name):
-                    record.observed.take_in(self._found.ranks_of(record), record.attempt.rank_id, self._clock())
+                    record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
             with around("wishes"):
                 self._wishes.end_removed()
                 self._door.forget_promises()
                 self._swap.count(records)
                 self._swap.settle(records)
             with around("plan"):
-                actions, whose = self._plan(self._found, is_open=is_open)
+                actions, whose = self._plan(found)
                 with around("swap"):
                     self._swap.show(whose, records)
                 for action in actions:
@@ -308,11 +307,8 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__})
         self._agents = agents
 
-    def _plan(self, observed: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
-        """The next actions and the scheduler's turn. Changes nothing.
-
-        is_open: the cluster knows which nodes are open. If that or the holders of memory are unknown, the plan starts nothing.
-        """
+    def _plan(self, observed: Found) -> tuple[list[Action], Turn]:
+        """The next actions and the scheduler's turn. Changes nothing. If the holders of memory are unknown, the plan starts nothing."""
         now_s, around = self._clock(), self.boundary.around
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():
@@ -323,7 +319,7 @@ class Supervisor:
         with around("turn"):
             bar = bar_of(observed.observation, self._gate, strangers)
             whose = self._swap.turn(facts, bar)
-            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
+            can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
         return plan(facts, strangers, can_place, now_s, whose), whose
 
     def _give_up(self, model: str, sentence: str) -> None:
@@ -379,12 +375,14 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the observation began."""
+    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the observation began.
+    is_open: the gate and the cluster know on which nodes a load may begin; otherwise the plan starts nothing."""
 
     observation: Observation
     by_model: Mapping[str, list[RankFact]]
     strangers: tuple[RankFact, ...]
     steady: Mapping[str, str | None]
+    is_open: bool = False
 
     @classmethod
     def of(cls, observation: Observation, records: Mapping[str, Record], steady: Mapping[str, str | None]) -> Found:

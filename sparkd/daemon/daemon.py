@@ -39,7 +39,6 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
-from sparkd.daemon.foresight import Foresight
 from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
 from sparkd.engine.upstream import Upstream
@@ -161,7 +160,6 @@ class Daemon:
         self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
         rates_file = config.state_dir / "rates.json"
         self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, rates_file, boundary=self._boundary)
-        self._foresight = Foresight(now, self._supervisor.snapshot, nodes)
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
@@ -216,7 +214,6 @@ class Daemon:
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
                 "benches": self._benches.run,
-                "foresight": self._foresight.run,
                 "reloader": self._reloader.run,
                 "requests": self._requests.run,
                 "watchdog": self._keep_watchdog_quiet,
@@ -246,7 +243,7 @@ class Daemon:
         if self._registry.config.web:
             page_files()  # reads and compresses them here, on a thread
         parts = Parts(
-            *(self._pulls, self._reloader.now, self._measures, lambda: self._foresight.open),
+            *(self._pulls, self._reloader.now, self._measures),
             requests=self._requests,
             live=self._live_page,
             benches=self._benches,

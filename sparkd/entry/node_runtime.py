@@ -59,15 +59,6 @@ async def runtime_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> Nod
     return NodeRuntime(facts, here)
 
 
-async def runtimes_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> list[NodeRuntime]:
-    """The runtime of runtime_in_sight, and one more for each other release and platform of other nodes."""
-    runtimes = [await runtime_in_sight(nodes, ask, vllm=vllm)]
-    able = await _able([node for node in nodes[1:] if node not in (runtimes[0].only or ())], ask, vllm=vllm)
-    while able := {node: facts for node, facts in able.items() if not is_alike(facts, runtimes[-1].facts)}:
-        runtimes.append(_first(able))
-    return runtimes
-
-
 def _first(able: Mapping[str, Mapping[str, Any]]) -> NodeRuntime:
     """The runtime of the first of these nodes, with the nodes that have a similar one."""
     node, facts = next(iter(able.items()))

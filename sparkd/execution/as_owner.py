@@ -35,8 +35,8 @@ def refuse_another_users(folder: Path) -> None:
     """Raises StateError where this is root and another user can change the folder: what root makes there could be changed under it."""
     if os.geteuid() == 0 and (user := lesser_owner(folder)):
         raise StateError(
-            f"The folder {folder} belongs to the user {_name_of(user)}, and this is root. Start it as that user (the system's own by "
-            f"`systemctl start sparkd`), or run `chown -R root: {folder}`."
+            f"The folder {folder} belongs to the user {_name_of(user)}, and this is root. Run it as that user (`sudo -u {_name_of(user)}`; "
+            f"the system's own daemon by `systemctl start sparkd`), or run `chown -R root: {folder}`."
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -34,7 +32,7 @@ from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.outline import outline
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.relay import Peek, Pipe
+from sparkd.gateway.relay import Pipe
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
 from sparkd.gateway.traces import Tracer
@@ -46,10 +44,9 @@ from sparkd.vllm.parsers import Parsers
 _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
 
-_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
-_PEEKED_BYTES = 4096
 _WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-_REMEMBERED_RESPONSES = 10_000
+# An engine finds a stored response in its memory: one that takes longer is frozen.
+_FIND_RESPONSE_S = 5.0
 
 
 # Called when a request starts to wait, with a function that returns the `loading` object, and whether chats get progress text.
@@ -88,7 +85,6 @@ class Proxy:
         self.tracer: Tracer | None = None
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
-        self._responses: OrderedDict[str, str] = OrderedDict()
         self._buffered_bytes = 0
 
     async def forward(
@@ -109,7 +105,7 @@ class Proxy:
         elif route.kind is RouteKind.ENGINE:
             model = self._model_that_runs(scope["query_string"])
         else:
-            model = self._model_of_response(name)
+            model = await self._model_of_response(name)
         if model is None:
             model = model_meant(self._supervisor.snapshot().models)
         if route.label == _RESPONSES and wants_storing(exchange.outline):
@@ -201,7 +197,7 @@ class Proxy:
             target += b"?" + scope["query_string"]
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
-        pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == _RESPONSES else None)
+        pipe = Pipe(client, source, exchange)
         exchange.pipe = pipe
         before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
@@ -239,21 +235,6 @@ class Proxy:
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
-    def _peek(self, model: str) -> Peek:
-        """A function that finds the response id in an answer's first bytes. It returns False once it needs no more of them."""
-        seen = bytearray()
-
-        def peek(data: bytes) -> bool:
-            seen.extend(data[:_PEEKED_BYTES])
-            match = _RESPONSE_ID.search(seen)
-            if match is not None:
-                self._responses[match[1].decode()] = model
-                if len(self._responses) > _REMEMBERED_RESPONSES:
-                    self._responses.popitem(last=False)
-            return match is None and len(seen) < _PEEKED_BYTES
-
-        return peek
-
     def _refuse_forgetful(self, model: str) -> None:
         """Raise BadRequest if the engine keeps no responses: vLLM ignores `store: true`, and the id would lead nowhere."""
         view = find_model(self._supervisor.snapshot().models, model)
@@ -277,15 +258,25 @@ class Proxy:
             raise Unavailable(f"The model {view.name} is {view.state.value}, and this path needs a running engine. Load the model first.")
         return name
 
-    def _model_of_response(self, response_id: str) -> str:
-        model = self._responses.get(response_id)
-        if model is not None:
-            self._responses.move_to_end(response_id)
-            return model
+    async def _model_of_response(self, response_id: str) -> str:
+        """The READY model whose engine has the response. The engines are asked each time: they outlive the daemon, and so does what they
+        keep."""
         ready = [view.name for view in self._supervisor.snapshot().models.values() if view.state is ModelState.READY]
         if len(ready) == 1:
             return ready[0]
-        raise UnknownResponse(response_id)
+        kept = await asyncio.gather(*(self._keeps(name, response_id) for name in ready))
+        if True not in kept:
+            raise UnknownResponse(response_id)
+        return ready[kept.index(True)]
+
+    async def _keeps(self, model: str, response_id: str) -> bool:
+        try:
+            # A probe is no use of the model, and starts none.
+            async with self._supervisor.lease(model, probe=True) as lease:
+                await lease.upstream.get(f"{_RESPONSES}/{response_id}", 0, _FIND_RESPONSE_S)
+        except (SparkdError, TimeoutError):
+            return False
+        return True
 
 
 def leave(exchange: Exchange) -> None:

@@ -21,13 +21,11 @@ _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 # The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
 
-Peek = Callable[[bytes], bool]
-
 
 class Pipe:
     """The sink of one exchange. `over` becomes None when the answer is complete, or the error if the engine broke it off.
 
-    The head leaves together with the first bytes of the body, in one write. `peek` gets the pieces of the body until it returns False.
+    The head leaves together with the first bytes of the body, in one write.
     If the exchange's heartbeat has begun the client's answer, the engine's continues it: a stream as it comes, anything else, such as an
     error, as one event.
     """
@@ -40,7 +38,6 @@ class Pipe:
         "_foreign",
         "_headers",
         "_last",
-        "_peek",
         "_pieces",
         "_source",
         "_status",
@@ -51,12 +48,11 @@ class Pipe:
         "over",
     )
 
-    def __init__(self, client: BoundedProtocol, source: Connection, exchange: Exchange, peek: Peek | None = None) -> None:
+    def __init__(self, client: BoundedProtocol, source: Connection, exchange: Exchange) -> None:
         self.over: asyncio.Future[EngineError | None] = client.loop.create_future()
         self._client = client
         self._source: Connection | None = source
         self._exchange = exchange
-        self._peek = peek
         self._write: Callable[[bytes], None] = client.transport.write
         self._status = 0
         self._headers: RawHeaders = []
@@ -135,8 +131,7 @@ class Pipe:
         if data:
             self._count(data)
             if self._chunked and self._chunks:
-                if self._peek is None:
-                    source.pass_chunks(self._write)
+                source.pass_chunks(self._write)
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             source.keep(data)
             pieces.append(data)
@@ -176,8 +171,6 @@ class Pipe:
             self._exchange.first_s = perf_counter()
         self._exchange.bytes_out += len(data)
         self._pieces += 1
-        if self._peek is not None and not self._peek(data):
-            self._peek = None
 
 
 def _event(body: bytes, heartbeat: EarlyAnswer | None) -> bytes:

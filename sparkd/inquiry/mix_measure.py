@@ -6,12 +6,10 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import EngineError, StateError
-from sparkd.execution.as_owner import as_owner
 from sparkd.inquiry.parser_answers import put
 from workers.engine.model_question import told
 from workers.quantization.mix import UNMEASURED, MixErrors
@@ -46,26 +44,23 @@ def measure(
     folder: Path,
     free_bytes: int,
     *,
-    cancel: threading.Event,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> MixErrors | None:
-    """Measure a checkpoint's folder and keep the result; None where it is cancelled. Blocks for minutes.
+) -> MixErrors:
+    """Measure a checkpoint's folder and keep the result. Blocks for minutes.
 
     python: of an environment with torch and transformers. free_bytes: that the child may take for the model; with less it only compares
     weights. progress: called with the number of units that are measured, and of all. Raises EngineError where the child gives no answer.
     """
     tail = ""
-    for line in told(python, _PROGRAM, {"folder": checkpoint, "free_bytes": free_bytes}, cancel, _SILENCE_S):
+    for line in told(python, _PROGRAM, {"folder": checkpoint, "free_bytes": free_bytes}, threading.Event(), _SILENCE_S):
         if "done" in line:
             progress(line["done"], line["of"])
         elif "errors" in line:
             measured = _read(line)
             with contextlib.suppress(OSError, StateError):
-                as_owner(folder, partial(put, folder / f"{identity}.json", json.dumps(line)))
+                put(folder / f"{identity}.json", json.dumps(line))
             return measured
         tail = line.get("ended", tail)
-    if cancel.is_set():
-        return None
     raise EngineError(
         f"The weights of {checkpoint} could not be measured for `quantize: best`: {tail or 'the program ended without a message'}."
     )

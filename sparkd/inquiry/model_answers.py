@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import workers
-from sparkd.checkpoint import MODELOPT, Checkpoint, read_checkpoint
+from sparkd.checkpoint import MODELOPT, Checkpoint
 from sparkd.checkpoint.tensors import TensorRef
-from sparkd.errors import CheckpointError, EngineError, StateError
-from sparkd.execution.as_owner import as_owner
+from sparkd.errors import EngineError, StateError
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import neighbours, put
 from sparkd.vllm.installed import full_version_in
-from sparkd.vllm.translate import release_of, speculative_config, translated, with_draft, without_any
-from workers.engine.model_question import DRAFT, FILES, conversation
+from sparkd.vllm.translate import release_of, speculative_config, translated, without_any
+from workers.engine.model_question import FILES, conversation
 from workers.host import regular_file
 from workers.host.interpreter import inherited_environment
 from workers.host.runtime import cpu_abilities
@@ -141,19 +140,13 @@ class ModelAnswer:
     groups: tuple[Mapping[str, Any], ...] = ()
 
 
-def _nobody(_request: Mapping[str, Any], _cancel: threading.Event) -> Iterator[dict[str, Any]]:
-    yield {"failed": "it is read from the disk alone here"}
-
-
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A runtime that only another node has. vllm: its version; packages: a digest of all its distributions. conversation: like
-    workers.engine.model_question.conversation, with that node's interpreter; its answers have been checked."""
+    """A runtime that only another node has, which is not asked. vllm: its version; packages: a digest of all its distributions."""
 
     node: str
     vllm: str
     packages: str
-    conversation: Callable[[Mapping[str, Any], threading.Event], Iterator[dict[str, Any]]] = _nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +195,7 @@ def kept_answers(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) ->
 
 
 def kept_here(questions: Sequence[ModelQuestion], runtime: InquiryRuntime) -> list[ModelAnswer | None]:
-    """Like `kept_answers`. Answers for the runtime's own platform count too, because a daemon asks that way about a node's own GPU."""
+    """Like `kept_answers`. Answers for the runtime's own platform count too: a plan for this node asks that way."""
     answers = kept_answers([*questions, *(replace(question, platform=OWN) for question in questions)], runtime)
     return [answer or own for answer, own in zip(answers[: len(questions)], answers[len(questions) :], strict=True)]
 
@@ -260,9 +253,8 @@ def _run(
         "memory_bytes": MEMORY_BYTES,
         "questions": [_wire(question, runtime, version) for question in questions],
     }
-    lines = conversation(runtime.python, request, cancel) if runtime.away is None else runtime.away.conversation(request, cancel)
     done, tail = 0, ""
-    for line in lines:
+    for line in conversation(runtime.python, request, cancel):
         if "failed" in line:
             raise EngineError(f"The vLLM of {runtime.place} cannot be asked about models: {line['failed']}")
         if "progress" in line:
@@ -276,26 +268,20 @@ def _run(
 
 
 def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dict[str, Any]:
-    """The question in the JSON of workers.engine.model_question. For another node it includes the files, which that node may not have."""
+    """The question in the JSON of workers.engine.model_question."""
     args, env = _engine(question, runtime, version)
     wire: dict[str, Any] = {
-        "folder": None if question.folder is None or runtime.away is not None else str(question.folder),
+        "folder": None if question.folder is None else str(question.folder),
         "args": args,
         "env": env,
         "tensor_parallel": question.tensor_parallel,
         "pipeline_parallel": question.pipeline_parallel,
     }
     if wire["folder"] is None:
-        tensors = question.tensors if question.folder is None else read_checkpoint(str(question.folder)).tensors.values()
-        texts = question.files if question.folder is None else _texts_in(question.folder)
-        wire["files"] = {name: text.decode(errors="surrogateescape") for name, text in texts.items()}
-        one_file = WEIGHTS if "config.json" in question.files else MISTRAL_WEIGHTS
-        wire["headers"] = _headers(tensors, one_file if question.folder is None else None)
+        wire["files"] = {name: text.decode(errors="surrogateescape") for name, text in question.files.items()}
+        wire["headers"] = _headers(question.tensors, WEIGHTS if "config.json" in question.files else MISTRAL_WEIGHTS)
     if question.draft is not None:
         wire["draft"] = _draft(files_of(question.draft), question.draft.tensors.values())
-    elif runtime.away is not None and (folder := _draft_folder(args)) is not None:
-        wire["draft"] = _draft(_texts_in(folder), _tensors_in(folder))
-        wire["args"] = with_draft(args, DRAFT)
     return wire
 
 
@@ -317,25 +303,14 @@ def _draft_folder(args: Sequence[str]) -> Path | None:
     return folder if folder.is_absolute() and folder.is_dir() else None
 
 
-def _tensors_in(folder: Path) -> Collection[TensorRef]:
-    """The tensors of a folder; empty for weights without headers, such as EAGLE's, which are often pickled."""
-    try:
-        return tuple(read_checkpoint(str(folder)).tensors.values())
-    except CheckpointError:
-        return ()
-
-
-def _headers(tensors: Iterable[TensorRef], place: str | None) -> dict[str, dict[str, Any]]:
-    """The headers of the files that hold these tensors, by file name. place: one file for all of them, where some represent others."""
-    headers: dict[str, dict[str, Any]] = {}
-    ends: dict[str, int] = {}
+def _headers(tensors: Iterable[TensorRef], file: str) -> dict[str, dict[str, Any]]:
+    """The header of one file of this name that holds all these tensors; empty without any."""
+    header: dict[str, Any] = {}
+    end = 0
     for tensor in tensors:
-        name = place or os.path.basename(tensor.path)
-        end = ends.get(name, 0)
-        ends[name] = end + tensor.nbytes
-        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end, ends[name]]}
-        headers.setdefault(name, {})[tensor.name] = entry
-    return headers
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    return {file: header} if header else {}
 
 
 def _texts_in(folder: Path) -> dict[str, bytes]:
@@ -450,7 +425,7 @@ def _keep(key: str, raw: Mapping[str, Any], runtime: InquiryRuntime) -> None:
         return
     for folder in runtime.folders:
         with contextlib.suppress(OSError, StateError):
-            as_owner(folder, partial(put, folder / f"{key}.json", json.dumps(raw, separators=(",", ":"))))
+            put(folder / f"{key}.json", json.dumps(raw, separators=(",", ":")))
             break
 
 

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import workers
 from sparkd.errors import StateError
-from sparkd.execution.as_owner import as_owner
+from sparkd.execution.as_owner import refuse_another_users
 from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg, unspeculative
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, packages_of
@@ -153,13 +152,14 @@ def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str,
 def _keep(text: str, kept: Sequence[Path]) -> None:
     for path in kept:
         with contextlib.suppress(OSError, StateError):
-            as_owner(path.parent, partial(put, path, text))
+            put(path, text)
             break
 
 
 def put(path: Path, text: str) -> None:
     """Write the file by a rename, so that no reader sees half of it, and remove the oldest files of its folder beyond MOST_KEPT. Raises
-    OSError."""
+    OSError, and StateError for root in another user's folder: that user could lead its writes elsewhere."""
+    refuse_another_users(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:

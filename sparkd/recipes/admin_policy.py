@@ -26,6 +26,8 @@ KEYS = frozenset(
 # then show other memory of the GPU.
 LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral", "dummy", "bitsandbytes", "gguf"})
 _CURE = "set it in the configuration file."
+MOST_ARGUMENTS = 512
+MOST_ARGUMENT_CHARACTERS = 4096
 
 
 def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
@@ -39,6 +41,14 @@ def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
         raise ConfigError("recipe must be a name here, not a path: put the file into recipes_dir.", param="recipe")
     if str(own.get("model", "")).startswith((".", "~")):
         raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")
+
+
+def refuse_many(own: Table) -> None:
+    """Raise ConfigError for more arguments, or longer ones, than any model needs: the holder of a key could keep the event loop busy."""
+    args = own.get("extra_args")
+    if isinstance(args, list) and (len(args) > MOST_ARGUMENTS or any(len(str(arg)) > MOST_ARGUMENT_CHARACTERS for arg in args)):
+        most = f"at most {MOST_ARGUMENTS} arguments of {MOST_ARGUMENT_CHARACTERS:,} characters are taken over the admin API"
+        raise ConfigError(f"extra_args: {most}. Leave some out, or {_CURE}", param="extra_args")
 
 
 def refuse_calibration(quantize: Any) -> None:

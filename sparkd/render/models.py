@@ -301,9 +301,6 @@ def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None
     for node in status["nodes"]:
         rows.add_row("node", _node(node))
     rows.add_row("models", _count(status["models"]))
-    if question := status.get("question"):
-        since = duration(max(0.0, time.time() - question["since_s"]))
-        rows.add_row("vLLM", escape(printable(f"{question['runtime']} is asked about {question['model']}, for {since}")))
     rows.add_row("cost", _cost(costs))
     cluster = status["cluster"]
     joined = "not connected" if not cluster.get("connected") else f"connected to {cluster.get('address')}"

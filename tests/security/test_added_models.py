@@ -14,7 +14,7 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
-from sparkd.recipes.admin_policy import KEYS
+from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.state.store import Store
@@ -117,6 +117,17 @@ def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
         assert caught.value.param == key
 
 
+@pytest.mark.parametrize("args", [["--seed=1"] * (MOST_ARGUMENTS + 1), ["--seed", "1" * (MOST_ARGUMENT_CHARACTERS + 1)]])
+def test_more_arguments_than_the_loop_judges_at_once_are_refused_before_they_are_judged(args: list[str], monkeypatch: Any) -> None:
+    def judge(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ModelConfig, "model_validate", judge)
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"model": "o/m", "extra_args": args}, over_admin=True)
+    assert caught.value.param == "extra_args"
+
+
 def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4", "calibration": "/etc/passwd"}}, over_admin=True)
@@ -172,12 +183,13 @@ def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_
         store.wishes.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
         store.wishes.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
         store.wishes.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
+        store.wishes.save_spec("endless", {"model": "o/m", "extra_args": ["--seed=1"] * (MOST_ARGUMENTS + 1)})
         store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
 
         roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
 
     assert set(roster.records) == {"tuned"}
-    assert all(name in caplog.text for name in ("elsewhere", "loud", "overridden"))
+    assert all(name in caplog.text for name in ("elsewhere", "loud", "endless", "overridden"))
     assert "evil" not in caplog.text
 
 

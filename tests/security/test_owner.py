@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from sparkd.errors import ConfigError, StateError
 from sparkd.execution import as_owner as owner
 from sparkd.execution.as_owner import as_owner, create_below, lesser_owner, refuse_another_users
 from sparkd.inquiry import parser_answers
+from tests.support.daemon_process import ROOT as SOURCES
 from tests.support.ranks import Place, a_place
 from workers.host import processes
 from workers.rank import lifecycle
@@ -271,14 +273,23 @@ def test_a_file_is_made_through_no_link_below_its_root(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_an_answer_that_root_keeps_in_another_users_folder_is_that_users(folder: Path) -> None:
-    theirs, ours = given(folder / "theirs"), folder / "ours"
-    ours.mkdir()
-    (theirs / "vllm-flags").symlink_to(ours)
-    parser_answers._keep("[]", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
+def test_root_keeps_no_answer_in_another_users_folder_and_forks_for_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise AssertionError
 
-    assert os.listdir(ours) == []
-    assert (theirs / "own" / "x.json").stat().st_uid == LESSER
+    theirs, ours = given(folder / "theirs"), folder / "ours"
+    (theirs / "vllm-flags").symlink_to(ours)
+    monkeypatch.setattr(os, "fork", fork)
+    parser_answers._keep("[]", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json", ours / "x.json"])
+
+    assert os.listdir(theirs) == ["vllm-flags"] and os.listdir(ours) == ["x.json"]
+
+
+def test_only_the_command_line_which_has_one_thread_forks_into_another_user() -> None:
+    imports = re.compile(r"^ *from sparkd\.execution\.as_owner import .*\bas_owner\b", re.MULTILINE)
+    users = {path.relative_to(SOURCES).parts[1] for path in (SOURCES / "sparkd").rglob("*.py") if imports.search(path.read_text())}
+
+    assert users == {"cli"}
 
 
 @needs_root

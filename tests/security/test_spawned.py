@@ -272,7 +272,7 @@ async def _question(python: Path, folder: Path) -> None:
 
 async def _mix(python: Path, folder: Path) -> None:
     with suppress(SparkdError):
-        mix_measure.measure("/m", "x", python, folder / "mixes", 0, cancel=threading.Event())
+        mix_measure.measure("/m", "x", python, folder / "mixes", 0)
 
 
 async def _calibration(python: Path, folder: Path) -> None:

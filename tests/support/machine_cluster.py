@@ -31,8 +31,8 @@ class Rays:
     def __init__(self) -> None:
         self.groups: dict[str, int] = {}
 
-    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
-        return self.groups.get(model) == gib
+    async def kept_groups(self) -> dict[str, frozenset[str]]:
+        return dict.fromkeys(self.groups, frozenset())
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         others = sum(held for name, held in self.groups.items() if name != model)

@@ -1,11 +1,10 @@
-"""The programs of a node that its agent starts, asks and ends: copies of models, measurements of links, questions to vLLM."""
+"""The programs of a node that its agent starts, asks and ends: copies of models, measurements of links."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from workers.agent.inquiry import Inquiries
 from workers.agent.jobs import Jobs
 from workers.agent.rating import Rating
 from workers.host.hub_cache import cache_places
@@ -15,7 +14,7 @@ class Programs:
     """A base of workers.agent.actor.Agent."""
 
     def __init__(self) -> None:
-        self._copies, self._rating, self._inquiries = Jobs(), Rating(), Inquiries()
+        self._copies, self._rating = Jobs(), Rating()
 
     def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.transfer. {"job", ..}. Raises RankError."""
@@ -38,14 +37,3 @@ class Programs:
 
     def end_rate(self, job: str) -> None:
         self._rating.end(job)
-
-    def inquire(self, interpreter: str, request: str) -> str:
-        """Ask this node's vLLM about models: see workers.agent.inquiry.Inquiries.start. Raises RankError."""
-        return self._inquiries.start(interpreter, request)
-
-    def inquiry(self, name: str, first: int) -> dict[str, Any]:
-        """Its words from that number on. Raises RankError for one that is not known."""
-        return self._inquiries.read(name, first)
-
-    def end_inquiry(self, name: str) -> None:
-        self._inquiries.end(name)

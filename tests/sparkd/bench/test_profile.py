@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from sparkd.bench.profile import MOST_CELLS, named, parsed, shipped
@@ -42,6 +44,12 @@ def test_an_entry_of_the_schedule_may_have_lengths_of_its_own() -> None:
         ("schedule: [{depth: 0}]", "schedule.0.concurrency"),
         ("framework: guidellm", "guidellm"),
         (f"args: {{depth: {list(range(MOST_CELLS + 1))}}}", f"{MOST_CELLS + 1:,}"),
+        (f"args: {{depth: '{'0,' * 4000}0', concurrency: '{'1,' * 4000}1', pp: '{'1,' * 4000}1', tg: '{'1,' * 4000}1'}}", f"{4001**4:,}"),
+        (f"args: {{pp: '{'1,' * 999}1'}}\nschedule: [{'{depth: 0, concurrency: 1}, ' * 2000}]", f"{2_000_000:,}"),
+        ("a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi")), "aliases"),
+        ("args: " + "[" * 60_000, "nested"),
+        ("args: {pp: ", ":1:"),
+        ("[]", "map"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_its_key(text: str, named_key: str) -> None:

@@ -35,8 +35,8 @@ class FakeLink:
         self.silent: set[str] = set()
         self.runtimes: dict[str, Mapping[str, Any]] = {}
 
-    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
-        return self.groups.get(model) == (gib, tuple(nodes))
+    async def kept_groups(self) -> dict[str, frozenset[str]]:
+        return {model: frozenset(nodes) for model, (_, nodes) in self.groups.items()}
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         if self.full & set(nodes):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import pytest
 
+from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Places
-from sparkd.errors import RayUnavailable
+from sparkd.errors import NoRoom, RayUnavailable
 from sparkd.state.memory_book import Lack, MemoryBook
 from tests.support.facts import lacking
 
@@ -16,18 +18,23 @@ A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
 class FakeRay:
-    """Groups by model. away: it answers nothing; a release is then dropped, as RayLink does while it is not connected."""
+    """Groups by model. away: it answers nothing; a release is then dropped, as RayLink does while it is not connected. full: nodes without
+    room."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.away = False
+        self.full: set[str] = set()
         self.log: list[str] = []
         self.slow = asyncio.Event()
         self.slow.set()
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         self._check()
+        assert model not in self.groups, "Ray has one group of a name"
         self.log.append(f"reserve {model}")
+        if not self.full.isdisjoint(nodes):
+            return False
         self.groups[model] = (gib, tuple(nodes))
         return True
 
@@ -37,10 +44,6 @@ class FakeRay:
         await self.slow.wait()
         self.log.append(f"release {model}")
         self.groups.pop(model, None)
-
-    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
-        self._check()
-        return self.groups.get(model) == (gib, tuple(nodes))
 
     async def kept_groups(self) -> dict[str, frozenset[str]]:
         self._check()
@@ -117,7 +120,40 @@ async def test_what_is_booked_stays_and_is_made_again_where_ray_lost_it(ray: Fak
     await places.reconcile((), ())
 
     assert ray.groups == {"m": (50, (A,)), "adopted": (20, (B,))}
-    assert ray.log == ["reserve m", "reserve adopted"], "what stands is not touched, and no node out of sight is asked for"
+    assert ray.log == ["release m", "reserve m", "reserve adopted"], "what stands is not touched, and no node out of sight is asked for"
+
+
+@pytest.mark.parametrize("kept_gib", [50, 49])
+async def test_what_runs_stays_booked_where_ray_has_no_room_for_it_anew(ray: FakeRay, places: Places, kept_gib: int) -> None:
+    places.hold("m", 50, [A])
+    ray.groups["m"], ray.full = (kept_gib, (A,)), {A}
+
+    await places.again([A])
+
+    assert ray.groups == {"m": (kept_gib, (A,))}
+
+
+async def test_a_start_that_is_refused_leaves_what_was_booked(ray: FakeRay, places: Places) -> None:
+    await places.reserve_one("m", 50, only=B)
+    ray.full = {A}
+
+    with pytest.raises(NoRoom):
+        await places.reserve_one("m", 60, only=A)
+
+    assert (ray.groups, places.reserved_gib(B)) == ({"m": (50, (B,))}, 50)
+
+
+async def test_the_connection_releases_nothing_where_it_is_refused() -> None:
+    class Refusing(RayLink):
+        async def _answer(self, ask: Callable[..., Any], *arguments: Any, timeout_s: float = 0.0) -> Any:
+            asked.append(ask.__name__)
+            return False
+
+    asked: list[str] = []
+    link = Refusing({}, lambda _: ())
+    link.connected = True
+    assert not await link.reserve("m", 50, [A], 1.0)
+    assert asked == ["_reserve"]
 
 
 async def test_a_late_release_does_not_take_what_was_reserved_since(ray: FakeRay, places: Places) -> None:

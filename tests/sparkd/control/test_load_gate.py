@@ -190,6 +190,22 @@ async def test_a_look_in_which_nobody_could_look_sends_nobody_away_and_opens_not
         await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.parametrize("part", ["pressure.Pressure.relieve", "memory_release.Release.look"])
+async def test_a_look_that_raises_closes_every_node_until_one_succeeds(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    async with stage(tmp_path, models=models(tmp_path, absent={})) as made:
+        await made.tick(2)
+        with monkeypatch.context() as fault:
+            fault.setattr(f"sparkd.control.{part}", broken)
+            made.supervisor.want("absent", Want.RUNNING, "admin")
+            await made.tick(3)
+            assert (made.state("absent"), made.supervisor.next_actions()) == ("STOPPED", [])
+        await made.tick(2)
+        assert made.state("absent") == "LOADING"
+
+
 async def test_who_waits_for_an_engine_that_a_new_daemon_sees_in_part_does_not_end_it(tmp_path: Path) -> None:
     """Its memory is what makes the node short, and its other rank is out of sight until Ray is there."""
     cluster, given = FakeCluster(), models(tmp_path, m={})

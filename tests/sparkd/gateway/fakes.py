@@ -77,10 +77,11 @@ class FakeLease:
 
 
 class FakeSupervisor:
-    """Leases every model of `models` on one upstream. `gate` closed: leases wait; `refusal`: they are refused."""
+    """Leases every model of `models` on one upstream, but those of `upstreams`. `gate` closed: leases wait; `refusal`: they are refused."""
 
     def __init__(self, upstream: Upstream, *models: ModelView) -> None:
         self.upstream = upstream
+        self.upstreams: dict[str, Upstream] = {}
         self.models = {model.name: model for model in models or (view("tiny", aliases=("small",)),)}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -119,7 +120,7 @@ class FakeSupervisor:
             raise self.refusal
         self.leased.append((found.name, probe))
         self.held += 1
-        lease = FakeLease(found.name, self.upstream, self.parsers)
+        lease = FakeLease(found.name, self.upstreams.get(found.name, self.upstream), self.parsers)
         try:
             yield lease
         finally:
@@ -438,8 +439,8 @@ async def serving(
                         await client.close()
                 server.should_exit = True
                 await running.turn_until(serves.done)
-    upstream.close()
-    supervisor.upstream.close()
+    for each in (upstream, supervisor.upstream, *supervisor.upstreams.values()):
+        each.close()
 
 
 def _with_timers(protocol: Any, timers: TurnedLoop) -> Any:

@@ -6,9 +6,11 @@ import asyncio
 import json
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 
 import pytest
 
+from sparkd.engine.upstream import Upstream
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import ClientLimits, KeyDigests
 from sparkd.gateway.routes import EXACT, RouteKind
@@ -23,6 +25,7 @@ from tests.sparkd.gateway.fakes import (
     STREAM_HEAD,
     RawEngine,
     Running,
+    answer_json,
     chunked,
     post,
     request,
@@ -212,29 +215,36 @@ async def test_aliases_lead_to_their_model(gateway: Running) -> None:
 # --- /v1/responses/{id} --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_response_is_asked_of_the_model_that_made_it(gateway: Running) -> None:
+RESPONSE = b'{"id":"resp_abc","object":"response"}'
+NO_RESPONSE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_abc?stream=true&starting_after=3", "/v1/responses/resp_abc/cancel"])
+async def test_a_response_is_found_at_the_engine_that_has_it_by_a_gateway_that_never_saw_it(
+    gateway: Running, path: str, tmp_path: Path
+) -> None:
+    other = RawEngine(tmp_path / "other.sock")
+    await other.start()
     gateway.supervisor.models["other"] = view("other")
-    body = b'{"id":"resp_abc","object":"response"}'
-    made = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    gateway.engine.replies(made)
-    assert (await gateway.post("/v1/responses", b'{"model":"other"}')).body == body
-    event = b'event: response.created\ndata: {"response":{"id":"resp_def","object":"response"}}\n\n'
-    gateway.engine.replies(STREAM_HEAD, chunked(event[:40], event[40:], EVENT))
-    assert (await gateway.post("/v1/responses", b'{"model":"tiny","stream":true}')).body == event + EVENT
-    gateway.engine.replies(made)
-    assert (await gateway.get("/v1/responses/resp_abc?stream=true&starting_after=3")).body == body
-    assert (await gateway.post("/v1/responses/resp_def/cancel", b"")).body == body
-    assert [name for name, _ in gateway.supervisor.leased] == ["other", "tiny", "other", "tiny"]
-    heads = [heard.head.split(b"\r\n")[0] for heard in gateway.engine.heard[-2:]]
-    assert heads == [b"GET /v1/responses/resp_abc?stream=true&starting_after=3 HTTP/1.1", b"POST /v1/responses/resp_def/cancel HTTP/1.1"]
+    gateway.supervisor.upstreams["other"] = Upstream(socket_path=str(other.path))
+    gateway.engine.replies(NO_RESPONSE)
+    other.replies(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(RESPONSE), RESPONSE))
+    answer = await (gateway.post(path, b"") if path.endswith("cancel") else gateway.get(path))
+    assert (answer.status, answer.body) == (200, RESPONSE)
+    assert [head.head.split(b"\r\n")[0].split(b" ")[1] for head in other.heard] == [b"/v1/responses/resp_abc", path.encode()]
+    assert sorted(gateway.supervisor.leased[:2]) == [("other", True), ("tiny", True)], "to be asked is no use of a model"
+    assert gateway.supervisor.leased[2:] == [("other", False)]
+    await other.stop()
 
 
-async def test_an_unknown_response_is_asked_of_the_only_ready_model(gateway: Running) -> None:
+async def test_a_response_that_no_engine_has_is_unknown_and_a_single_engine_says_so_itself(gateway: Running) -> None:
     assert (await gateway.get("/v1/responses/resp_x")).status == 200
     gateway.supervisor.models["other"] = view("other")
+    gateway.engine.replies(NO_RESPONSE)
     answer = await gateway.get("/v1/responses/resp_x")
     assert (answer.status, answer.error["code"]) == (404, "response_not_found")
     gateway.supervisor.models["other"] = view("other", state=ModelState.STOPPED)
+    gateway.engine.script = answer_json
     assert (await gateway.get("/v1/responses/resp_x")).status == 200
 
 

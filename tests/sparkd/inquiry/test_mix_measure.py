@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,9 @@ def test_a_child_measures_a_checkpoint_once_and_it_is_kept(free_bytes: int, tmp_
     assert mix_measure.kept_errors(identity, kept) is UNMEASURED
     heard: list[tuple[int, int]] = []
     found = mix_measure.measure(
-        str(model), identity, PYTHON, kept, free_bytes, cancel=threading.Event(), progress=lambda *step: heard.append(step)
+        str(model), identity, PYTHON, kept, free_bytes, progress=lambda *step: heard.append(step)
     )
     keys = [unit.key for unit in units_of(read_checkpoint(model)).units]
-    assert found is not None
     assert list(found.errors) == keys and list(found.sensitivities) == (keys if free_bytes else [])
     assert not free_bytes or heard == [(number, len(keys)) for number in range(len(keys))]
     assert mix_measure.kept_errors(identity, kept) == found
@@ -42,15 +40,7 @@ def test_a_child_that_ends_without_an_answer_is_an_error_with_its_last_line(tmp_
     python.write_text("#!/bin/sh\ncat > /dev/null\necho 'no header' >&2\nexit 1\n")
     python.chmod(0o755)
     with pytest.raises(EngineError, match="no header"):
-        mix_measure.measure(str(tmp_path), "x", python, tmp_path / "mixes", 1 << 40, cancel=threading.Event())
-    assert not (tmp_path / "mixes").exists()
-
-
-def test_one_that_is_cancelled_keeps_nothing(tmp_path: Path) -> None:
-    write_qwen3_moe(tmp_path / "m", **PRESETS["smallest"])
-    cancel = threading.Event()
-    cancel.set()
-    assert mix_measure.measure(str(tmp_path / "m"), "x", PYTHON, tmp_path / "mixes", 1 << 40, cancel=cancel) is None
+        mix_measure.measure(str(tmp_path), "x", python, tmp_path / "mixes", 1 << 40)
     assert not (tmp_path / "mixes").exists()
 
 

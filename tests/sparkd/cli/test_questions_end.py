@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -10,24 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from sparkd.config.config import Config, load_config
-from sparkd.daemon import foresight
-from sparkd.daemon.foresight import Foresight
-from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.state.nouns import ModelState
-from tests.sparkd.daemon.test_foresight import HERE, snapshot
 from tests.sparkd.inquiry.test_model_answers import Engine
 from tests.support.checkpoints import dense, write
 from tests.support.daemon_process import ROOT
 from tests.support.processes import alive
 from tests.support.published_tensors import tensors_of
-from tests.support.waiting import eventually, until
-from workers.host.runtime import API_SERVER
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -61,10 +51,6 @@ def is_asked(engine: Engine) -> bool:
         return False
 
 
-def config_of(engine: Engine) -> Config:
-    return load_config(engine.root / "sparkd.yaml", environ={})
-
-
 @pytest.mark.parametrize(
     ("words", "number"),
     [
@@ -86,40 +72,3 @@ def test_a_command_that_is_interrupted_leaves_nothing(engine: Engine, words: lis
     assert asking.returncode == 128 + number and "Traceback" not in errors
     assert not list((engine.root / "tmp").iterdir())
     until(lambda: not is_asked(engine), "its end", 0.02)
-
-
-class Here:
-    """One node, which has that engine."""
-
-    async def runtimes(self, _interpreter: str) -> list[NodeRuntime]:
-        return [NodeRuntime({"platform": "cpu", "vllm": "0.32.0", "entrypoint": API_SERVER, "packages": "p"}, HERE)]
-
-    async def ask(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError
-
-
-@pytest.mark.parametrize("reason", ["end of the daemon", "removal", "change", "load"])
-async def test_the_daemons_question_is_shown_and_ends(engine: Engine, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "YIELD_S", 0.01)
-    config = config_of(engine)
-    changed = config.models["m"].model_copy(update={"max_model_len": 256})
-    others = {"removal": {}, "change": {"m": changed}}
-    now = SimpleNamespace(config=config, snapshot=snapshot(ModelState.READY))
-    asking = Foresight(lambda: now.config, lambda: now.snapshot, Here(), rest=lambda _seconds: asyncio.sleep(0.001))
-    assert asking.open is None
-    running = asyncio.create_task(asking.run())
-    await eventually(lambda: is_asked(engine), "the question")
-    assert asking.open is not None and asking.open["model"] == "m" and str(engine.python) in asking.open["runtime"]
-    if reason == "load":
-        now.snapshot = snapshot(ModelState.LOADING)
-    elif reason in others:
-        now.config = config.model_copy(update={"models": others[reason]})
-    else:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert not is_asked(engine) and not list((engine.root / "tmp").iterdir())
-    first = pid_of(engine)
-    await eventually(lambda: not is_asked(engine) or pid_of(engine) != first, "its end")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert asking.open is None
