@@ -6,6 +6,7 @@
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
     - CheckpointIncomplete      a part of it is not there
     - CheckpointUncounted       its weights are in files that only an engine reads
+    - CheckpointUnread          the system did not give a file's bytes: another try may
     - HubSilent                 its hub gave no answer: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
@@ -141,6 +142,10 @@ class CheckpointIncomplete(CheckpointError):
 
 class CheckpointUncounted(CheckpointError):
     """Its weights are in files that sparkd does not read. An engine may serve them all the same."""
+
+
+class CheckpointUnread(CheckpointError):
+    """The system did not give a file's bytes: a disk, a mode, no more descriptors. It says nothing of what the file holds."""
 
 
 class HubSilent(CheckpointError):
