@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import logging
 import os
 import time
@@ -205,8 +206,10 @@ class SparkStreamLoader(DefaultModelLoader):
             with _young_garbage_only():
                 super().load_weights(model, model_config)
         except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
+            # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
+            is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
             self._abandon(f"the load ended by {type(error).__name__}")
-            refused = self._refusal(error, model)
+            refused = self._refusal(error, model, is_placing=is_placing)
             if refused is None:
                 raise
             raise refused from error
@@ -221,13 +224,16 @@ class SparkStreamLoader(DefaultModelLoader):
             self._source.abandon(reason)
             self._source.close()
 
-    def _refusal(self, error: BaseException, model: torch.nn.Module) -> CheckpointError | None:
-        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None."""
+    def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
+        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
+
+        is_placing: vLLM's class raised it while it had a tensor. Any other error is no word on the checkpoint, and the next load may succeed.
+        """
         if self._progress is None or isinstance(error, SparkdError):
             return None
         from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
         is_mismatch = isinstance(error, _MISMATCHES) and not from_device
-        if not is_mismatch or self._virtual is None or self._tensors is None:
+        if not (is_placing and is_mismatch) or self._virtual is None:
             self._progress.failed(ended(error))
             return None
         refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
