@@ -42,9 +42,10 @@ from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
 from workers.stream.vllm.early_repack import Early
 from workers.stream.vllm.load_errors import ended, is_out_of_memory, mismatch
 from workers.stream.vllm.method import NAME, formats_of, is_ours
-from workers.stream.vllm.ranks import of_first_rank, rank_of_world, ranks, tensor_parallel_rank
+from workers.stream.vllm.ranks import rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.vllm.repack import repack_in_place
 from workers.stream.vllm.supported import refuse_unserved
+from workers.stream.vllm.symbols import symbol
 from workers.stream.vllm.warmup import compile_kernels, make_ready
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -227,7 +228,7 @@ class SparkStreamLoader(DefaultModelLoader):
     def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
         """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
 
-        is_placing: vLLM's class raised it while it had a tensor. Any other error is no word on the checkpoint, and the next load may succeed.
+        is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
         """
         if self._progress is None or isinstance(error, SparkdError):
             return None
@@ -276,9 +277,9 @@ class SparkStreamLoader(DefaultModelLoader):
         if any(form.rounds_activations for form in formats.values()):
             progress.begin(0, 0, "", "calibration")
             text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
-            measure = partial(measured, checkpoint, text, cache_dir)
-            # With a folder the ranks of a node take turns, and those after the first find what it has kept.
-            inputs = measure() if cache_dir is not None else of_first_rank(measure)
+            # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
+            # for no longer than gloo does, which is less than a large model takes.
+            inputs = measured(checkpoint, text, cache_dir or symbol("vllm.envs", "VLLM_CACHE_ROOT"))
             self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
             virtual.input_scale = inputs.of
             self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)
