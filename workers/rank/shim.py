@@ -163,11 +163,11 @@ class Shim:
         self._log.write(to_log)
 
     def _parse(self, line: str) -> None:
-        phase = self._parser.phase
+        before = self._parser.phase, self._parser.error_at_s
         if self._parser.feed(line, self._epoch_s + time.monotonic()):
             self._dirty = True
-        if self._parser.phase != phase:
-            self._write_status()
+        if (self._parser.phase, self._parser.error_at_s) != before:
+            self._write_status()  # at once: an error must be known before the ranks that end of it are missed
 
     def _take_signals(self, numbers: bytes) -> None:
         if self._is_ending:
