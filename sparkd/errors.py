@@ -17,6 +17,7 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
         . MemoryReturns         and one will, once memory of an engine that ended is back
+      - Unlinked                and no rails let so many nodes share it
     - NodeRefused               a node's system would not: a full disk, a read-only folder, no more descriptors
     - RankError                 a rank could not be started, found or stopped
       - FlagRefused             the vLLM of its runtime would not take a flag
@@ -214,6 +215,12 @@ class NoRoom(DoesNotFit):
 
 class MemoryReturns(NoRoom):
     """The memory is booked for no model, but not free yet."""
+
+
+class Unlinked(DoesNotFit):
+    """So many nodes would hold it, and no choice of them has the rails that tensor parallelism needs."""
+
+    code = "unlinked"
 
 
 class NodeRefused(ClusterError):
