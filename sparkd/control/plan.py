@@ -305,8 +305,8 @@ def _broken(facts: ModelFacts) -> Fail | None:
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
-        cause = min(filter(_says_why, present), key=_since_s, default=dead[0])
-        return Fail(facts.name, *_epitaph(facts.name, cause, dead[0] if cause.alive else cause))
+        first = min(filter(_says_why, present), key=_since_s, default=dead[0])
+        return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
         numbers = " and ".join(map(str, missing))
