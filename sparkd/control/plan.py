@@ -360,8 +360,8 @@ def _why(present: list[RankFact]) -> str:
 
 
 def _says_why(fact: RankFact) -> bool:
-    """Whether a rank knows the cause of an end. What its log said long before its last line is another story, and so is that another rank
-    has ended."""
+    """Whether a rank knows the cause of an end. An error long before its log's last line is another story, and an error that names another
+    rank's end is a consequence."""
     if not fact.alive and (fact.killed or (fact.exit_code or 0) < 0):
         return True
     progress, diagnosis = fact.progress, fact.diagnosis

@@ -19,7 +19,7 @@ from typing import Any
 LINE_BYTES = 16 * 1024
 MODE = 0o640
 SHORTEST_SECRET = 8
-# Of the shim's reads, of 64 KiB each.
+# A write has the lines of one read of the engine's output, at most 64 KiB.
 WAITING_WRITES = 256
 # The line that the shim writes when it starts an engine: one file holds the lines of several starts.
 STARTED = "engine started as process"
