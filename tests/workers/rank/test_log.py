@@ -61,8 +61,8 @@ def test_a_disk_that_hangs_stops_neither_the_engine_nor_its_status_nor_an_order(
     monkeypatch.setattr(lifecycle, "SHIM", "tests.support.shim_with_a_dead_disk")
     code = """
     import pathlib, sys, time
-    for _ in range(30_000):
-        print("x" * 99)
+    for _ in range(3000):
+        print("x" * 999)
     print("Starting to load model /models/m...", flush=True)
     pathlib.Path(sys.argv[sys.argv.index("--flag") + 1]).touch()
     time.sleep(600)
