@@ -6,6 +6,7 @@
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
     - CheckpointIncomplete      a part of it is not there
     - CheckpointUncounted       its weights are in files that only an engine reads
+    - CheckpointUnread          the system did not give a file's bytes: another try may
     - HubSilent                 its hub gave no answer: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
@@ -16,6 +17,7 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
         . MemoryReturns         and one will, once memory of an engine that ended is back
+      - Unlinked                and no rails let so many nodes share it
     - NodeRefused               a node's system would not: a full disk, a read-only folder, no more descriptors
     - RankError                 a rank could not be started, found or stopped
       - FlagRefused             the vLLM of its runtime would not take a flag
@@ -143,6 +145,10 @@ class CheckpointUncounted(CheckpointError):
     """Its weights are in files that sparkd does not read. An engine may serve them all the same."""
 
 
+class CheckpointUnread(CheckpointError):
+    """The system did not give a file's bytes: a disk, a mode, no more descriptors. It says nothing of what the file holds."""
+
+
 class HubSilent(CheckpointError):
     """The hub could not be reached, or was in trouble."""
 
@@ -209,6 +215,12 @@ class NoRoom(DoesNotFit):
 
 class MemoryReturns(NoRoom):
     """The memory is booked for no model, but not free yet."""
+
+
+class Unlinked(DoesNotFit):
+    """So many nodes would hold it, and no choice of them has the rails that tensor parallelism needs."""
+
+    code = "unlinked"
 
 
 class NodeRefused(ClusterError):

@@ -5,6 +5,7 @@ Only the standard library is needed: the loader imports this inside Python envir
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header, sh
 from sparkd.checkpoint.index import INDEX, object_of, read_index
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.checkpoint.tensors import FileTensors, TensorRef, Tensors, any_twice
-from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, CheckpointUnread
 
 __all__ = [
     "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "towers_of",
@@ -41,7 +42,8 @@ _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: the content of config_file."""
+    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: the content of config_file;
+    config_sha256: of that file's bytes."""
 
     folder: str
     config: Mapping[str, Any]
@@ -49,6 +51,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorRef]
     quantization: SourceQuantization | None
     config_file: str = CONFIG
+    config_sha256: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -80,6 +83,7 @@ class Selection:
 
     config_file: str
     config: Mapping[str, Any]
+    config_sha256: str
     files: Sequence[str]
     index: Mapping[str, bytes] | None
 
@@ -118,15 +122,16 @@ def selected(source: Source) -> Selection:
     file = next((name for name in (CONFIG, PARAMS) if name in source.names), None)
     if file is None:
         raise _without_config(source)
-    config = object_of(source.content(file), source.path(file), AGAIN)
+    raw = source.content(file)
+    config, digest = object_of(raw, source.path(file), AGAIN), hashlib.sha256(raw).hexdigest()
     if INDEX not in source.names:
         files = _weight_files(source.place, source.names)
         if lacking := sorted(_numbered(files) - set(source.names)):
             more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
             raise CheckpointIncomplete(f"{lacking[0]}{more} of its weights are not there", file=source.place, cure=COMPLETE)
-        return Selection(file, config, files, None)
+        return Selection(file, config, digest, files, None)
     index = read_index(source.content(INDEX), source.path(INDEX))
-    return Selection(file, config, sorted(index), index)
+    return Selection(file, config, digest, sorted(index), index)
 
 
 def assembled(source: Source, selection: Selection) -> Checkpoint:
@@ -150,7 +155,8 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
     quantization = source_quantization(selection.config, modelopt, tensors_by_name)
-    return Checkpoint(source.place, selection.config, tuple(shards), tensors_by_name, quantization, selection.config_file)
+    config, config_file, config_sha256 = selection.config, selection.config_file, selection.config_sha256
+    return Checkpoint(source.place, config, tuple(shards), tensors_by_name, quantization, config_file, config_sha256)
 
 
 class Folder:
@@ -169,7 +175,7 @@ class Folder:
             with open_regular(path) as file:
                 raw = file.readall() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
         except OSError as error:
-            raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure=AGAIN) from None
+            raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure=AGAIN) from None
         if raw is None:
             raise CheckpointError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB", file=path, cure=AGAIN)
         return raw
@@ -279,8 +285,11 @@ def _listing(folder: str) -> set[str]:
         reason, cure = "the folder is not there", "Download the model, or correct the path"
     except NotADirectoryError:
         reason, cure = "it is a file where the checkpoint's folder is expected", "Give the folder that holds config.json and *.safetensors"
-    except (OSError, ValueError) as error:
-        reason, cure = f"the folder cannot be read: {getattr(error, 'strerror', None) or error}", "Check its owner and mode"
+    except OSError as error:
+        reason = f"the folder cannot be read: {error.strerror}"
+        raise CheckpointUnread(reason, file=shown(folder), cure="Check its owner and mode") from None
+    except ValueError as error:
+        reason, cure = f"the folder cannot be read: {error}", "Correct the path"
     raise CheckpointError(reason, file=shown(folder), cure=cure)
 
 

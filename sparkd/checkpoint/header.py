@@ -22,7 +22,7 @@ from typing import Any
 
 from sparkd.checkpoint.foreign_file import apart, is_apart
 from sparkd.checkpoint.tensors import FileTensors, TensorKind, TensorRef
-from sparkd.errors import CheckpointError, CheckpointIncomplete
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUnread
 
 # Some 250,000 tensors in one file, more than in any published one. The reference reader accepts 100 MB (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 32 << 20
@@ -90,7 +90,7 @@ def read_header(path: str) -> tuple[Shard, FileTensors]:
             length = header_length(file.read(PREFIX_BYTES), path, status.st_size)
             header = _header_bytes(file, path, length)
     except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
+        raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
     return parse_header(header, path, status.st_size, status.st_mtime_ns)
 
 
@@ -138,7 +138,7 @@ def open_regular(path: str) -> io.FileIO:
         reason = f"the file it links to, {os.readlink(path)}, is not there" if linked else "the file is not there"
         raise CheckpointIncomplete(reason, file=path, cure=AGAIN) from None
     except OSError as error:
-        raise CheckpointError(f"it cannot be opened: {error.strerror}", file=path, cure="Check its owner and mode") from None
+        raise CheckpointUnread(f"it cannot be opened: {error.strerror}", file=path, cure="Check its owner and mode") from None
 
 
 class _NoJson(ValueError):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sparkd.errors import DoesNotFit, RankError
+from sparkd.errors import RankError, Unlinked
 from sparkd.fabric.readings import FabricNodes
 
 log = logging.getLogger("sparkd.cluster")
@@ -21,14 +21,14 @@ async def team_of(
 ) -> tuple[str, ...]:
     """The first `size` of `nodes` that have a sound rail between each two and would serve the same; none where so many are not there.
 
-    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
+    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises Unlinked where no so many are
     linked, RankError where no so many of these would serve the same, both with the cure; ClusterError where a node does not answer.
     """
     if len(nodes) < size:
         return ()
     chosen, refusal = await fabric.team(nodes, size, rdma=rdma)
     if refusal:
-        raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.")
+        raise Unlinked(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.")
     answers = await asyncio.gather(*(identify(node) for node in chosen))
     identities: dict[str, Identity] = dict(zip(chosen, answers, strict=True))
     differing = difference(identities)

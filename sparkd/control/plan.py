@@ -10,7 +10,8 @@ from sparkd.control.facts import ModelFacts
 from sparkd.control.scheduler import Turn
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want
-from workers.rank.log_parser import signal_name
+from workers.rank.log_parser import ROOT_CAUSE_WINDOW_S, signal_name
+from workers.rank.signatures import HINT
 
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up, so sparkd also asks without a sign of one, but less often.
@@ -303,10 +304,9 @@ def _broken(facts: ModelFacts) -> Fail | None:
         return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
-        # The other ranks end because of the first one, and know less about the cause.
-        informed = (fact for fact in dead if fact.killed or fact.progress.failure or fact.progress.last_error or fact.diagnosis)
-        first = next(informed, dead[0])
-        return Fail(facts.name, *_epitaph(facts.name, first))
+        # The first error speaks, also of a rank that has not ended yet: the others end because of it.
+        first = min(filter(_says_why, present), key=_since_s, default=dead[0])
+        return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
         numbers = " and ".join(map(str, missing))
@@ -359,8 +359,26 @@ def _why(present: list[RankFact]) -> str:
     return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 
-def _epitaph(name: str, fact: RankFact) -> tuple[str, str, str | None]:
-    """Reason, message and client message for a dead rank.
+def _says_why(fact: RankFact) -> bool:
+    """Whether a rank knows the cause of an end. An error long before its log's last line is another story, and an error that names another
+    rank's end is a consequence."""
+    if not fact.alive and (fact.killed or (fact.exit_code or 0) < 0):
+        return True
+    progress, diagnosis = fact.progress, fact.diagnosis
+    if progress.failure:
+        return True
+    if diagnosis is not None and diagnosis.name == "RankGone":
+        return False
+    is_recent = (progress.line_at_s or 0.0) - _since_s(fact) <= ROOT_CAUSE_WINDOW_S
+    return is_recent and (progress.last_error is not None or (diagnosis is not None and diagnosis.weight > HINT))
+
+
+def _since_s(fact: RankFact) -> float:
+    return fact.progress.error_at_s or 0.0
+
+
+def _epitaph(name: str, fact: RankFact, ended: RankFact) -> tuple[str, str, str | None]:
+    """Reason, message and client message for a rank that has ended. fact: of the rank that knows the cause, which may be another.
 
     Any exit without an order is a failure, exit code 0 included (vllm-project/vllm issue 48966). A cause that the guard, the loader or the
     KV sizing reported comes before one from the log.
@@ -369,13 +387,14 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str, str | None]:
         return "MemoryGuard", fact.killed, None
     if failed := _reported_failure(name, fact):
         return (*failed, None)
-    where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
-    how, last_error = _end_of(fact), fact.progress.last_error
-    if fact.diagnosis and fact.diagnosis.weight > 1:
+    where = f"Rank {ended.handle.rank} of {ended.handle.world}, on {ended.handle.node_id}," if ended.handle.world > 1 else "The engine"
+    how, last_error = _end_of(ended), fact.progress.last_error
+    if fact.diagnosis and fact.diagnosis.weight > HINT:
         message = f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
         return fact.diagnosis.name, message, fact.diagnosis.client_message
     is_cause = last_error is not None and not (fact.progress.lost and any(word in last_error for word in _LOST))
-    last = f" Last error in its log: {last_error}" if is_cause else ""
+    log = "its log" if fact is ended else f"the log of rank {fact.handle.rank}"
+    last = f" Last error in {log}: {last_error}" if is_cause else ""
     return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`.", None
 
 

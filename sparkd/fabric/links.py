@@ -123,7 +123,9 @@ def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     for size in range(2, len(nodes) + 1):
         if not teams(nodes, size, rdma=rdma):
             group = nodes[:size]
-            reasons[size] = f"{rails(group, rdma=rdma)[1]}. {_cure(group, rdma)}".rstrip(".")
+            cure, sockets = _cure(group, rdma), _by_sockets(group, rdma)
+            told = cure if sockets in cure else f"{cure} {sockets}."
+            reasons[size] = f"{rails(group, rdma=rdma)[1]}. {told}".rstrip(".")
     return reasons
 
 
@@ -256,11 +258,19 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Link], rdma: bool) -> It
     pairs = teams(nodes, 2, rdma=rdma)
     proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
     test = "`sparkd fabric --measure all`, a live NCCL test, proves or disproves it; "
-    cure = test if proved else f"Otherwise only the LAN is left, about {LAN_GB_S:g} GB/s; "
+    left = _by_sockets(nodes, rdma) or f"Otherwise only the LAN is left, about {LAN_GB_S:g} GB/s"
+    cure = test if proved else f"{left}; "
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
     # Nodes without any link may serve a model each, so a missing link is no failure there.
     meant = any(cage.linked for node in nodes for cage in node.cages)
     yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, reason, cure)
+
+
+def _by_sockets(nodes: Sequence[Fabric], rdma: bool) -> str:
+    """The way that is left where rails lack RDMA alone, without the last full stop; else nothing. In a ring sockets take the LAN."""
+    if not (rdma and rails(nodes, rdma=False)[0] and topology(nodes, cables_of(nodes)) in (PAIR, SWITCH)):
+        return ""
+    return f"Without RDMA, `env: {{NCCL_NET: Socket}}` in the model's entry gives {SOCKETS_GB_S} GB/s by sockets over the cable"
 
 
 def _cure(group: Sequence[Fabric], rdma: bool) -> str:

@@ -115,8 +115,8 @@ class Progress:
     whole blocks, past the page cache where direct; source is `checkpoint` or `cache`, before them `calibration` while the inputs of layers
     are measured; cache_state tells of the quantized cache that is written beside the load: none, writing, written, failed or skipped, and
     cache_why of the latter two. failure is why the load ended, and failure_lasts that the next one will end the same way. lost: which
-    process inside the engine is gone. kv is how the KV cache was sized, as the worker says (workers.rank.kv_report.read_kv), or where vLLM
-    sized it its log; None before.
+    process inside the engine is gone. error_at_s: when last_error came, by the node's wall clock, as line_at_s is of its last line. kv is
+    how the KV cache was sized, as the worker says (workers.rank.kv_report.read_kv), or where vLLM sized it its log; None before.
     """
 
     phase: str = "starting"
@@ -135,6 +135,7 @@ class Progress:
     server_up: bool = False
     last_error: str | None = None
     lost: str | None = None
+    error_at_s: float | None = None
     line_at_s: float | None = None
     units_done: int | None = None
     units_total: int | None = None

@@ -1,4 +1,5 @@
-"""A rank's log: bounded lines, no keys, rotated by size, read on from where a reader left off. Never raises on a full disk.
+"""A rank's log: bounded lines, no keys, rotated by size, read on from where a reader left off. Never raises on a full disk, never waits
+for one that hangs.
 
 Nothing here understands what the lines say; workers.rank.log_parser does.
 """
@@ -6,15 +7,20 @@ Nothing here understands what the lines say; workers.rank.log_parser does.
 from __future__ import annotations
 
 import os
+import queue
 import re
 import stat
+import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 LINE_BYTES = 16 * 1024
 MODE = 0o640
 SHORTEST_SECRET = 8
+# A write has the lines of one read of the engine's output, at most 64 KiB.
+WAITING_WRITES = 256
 # The line that the shim writes when it starts an engine: one file holds the lines of several starts.
 STARTED = "engine started as process"
 # vllm/entrypoints/utils.py, log_non_default_args.
@@ -134,6 +140,40 @@ class RotatingLog:
         else:
             os.unlink(self.path)
         self._open()
+
+
+class BackgroundLog:
+    """A RotatingLog that a thread of its own writes, from the first `write` on. Lines that find WAITING_WRITES before them are dropped and
+    counted."""
+
+    def __init__(self, log: RotatingLog) -> None:
+        self._log = log
+        self._waiting: queue.Queue[list[str] | None] = queue.Queue(WAITING_WRITES)
+        self._refused_lines = 0
+        self._thread = threading.Thread(target=self._work, name="log", daemon=True)
+
+    @property
+    def dropped_lines(self) -> int:
+        return self._log.dropped_lines + self._refused_lines
+
+    def write(self, lines: list[str]) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(lines)
+        except queue.Full:
+            self._refused_lines += len(lines)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits, and wait for that at most so long."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (lines := self._waiting.get()) is not None:
+            self._log.write(lines)
+        self._log.close()
 
 
 def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, tail_lines: int = 200) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class Parser:
             "server_up": False,
             "last_error": None,
             "lost": None,
+            "error_at_s": None,
         }
         self._line_at_s: float | None = None
         self._points: list[tuple[float, int]] = []
@@ -138,6 +139,11 @@ class Parser:
     @property
     def phase(self) -> str:
         return str(self._known["phase"])
+
+    @property
+    def error_at_s(self) -> float | None:
+        """When the error came that last_error and diagnosis tell of."""
+        return self._known["error_at_s"]
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -156,6 +162,8 @@ class Parser:
         self._known["lost"] = self._known["lost"] or _loss_of(text, caused=self._error_weight > _CONSEQUENCE)
         if self._known["server_up"] or not (self._take_bar(text, now_s) or self._take_fact(text)):
             self._take_error(process, level, text, now_s)
+        if self.diagnosis is not diagnosed or self._known["last_error"] != before["last_error"]:
+            self._known["error_at_s"] = now_s
         return self._known != before or self.diagnosis is not diagnosed
 
     def _take_bar(self, text: str, now_s: float) -> bool:

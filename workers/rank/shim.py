@@ -1,8 +1,8 @@
 """The parent of one engine: starts it, reads its output, keeps the status file true and ends all its processes. Never restarts it.
 
 Like containerd's shim it leaves the process tree of its caller, so that daemon, actor and raylet may die without it. SIGTERM is an ordered
-stop, SIGUSR1 the same without grace. It has one thread, because PR_SET_PDEATHSIG follows the thread that forked the child
-(PR_SET_PDEATHSIG(2const)).
+stop, SIGUSR1 the same without grace. One thread does it all, because PR_SET_PDEATHSIG follows the thread that forked the child
+(PR_SET_PDEATHSIG(2const)); another, which starts after that fork, writes the log, because its disk may hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from workers.host import processes
 from workers.host.processes import Identity
-from workers.rank.log import STARTED, LineSplitter, Redactor, RotatingLog
+from workers.rank.log import STARTED, BackgroundLog, LineSplitter, Redactor, RotatingLog
 from workers.rank.log_parser import Parser
 from workers.rank.spec import RankSpec
 from workers.rank.status import remove_sockets, status_path, write_status
@@ -34,6 +34,7 @@ STATUS_EVERY_S = 0.25
 STATUS_IDLE_S = 5.0
 KILL_TIMEOUT_S = 10.0
 DRAIN_S = 1.0
+LOG_S = 3.0  # for the last lines of the log
 PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 READS_PER_TURN = 16
@@ -51,7 +52,7 @@ class Shim:
         self._command = command
         self._environment = dict(environment)
         self._path = status_path(spec.run_dir, spec.rank_id)
-        self._log = RotatingLog(spec.log_path, max_bytes=spec.log_max_bytes, backups=spec.log_backups)
+        self._log = BackgroundLog(RotatingLog(spec.log_path, max_bytes=spec.log_max_bytes, backups=spec.log_backups))
         self._redactor = Redactor(value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_NAMES))
         self._splitter = LineSplitter()
         self._parser = Parser()
@@ -91,6 +92,7 @@ class Shim:
             self._finish()
         except Exception as error:
             self._say(f"the rank's shim failed, and its engine goes with it: {error!r}")
+            self._log.close(LOG_S)
             raise
 
     def _start_engine(self) -> None:
@@ -158,16 +160,14 @@ class Shim:
                 line = self._redactor.clean(line)
                 self._parse(line)
                 to_log.append(line)
-        before = self._log.dropped_lines
         self._log.write(to_log)
-        self._dirty |= self._log.dropped_lines != before
 
     def _parse(self, line: str) -> None:
-        phase = self._parser.phase
+        before = self._parser.phase, self._parser.error_at_s
         if self._parser.feed(line, self._epoch_s + time.monotonic()):
             self._dirty = True
-        if self._parser.phase != phase:
-            self._write_status()
+        if (self._parser.phase, self._parser.error_at_s) != before:
+            self._write_status()  # at once: an error must be known before the ranks that end of it are missed
 
     def _take_signals(self, numbers: bytes) -> None:
         if self._is_ending:
@@ -219,9 +219,9 @@ class Shim:
         if self._survivors:
             self._say(f"processes that SIGKILL did not end: {self._survivors}")
         remove_sockets(self._spec.run_dir, self._spec.rank_id, self._spec.socket_path)
+        self._log.close(LOG_S)
         self._state = "exited"
         self._write_status()
-        self._log.close()
 
     def _members(self) -> dict[int, Identity]:
         self._reap()

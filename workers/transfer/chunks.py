@@ -47,10 +47,11 @@ class ChunkFile:
         wanted = _rounded(size) if self.direct else size
         got = 0
         while got < wanted:
+            direct = self.direct
             try:
                 more = os.preadv(self.fd, [buffer.view[got:wanted]], offset + got)
             except OSError as error:
-                self._go_buffered(error)
+                self._go_buffered(error, direct)
                 continue
             got += more
             # O_DIRECT goes on at an aligned offset only; another is the file's end.
@@ -63,10 +64,11 @@ class ChunkFile:
         """Write the first `size` bytes of the buffer. O_DIRECT may write beyond the file's end; `finish` truncates that. Raises OSError."""
         wanted, done = (_rounded(size) if self.direct else size), 0
         while done < wanted:
+            direct = self.direct
             try:
                 done += os.pwritev(self.fd, [buffer.view[done:wanted]], offset + done)
             except OSError as error:
-                self._go_buffered(error)
+                self._go_buffered(error, direct)
         if not self.direct:
             os.fdatasync(self.fd)
             self._drop(offset, size)
@@ -78,9 +80,12 @@ class ChunkFile:
     def close(self) -> None:
         os.close(self.fd)
 
-    def _go_buffered(self, error: OSError) -> None:
-        """Some file systems open a file with O_DIRECT and refuse to read or write it so (FUSE, network file systems)."""
-        if not self.direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+    def _go_buffered(self, error: OSError, direct: bool) -> None:
+        """Some file systems open a file with O_DIRECT and refuse to read or write it so (FUSE, network file systems).
+
+        direct: `self.direct` as it was before the call that failed, because another thread may have changed it since.
+        """
+        if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise error
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False

@@ -10,6 +10,8 @@ from sparkd.control.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Pla
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import ModelState, Progress, RankFact, Want
 from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
+from tests.support.facts import lacking
+from workers.rank.signatures import Diagnosis
 
 S = ModelState
 FIRST = replace(ALIVE, handle=replace(HANDLE, world=2, attempt="r1"))
@@ -81,6 +83,38 @@ def test_the_rank_that_says_why_is_quoted() -> None:
     second = replace(DEAD, progress=Progress(last_error="RuntimeError: no device"))
 
     assert "RuntimeError: no device" in failed(first, second)[1]
+
+
+INDEX = Progress(last_error="IndexError: list index out of range", error_at_s=100.0, line_at_s=101.0)
+CLOSED = Progress(last_error="RuntimeError: Connection closed by peer", error_at_s=99.0, line_at_s=101.0)
+BROKEN = Progress(last_error="RuntimeError: no device", error_at_s=100.5, line_at_s=101.0)
+GONE = Diagnosis("RankGone", 2, "Another rank ended.", "Look there.")
+ENDED = replace(SECOND, alive=False, processes=0, exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (replace(FIRST, progress=INDEX), ENDED, "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
+        (replace(FIRST, progress=INDEX), replace(ENDED, progress=BROKEN), "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
+        (replace(FIRST, progress=CLOSED, diagnosis=GONE), replace(ENDED, progress=BROKEN), "Rank 1 its log: no device --rank 1"),
+        (replace(FIRST, alive=False, exit_code=1, progress=CLOSED, diagnosis=GONE), DEAD, "Rank 1 SIGKILL --rank 1"),
+        (replace(FIRST, progress=replace(INDEX, line_at_s=900.0)), ENDED, "Rank 1 ended 1 --rank 1"),
+        (replace(FIRST, progress=INDEX), DEAD, "Rank 1 SIGKILL --rank 1"),
+    ],
+    ids=[
+        "the one that ended knows nothing (executor: ray)",
+        "the earlier error",
+        "what follows from another's end is no cause",
+        "nor where both have ended",
+        "an error of long ago is another story",
+        "who was killed needs no error",
+    ],
+)
+def test_of_several_ranks_the_first_error_speaks(first: RankFact, second: RankFact, said: str) -> None:
+    reason, message = failed(first, second)
+    assert (reason, lacking(message, *said.split())) == ("EngineExited", [])
+    assert ("IndexError" in message) == ("IndexError" in said)
 
 
 @pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])

@@ -948,7 +948,7 @@ async def test_what_has_served_serves_again_whatever_it_died_of(tmp_path: Path) 
         assert not made.supervisor.registry.find("m").attempt.lasts
 
 
-@pytest.mark.parametrize(("reason", "rests"), [("UnknownFlag", False), ("EngineFrozen", True)])
+@pytest.mark.parametrize(("reason", "rests"), [("UnknownFlag", False), ("Unlinked", False), ("EngineFrozen", True)])
 async def test_a_reload_lets_those_try_again_whose_engine_never_started(reason: str, rests: bool, tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         record = made.supervisor.registry.find("m")

@@ -231,6 +231,8 @@ def test_engines_on_cpus_need_no_rdma(tmp_path: Path) -> None:
     works, why = rails(dead)
     assert (works, lacking(why, "spark-1 and spark-2", "without RDMA")) == (False, [])
     assert rails(dead, rdma=False) == (True, "")
+    way = "`env: {NCCL_NET: Socket}`"
+    assert (unlinked(dead)[2].count(way), "LAN" in unlinked(dead)[2], way in unlinked(split)[2]) == (1, False, False)
     assert lacking(rails(split, rdma=False)[1], "spark-1 and spark-2", "sound rail", "MTU 1500", "9000") == []
 
 

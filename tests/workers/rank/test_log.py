@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import SECRET, Place, a_place
+from tests.support.ranks import SECRET, Place, a_place, stop
 from tests.support.waiting import HUNG_S, until
 from workers.rank import lifecycle
 from workers.rank import log as logfile
@@ -54,6 +54,27 @@ def test_a_full_disk_does_not_stop_the_engine(place: Place) -> None:
     until(done.exists)
     assert until(lambda: place.fact()["dropped_lines"] >= 4000)
     assert place.fact()["alive"]
+
+
+def test_a_disk_that_hangs_stops_neither_the_engine_nor_its_status_nor_an_order(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the pipe holds: an engine whose output nobody reads blocks."""
+    monkeypatch.setattr(lifecycle, "SHIM", "tests.support.shim_with_a_dead_disk")
+    code = """
+    import pathlib, sys, time
+    for _ in range(3000):
+        print("x" * 999)
+    print("Starting to load model /models/m...", flush=True)
+    pathlib.Path(sys.argv[sys.argv.index("--flag") + 1]).touch()
+    time.sleep(600)
+    """
+    done = place.root / "done"
+    handle = lifecycle.spawn(place.spec(code, flags=("--flag", str(done))))
+    until(done.exists, "the engine has written all")
+    until(lambda: place.fact()["progress"]["phase"] == "loading", "the status goes on")
+    assert not place.log.exists()
+
+    ended = stop(place, handle)
+    assert (ended["gone"], ended["stop_ordered"], place.fact()["dropped_lines"] > 0) == (True, True, True)
 
 
 def test_the_log_rotates_by_size(place: Place) -> None:

@@ -23,7 +23,7 @@ def read(*lines: str, step_s: float = 1.0, parser: Parser | None = None) -> Pars
 
 
 def known(parser: Parser) -> dict[str, Any]:
-    told = {name: value for name, value in parser.progress.items() if name not in ("line_at_s", "kv_requests")}
+    told = {name: value for name, value in parser.progress.items() if name not in ("line_at_s", "error_at_s", "kv_requests")}
     return {name: value for name, value in told.items() if value is not None and value is not False}
 
 
@@ -219,6 +219,7 @@ def test_a_new_failure_replaces_an_old_one() -> None:
     parser = read("ImportError: optional thing")
     parser.feed("RuntimeError: much later", 1000.0 + ROOT_CAUSE_WINDOW_S + 1)
     assert parser.progress["last_error"] == "RuntimeError: much later"
+    assert parser.progress["error_at_s"] == 1000.0 + ROOT_CAUSE_WINDOW_S + 1
 
 
 def test_long_errors_are_cut() -> None:

@@ -213,6 +213,19 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
         assert torch.equal(exported[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
+def test_without_a_cache_ranks_find_them_at_home_and_none_waits_for_another(
+    folder: Path, tmp_path: Path, seen: list[str], loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delattr(GroupCoordinator, "broadcast_object")
+    for _rank in range(2):
+        layers = dict(loaded(folder, {"quantize": "nvfp4-a4", "cache_dir": None}).named_parameters())
+        assert layers[f"{LAYER}.self_attn.qkv_proj.input_global_scale"].tolist() == [divisor_of(2.0)]
+    assert (len(seen), len(list((tmp_path / FOLDER).iterdir())), entries(str(tmp_path))) == (1, 1, [])
+
+
 UNUSABLE = {"none": None, "short": b"short", "binary": b"\xff" * 5000, "huge": b"x" * (MOST_BYTES + 1)}
 
 

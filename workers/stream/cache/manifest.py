@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointUnread
 
 MANIFEST = "sparkd-manifest.json"
 # A file whose modification time is the last use of the entry; separate, so that a manifest is never rewritten.
@@ -47,11 +47,11 @@ class CheckpointIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> CheckpointIdentity:
-        """The identity of a checkpoint. Raises CheckpointError where config.json has become unreadable."""
+        """The identity of a checkpoint, from what was read of it already."""
         shards = tuple(
             SourceShard(os.path.basename(shard.path), shard.size_bytes, shard.mtime_ns, shard.header_sha256) for shard in checkpoint.shards
         )
-        return cls(os.path.realpath(checkpoint.folder), shards, file_sha256(os.path.join(checkpoint.folder, "config.json")))
+        return cls(os.path.realpath(checkpoint.folder), shards, checkpoint.config_sha256)
 
     def change(self, now: CheckpointIdentity) -> str | None:
         """The difference between this source and `now`, as a clause; None where they are equal."""
@@ -99,7 +99,7 @@ class CacheManifest:
     @classmethod
     def read(cls, folder: str) -> CacheManifest:
         """Read the manifest of an entry. Raises CheckpointError, which names the file, where it is missing, damaged or of another
-        version."""
+        version, CheckpointUnread where the system does not give it."""
         path = os.path.join(folder, MANIFEST)
         cure = "Remove this folder; the next start quantizes again"
         try:
@@ -123,7 +123,7 @@ class CacheManifest:
         except FileNotFoundError:
             raise CheckpointError("it is not there", file=path, cure=cure) from None
         except OSError as error:
-            raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
+            raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             raise CheckpointError("it is not the manifest of a quantized cache", file=path, cure=cure) from None
 
@@ -157,12 +157,12 @@ def format_name(recipe: Mapping[str, Any]) -> str:
 
 
 def file_sha256(path: str) -> str:
-    """The digest of a file. Raises CheckpointError where it cannot be read."""
+    """The digest of a file. Raises CheckpointUnread where it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
+        raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
 
 
 def _own_file(raw: Mapping[str, Any]) -> OwnFile:

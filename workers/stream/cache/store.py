@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.errors import CheckpointError, clause
+from sparkd.errors import CheckpointError, CheckpointUnread, clause
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 from workers.stream.cache.manifest import (
     CODE_VERSION,
@@ -73,6 +73,7 @@ UNMEASURED_INPUTS = "unmeasured_inputs"
 CALIBRATION = "calibration"
 # A calibration that no entry names may be that of a load whose entry is not written yet, or cannot be.
 _UNUSED_S = 24 * 3600.0
+_KEPT = " It stays, and the checkpoint is read this time."
 _KEY = re.compile(r"[0-9a-f]{16}")
 _ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-{_KEY.pattern}")
 
@@ -136,7 +137,8 @@ def find(
 ) -> CachedCheckpoint | None:
     """The entry for this source, canonical recipe and slice; None where there is no valid one: then `say` receives the reason.
 
-    Cheap: reads sizes, headers, small files and the source's identity, no weights. An invalid entry is removed; the load makes a new one.
+    Cheap: reads sizes, headers and small files of the entry, no weights. An entry that is proved invalid is removed; the load makes a new
+    one. One that the system does not let us read now stays.
     """
     folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
     if not os.path.isdir(folder):
@@ -148,11 +150,16 @@ def find(
             say(f"The quantized cache {folder} is being removed.")
             return None
     except OSError as error:
-        say(f"The quantized cache {folder} cannot be used: {error.strerror}.{_removed(folder)}")
+        end = _removed(folder) if isinstance(error, FileNotFoundError) else _KEPT
+        say(f"The quantized cache {folder} cannot be used: {error.strerror}.{end}")
         return None
     try:
         manifest = CacheManifest.read(folder)
         cached, reason = _check(folder, manifest, CheckpointIdentity.of(checkpoint))
+    except CheckpointUnread as error:
+        os.close(lock)
+        say(f"The quantized cache {folder} cannot be used: {clause(error.message)}.{_KEPT}")
+        return None
     except CheckpointError as error:
         cached, reason = None, error.message
     if cached is None:
@@ -326,7 +333,7 @@ def turn(writing: str) -> Iterator[bool]:
 
 
 def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> tuple[Checkpoint | None, str | None]:
-    """(the entry's headers, None), or (None, its fault). Raises CheckpointError for unreadable files."""
+    """(the entry's headers, None), or (None, its fault). Raises CheckpointError; CheckpointUnread proves no fault."""
     if manifest.code != CODE_VERSION:
         return None, f"it was quantized by version {manifest.code} of the code, and this is {CODE_VERSION}"
     if change := manifest.source.change(source):
@@ -336,9 +343,12 @@ def _check(folder: str, manifest: CacheManifest, source: CheckpointIdentity) -> 
     for file in manifest.files:
         shard = shards.pop(file.name, None)
         path = os.path.join(folder, file.name)
-        if shard is None and not os.path.isfile(path):
+        try:
+            size_bytes = shard.size_bytes if shard else os.path.getsize(path)
+        except FileNotFoundError:
             return None, f"{file.name} is missing"
-        size_bytes = shard.size_bytes if shard else os.path.getsize(path)
+        except OSError as error:
+            raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
         if size_bytes != file.size_bytes:
             return None, f"{file.name} has {size_bytes} bytes instead of {file.size_bytes}"
         if (shard.header_sha256 if shard else file_sha256(path)) != file.sha256:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import logging
 import os
 import time
@@ -41,9 +42,10 @@ from workers.stream.vllm.cpu_linear import register_cpu_linear_kernels
 from workers.stream.vllm.early_repack import Early
 from workers.stream.vllm.load_errors import ended, is_out_of_memory, mismatch
 from workers.stream.vllm.method import NAME, formats_of, is_ours
-from workers.stream.vllm.ranks import of_first_rank, rank_of_world, ranks, tensor_parallel_rank
+from workers.stream.vllm.ranks import rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.vllm.repack import repack_in_place
 from workers.stream.vllm.supported import refuse_unserved
+from workers.stream.vllm.symbols import symbol
 from workers.stream.vllm.warmup import compile_kernels, make_ready
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -205,8 +207,10 @@ class SparkStreamLoader(DefaultModelLoader):
             with _young_garbage_only():
                 super().load_weights(model, model_config)
         except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
+            # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
+            is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
             self._abandon(f"the load ended by {type(error).__name__}")
-            refused = self._refusal(error, model)
+            refused = self._refusal(error, model, is_placing=is_placing)
             if refused is None:
                 raise
             raise refused from error
@@ -221,13 +225,16 @@ class SparkStreamLoader(DefaultModelLoader):
             self._source.abandon(reason)
             self._source.close()
 
-    def _refusal(self, error: BaseException, model: torch.nn.Module) -> CheckpointError | None:
-        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None."""
+    def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
+        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
+
+        is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
+        """
         if self._progress is None or isinstance(error, SparkdError):
             return None
         from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
         is_mismatch = isinstance(error, _MISMATCHES) and not from_device
-        if not is_mismatch or self._virtual is None or self._tensors is None:
+        if not (is_placing and is_mismatch) or self._virtual is None:
             self._progress.failed(ended(error))
             return None
         refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
@@ -270,9 +277,9 @@ class SparkStreamLoader(DefaultModelLoader):
         if any(form.rounds_activations for form in formats.values()):
             progress.begin(0, 0, "", "calibration")
             text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
-            measure = partial(measured, checkpoint, text, cache_dir)
-            # With a folder the ranks of a node take turns, and those after the first find what it has kept.
-            inputs = measure() if cache_dir is not None else of_first_rank(measure)
+            # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
+            # for no longer than gloo does, which is less than a large model takes.
+            inputs = measured(checkpoint, text, cache_dir or symbol("vllm.envs", "VLLM_CACHE_ROOT"))
             self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
             virtual.input_scale = inputs.of
             self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)

@@ -3,12 +3,9 @@ where vLLM lacks one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from workers.stream.vllm.symbols import symbol
-
-T = TypeVar("T")
 
 
 def experts_are_spread() -> bool:
@@ -22,13 +19,6 @@ def tensor_parallel_rank() -> int:
         return int(symbol("vllm.distributed", "get_tensor_model_parallel_rank")())
     except (AssertionError, RuntimeError):
         return 0
-
-
-def of_first_rank(make: Callable[[], T]) -> T:
-    """Have the first tensor-parallel rank make a value, and return it in each of them; the others wait."""
-    group = symbol("vllm.distributed", "get_tp_group")()
-    made: T = group.broadcast_object(make() if group.rank_in_group == 0 else None)
-    return made
 
 
 def ranks() -> dict[str, int | bool]:

@@ -205,6 +205,41 @@ def test_memory_that_is_used_up_in_the_middle(
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]
 
 
+# Decided by where it was raised, not by its type
+
+
+def at_the_end(model: Any, error: BaseException) -> None:
+    """A class that raises once it has all tensors, as one that counts them does."""
+    real = model.load_weights
+
+    def counting(tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        phantoms = []
+        loaded = real((phantoms.append(isinstance(tensor, PhantomTensor)) or (name, tensor)) for name, tensor in tensors)
+        if not any(phantoms):
+            raise error
+        return loaded
+
+    model.load_weights = counting
+
+
+@pytest.mark.parametrize("where", ["quantizing", "placing", "after the last tensor"])
+def test_only_what_vllms_class_raises_over_a_tensor_is_the_checkpoints_fault(
+    sound: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("Triton Error [CUDA]: an illegal instruction was encountered")
+    progress = tmp_path / "progress"
+    if where == "quantizing":
+        monkeypatch.setattr(pipeline, "quantizer", Exhausted(pipeline.quantizer, error))
+    prepare = {"quantizing": lambda _model: None, "placing": partial(placing, error=error)}.get(where, partial(at_the_end, error=error))
+
+    with pytest.raises((RuntimeError, CheckpointError)) as caught:
+        load(sound, {"quantize": "nvfp4", "cache_dir": None, "progress": str(progress)}, prepare)
+
+    said = json.loads(progress.read_text())["error"]
+    assert (isinstance(caught.value, CheckpointError), said["lasting"]) == (where == "placing", where == "placing")
+    assert "Triton Error" in said["message"]
+
+
 # Ended from outside
 
 
