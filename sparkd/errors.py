@@ -32,7 +32,7 @@
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
-    - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 400
+    - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
   + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
@@ -265,9 +265,13 @@ class BadRequest(RequestError):
 
 
 class UpgradeNotServed(RequestError):
-    """A request that wants to leave HTTP/1.1 on its connection: a WebSocket, h2c."""
+    """A WebSocket. Clients that have another way, such as Codex, take it after a 426."""
 
+    status = 426
     code = "upgrade_not_served"
+
+    def headers(self) -> dict[str, str]:
+        return {"upgrade": "HTTP/1.1", "connection": "upgrade, close"}  # RFC 9110 15.5.22
 
 
 class Unauthorized(RequestError):

@@ -56,6 +56,13 @@ async def test_a_broken_body_is_never_closed_in_order(gateway: Running, kind: st
         await until_closed(gateway, old("POST", CHAT, STREAM))
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v1/models"])
+async def test_a_health_check_that_names_no_host(gateway: Running, path: str) -> None:
+    """HAProxy's and Nagios's own."""
+    answer = await until_closed(gateway, f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    assert answer.status == 200
+
+
 async def test_no_interim_answer(gateway: Running) -> None:
     answer = await until_closed(gateway, old("POST", CHAT, STREAM, "Expect: 100-continue"))
     assert (answer.status, answer.body) == (200, ANSWER)
