@@ -63,6 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ClientLimits] = ClientLimits()
     idle: ClassVar[dict[Any, None]] = {}
+    parser: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -97,18 +98,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.default_headers = headers
 
     def cut(self) -> None:
-        """Flush, then close without completing the answer, so that the client sees that it is incomplete."""
-        self._when_gone = None
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-        self._close()
+        """Flush, then close without completing the answer, so that the client sees that it is incomplete.
 
-    def reset(self) -> None:
-        """Like `cut`, for a response that ends with the connection: only a reset shows the client that it is incomplete."""
+        A response that ends with the connection, of HTTP/1.0, is shown to be incomplete by a reset only.
+        """
         self._when_gone = None
         self.cycle.disconnected = True
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-        self.transport.abort()
+        if not self.takes_chunks:
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self._close()
 
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.

@@ -26,7 +26,7 @@ from sparkd.errors import (
     UnknownResponse,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing
+from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing, wants_stream
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -156,13 +156,15 @@ class Proxy:
             waits = partial(self._wait, connection, exchange, route)
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
-                if exchange.heartbeat is not None:
-                    exchange.heartbeat.stop()
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
                 if trace is not None:
                     trace.load_s = lease.load_s
+                if exchange.heartbeat is not None:
+                    exchange.heartbeat.loaded()
+                elif _wants_events(route, exchange):
+                    exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
@@ -190,8 +192,8 @@ class Proxy:
         self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
         exchange.model = loading()["model"]
-        if route.kind is RouteKind.JSON:
-            exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
+        if _wants_events(route, exchange):
+            exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
@@ -201,9 +203,8 @@ class Proxy:
             target += b"?" + scope["query_string"]
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
-        pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == _RESPONSES else None)
+        pipe = Pipe(client, source, exchange, self._peek(lease.model, exchange) if route.label == _RESPONSES else None)
         exchange.pipe = pipe
-        before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
             headers = scope["headers"] if exchange.trace is None else exchange.trace.headers(scope["headers"])
             head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
@@ -213,15 +214,15 @@ class Proxy:
             if error is not None:
                 if not pipe.begun:
                     raise error
-                pipe.break_off(error, route.anthropic)
+                pipe.break_off(error)
         except asyncio.CancelledError:
             if pipe.begun and not pipe.ended and not exchange.gone:
                 pipe.stop()
-                pipe.break_off(interruption(exchange), route.anthropic)
+                pipe.break_off(interruption(exchange))
             raise
         finally:
             exchange.pipe = None  # breaks a reference cycle, which every request would leave to the garbage collector
-            if exchange.bytes_out > before:
+            if pipe.pieces:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
                 lease.answered = (True if exchange.status == 200 else None) if well else False
@@ -239,7 +240,7 @@ class Proxy:
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
-    def _peek(self, model: str) -> Peek:
+    def _peek(self, model: str, exchange: Exchange) -> Peek:
         """A function that finds the response id in an answer's first bytes. It returns False once it needs no more of them."""
         seen = bytearray()
 
@@ -247,7 +248,8 @@ class Proxy:
             seen.extend(data[:_PEEKED_BYTES])
             match = _RESPONSE_ID.search(seen)
             if match is not None:
-                self._responses[match[1].decode()] = model
+                exchange.response_id = match[1].decode()
+                self._responses[exchange.response_id] = model
                 if len(self._responses) > _REMEMBERED_RESPONSES:
                     self._responses.popitem(last=False)
             return match is None and len(seen) < _PEEKED_BYTES
@@ -289,7 +291,12 @@ class Proxy:
 
 
 def leave(exchange: Exchange) -> None:
-    """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream."""
+    """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream.
+
+    SDKs close at the last event, before the body ends: such a stream is complete.
+    """
+    if exchange.pipe is not None and exchange.pipe.finish():
+        return
     exchange.gone = True
     if exchange.pipe is not None:
         exchange.pipe.stop()
@@ -309,6 +316,10 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
         return False
     heartbeat.refuse(error)
     return True
+
+
+def _wants_events(route: Route, exchange: Exchange) -> bool:
+    return route.kind is RouteKind.JSON and b'"stream"' in exchange.outline and wants_stream(exchange.outline)
 
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:

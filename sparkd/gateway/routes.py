@@ -42,10 +42,6 @@ class Route:
     need: RequestNeeds | None = None
 
     @property
-    def anthropic(self) -> bool:
-        return self.label.startswith("/v1/messages")
-
-    @property
     def for_pages(self) -> bool:
         """Whether `cors` may open this route to web pages."""
         return self.label.startswith("/v1/")
