@@ -33,7 +33,7 @@
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
     - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
-  + Unavailable 503             try again later; carries Retry-After
+  + Unavailable 503             try again later; carries Retry-After, or x-should-retry: false
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
     - Draining                  the daemon or the model is going down
@@ -481,13 +481,16 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(SparkdError):
-    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds."""
+    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds.
+
+    retry_after_s: None where another try does not help, which the SDKs of OpenAI and Anthropic heed.
+    """
 
     status = 503
     code = "unavailable"
     exit_code = 7
 
-    def __init__(self, message: str, *, retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, message: str, *, retry_after_s: int | None = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.held_by = list(held_by)
@@ -496,7 +499,7 @@ class Unavailable(SparkdError):
         return {"held_by": self.held_by} if self.held_by else {}
 
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)}
+        return {"x-should-retry": "false"} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
 class ModelLoading(Unavailable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from contextlib import suppress
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest
 from sparkd.gateway.body import model_of_form, model_of_json, wants_storing
+from tests.sparkd.gateway.fakes import Running
 
 DIGITS = b"9" * 5000
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -193,3 +195,10 @@ def test_no_bytes_break_the_form(noise: bytes) -> None:
             assert isinstance(model_of_form(body, TYPE), str)
         except BadRequest:
             pass
+
+
+@pytest.mark.parametrize("padding_bytes", [0, 600_000], ids=["small", "large"])
+async def test_a_byte_order_mark_is_served_as_the_engine_serves_it(gateway: Running, padding_bytes: int) -> None:
+    body = codecs.BOM_UTF8 + b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'"}'
+    assert (await gateway.post("/v1/chat/completions", body)).status == 200
+    assert gateway.engine.heard[0].body == body
