@@ -32,6 +32,7 @@
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
+      . UnsupportedEncoding 415
     - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
   + Unavailable 503             try again later; carries Retry-After, or x-should-retry: false
     - ModelLoading              the model is on its way; carries a loading object
@@ -460,6 +461,13 @@ class BodyTooLarge(RequestError):
 class UnsupportedMediaType(RequestError):
     status = 415
     code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """By its header clients tell it from a wrong media type, and send the body again as it is (RFC 9110 12.5.3)."""
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "identity"}
 
 
 class HeadersTooLarge(RequestError):

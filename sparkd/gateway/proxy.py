@@ -24,6 +24,7 @@ from sparkd.errors import (
     SparkdError,
     Unavailable,
     UnknownResponse,
+    UnsupportedEncoding,
     UnsupportedMediaType,
 )
 from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing, wants_stream
@@ -103,7 +104,7 @@ class Proxy:
         model: str | None
         if route.kind is RouteKind.JSON:
             exchange.outline = await outline(body)
-            model = model_of_json(exchange.outline)
+            model = model_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
@@ -344,7 +345,7 @@ def _media_type(content_type: bytes) -> bytes:
 
 def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedMediaType("A body with a content-encoding is not accepted; send it uncompressed.")
+        raise UnsupportedEncoding("A body with a content-encoding is not accepted; send it uncompressed.")
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

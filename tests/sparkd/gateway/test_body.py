@@ -159,6 +159,7 @@ GOOD_FORMS = {
     "a file called model": (form(('Content-Disposition: form-data; name="file"; filename="model"', b"x"), (FIELD, b"tiny")), TYPE),
     "unquoted": (form(("content-disposition:form-data;name=model", b"tiny")), TYPE),
     "quoted boundary": (form((FIELD, b"tiny"), boundary="a b"), 'multipart/form-data; charset=utf-8; boundary="a b"'),
+    "an empty preamble": (b"\r\n" + form((FIELD, b"tiny")), TYPE),
     "no newline at the end": (form((FIELD, b"tiny"), end=b"--"), TYPE),
 }
 BAD_FORMS = {
@@ -195,6 +196,12 @@ def test_no_bytes_break_the_form(noise: bytes) -> None:
             assert isinstance(model_of_form(body, TYPE), str)
         except BadRequest:
             pass
+
+
+async def test_the_place_of_a_fault_is_told_where_it_is_the_clients(gateway: Running) -> None:
+    small, large = (b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'",}' for padding_bytes in (100, 600_000))
+    assert f"(byte {len(small) - 1})" in (await gateway.post("/v1/chat/completions", small)).error["message"]
+    assert "byte" not in (await gateway.post("/v1/chat/completions", large)).error["message"]
 
 
 @pytest.mark.parametrize("padding_bytes", [0, 600_000], ids=["small", "large"])
