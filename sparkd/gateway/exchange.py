@@ -135,12 +135,17 @@ class Exchange:
         """Whether the client speaks Anthropic's API."""
         return self.route.startswith("/v1/messages")
 
-    def error_event(self, error: SparkdError | bytes, tail: bytes = b"") -> bytes:
-        """The server-sent event by which the client's API says that a stream failed, of an error or of an engine's body of one.
+    def error_event(self, error: SparkdError, tail: bytes = b"") -> bytes:
+        """The server-sent event by which the client's API says that a stream failed. tail: the last bytes of the stream."""
+        lasts = error.status < 500 or "x-should-retry" in error.headers()
+        return self.failure_event(error_bytes(error, self.request_id, anthropic=self.anthropic), lasts=lasts, tail=tail)
 
-        tail: the last bytes of the stream, for the number of the next event of /v1/responses. Clients of that API read its own events only.
+    def failure_event(self, body: bytes, *, lasts: bool, tail: bytes = b"") -> bytes:
+        """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help.
+
+        Clients of /v1/responses read that API's own events and codes only, with a number each. Codex tries again unless it is told that the
+        request is to blame.
         """
-        body = error if isinstance(error, bytes) else error_bytes(error, self.request_id, anthropic=self.anthropic)
         if not self.route.startswith("/v1/responses"):
             name = b"event: error\n" if self.anthropic else b""
             return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"
@@ -156,7 +161,7 @@ class Exchange:
             "created_at": int(time.time()),
             "model": self.model,
             "status": "failed",
-            "error": {**error_members, "code": str(error_members.get("code", "server_error"))},
+            "error": {**error_members, "code": "invalid_prompt" if lasts else "server_error"},
             "output": [],
             "tools": [],
             "tool_choice": "auto",

@@ -134,7 +134,7 @@ class Pipe:
             self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
             if not ended:
                 return
-            data = self._exchange.error_event(bytes(self._foreign))
+            data = self._exchange.failure_event(bytes(self._foreign), lasts=self._status < 500)
         pieces: list[bytes] = []
         if not self.begun:
             self.begun = True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.errors import ModelLoading, Unavailable
+from sparkd.errors import ModelFailed, ModelLoading, Unavailable
 from sparkd.gateway import ClientLimits
 from sparkd.gateway.heartbeat import how_far
 from sparkd.state.nouns import ModelState, Progress
@@ -254,19 +254,25 @@ async def test_an_answer_that_is_no_stream_has_no_comments(gateway: Running) -> 
 FAILED = b"event: response.failed\ndata: "
 
 
-@pytest.mark.parametrize("by", ["sparkd", "the engine"])
-async def test_a_failure_in_the_words_of_the_responses_api(loading: Running, by: str) -> None:
-    """Clients of it know no other event of a failure (Codex, the AI SDK)."""
+REFUSAL = b'{"error":{"message":"too long","code":400}}'
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [
+        (ModelLoading("It is on its way.", loading=LOADING), {"message": "It is on its way.", "code": "server_error"}),
+        (ModelFailed("It is no model.", retry_after_s=None), {"message": "It is no model.", "code": "invalid_prompt"}),
+        (None, {"message": "too long", "code": "invalid_prompt"}),
+    ],
+    ids=["what passes", "what lasts", "an engine's refusal"],
+)
+async def test_a_failure_in_the_words_of_the_responses_api(loading: Running, refusal: Unavailable | None, error: dict[str, str]) -> None:
+    """Clients of it know no other event of a failure, and no other codes (Codex, the AI SDK)."""
+    loading.engine.replies(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n" % len(REFUSAL), REFUSAL)
     client = await loading.open()
     client.send(post(RESPONSES, STREAM))
     await begun(loading, client)
-    if by == "sparkd":
-        loading.supervisor.refusal = ModelLoading("It is on its way.", loading=LOADING)
-        error = {"message": "It is on its way.", "code": "model_loading"}
-    else:
-        body = b'{"error":{"message":"too long","code":400}}'
-        loading.engine.replies(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n" % len(body), body)
-        error = {"message": "too long", "code": "400"}
+    loading.supervisor.refusal = refusal
     loading.supervisor.gate.set()
 
     raw = await cut_off(client)
@@ -288,7 +294,7 @@ async def test_a_response_that_breaks_fails_with_its_id_and_the_next_number(gate
 
     told = event_of(answer.body.removeprefix(b"".join(events)))
     assert not answer.complete
-    assert (told["sequence_number"], told["response"]["id"], told["response"]["error"]["code"]) == (2, "resp_7", "engine_error")
+    assert (told["sequence_number"], told["response"]["id"], told["response"]["error"]["code"]) == (2, "resp_7", "server_error")
 
 
 async def test_a_client_that_leaves_while_it_hears_is_forgotten(loading: Running) -> None:
