@@ -188,6 +188,7 @@ class Proxy:
             connection.call_when_gone(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
+                exchange.heartbeat = None  # breaks a reference cycle
 
     def _wait(
         self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
