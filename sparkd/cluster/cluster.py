@@ -206,8 +206,8 @@ class Cluster:
         """Nothing is left of a run in which everything ended; what will not die keeps its folder."""
         run_dirs = self._rank_folders[0].parent
         # A rank whose start was under way when everything else was stopped shows only now that Ray, which started it, has gone.
-        for rank_id in {raw["rank_id"] for raw in self._here.observe()["ranks"]} | set(self._here.strays()):
-            self._here.destroy({"rank_id": rank_id}, UNSERVED_GRACE_S)
+        for raw in self._here.observe()["ranks"]:
+            self._here.destroy({"rank_id": raw["rank_id"]}, UNSERVED_GRACE_S)
         if not self._here.observe()["ranks"]:
             shutil.rmtree(run_dirs, ignore_errors=True)
         remove_empty(run_dirs.parent)

@@ -178,13 +178,6 @@ class Engines:
                 log.info("page cache of %s: %s, %d MiB freed", node, answer["how"], answer["freed_bytes"] >> 20)
                 if len(nodes) > 1 and not answer["dropped"]:
                     tell(f"The page cache of {node} was not dropped: {answer['how']}. Install the helper of deploy/ on that node.")
-        if len(nodes) == 1:
-            return
-        # A stale rank on the same port blocks a rendezvous without an error.
-        for node, strays in zip(nodes, await self._each(placement, lambda agent: agent.strays.remote()), strict=True):
-            for rank_id in strays:
-                tell(f"Rank {rank_id} on {node} has lost its status file: sparkd stops it before the ranks of another start.")
-                await self._end(node, rank_id)
 
     async def _rendezvous(self, placement: Placement) -> int:
         """A free port on rank 0's node, another one for each start, so that no rank of an earlier start can join."""

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.support.processes import text_of
 from tests.support.waiting import until
-from workers.host import processes
+from workers.host.processes import RUN_DIR_VARIABLE
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec
 
@@ -92,9 +95,9 @@ def a_place() -> Iterator[Place]:
     root = Path(tempfile.mkdtemp(prefix="rank-"))
     here = Place(root)
     yield here
-    for rank_id in {fact["rank_id"] for fact in lifecycle.scan(here.run_dir)} | lifecycle.strays(here.run_dir).keys():
-        lifecycle.stop({"rank_id": rank_id}, run_dir=here.run_dir, grace_s=0)
-    left = processes.marks(processes.table(), here.run_dir)
+    for fact in lifecycle.scan(here.run_dir):
+        lifecycle.stop({"rank_id": fact["rank_id"]}, run_dir=here.run_dir, grace_s=0)
+    left = [pid for pid in psutil.pids() if f"{RUN_DIR_VARIABLE}={here.run_dir}" in text_of(pid).splitlines()]
     shutil.rmtree(root)
     assert not left
 

@@ -125,10 +125,6 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         """The whole bundle; None where this node has none of that id."""
         return incidents.read(self.sentry.folder, incident_id)
 
-    def strays(self) -> dict[str, list[int]]:
-        """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""
-        return lifecycle.strays(self.run_dir)
-
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Its log is of that name in this node's log folder.
 

@@ -1,20 +1,27 @@
 """Engines on this node that sparkd did not start: other vLLMs, and whatever else holds GPU memory. Never ends one, never reads a prompt.
 
-A rank of sparkd's carries its mark in its environment (workers.host.processes), whichever daemon started it; so does what descends from it.
+A rank of sparkd's carries its mark in its environment (workers.rank.command), whichever daemon started it; so does what descends from it.
+Command lines and environments are read by a program of its own: one of a process that a driver holds does not come.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workers.guard.consumers import DEVICE_COMMAND, DEVICE_TIMEOUT_S, MIB, device_bytes
 from workers.host import processes
 from workers.host.bounded_child import ask, stuck
+from workers.host.interpreter import PACKAGE_DIR
 from workers.host.processes import RANK_ID_VARIABLE
+
+log = logging.getLogger("sparkd.agent")
 
 # Command lines of vLLM's front ends, titles of its engine cores and workers (vllm/utils/system_utils.py, set_process_title), of Ray's.
 _ENGINE = re.compile(
@@ -22,15 +29,30 @@ _ENGINE = re.compile(
 )
 # A desktop and a browser hold less; a model that matters holds more.
 DEVICE_LEAST_BYTES = 512 * MIB
+# For every process of a machine, on a slow one.
+LIMIT_S = 10.0
 # systemd's ProtectProc=invisible hides them from /proc, and nvidia-smi asks the driver.
 HIDDEN = "another user's process"
 
 
-def foreign(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict[str, Any]]:
-    """{"pid", "name", "vllm", "bytes"} of each, the largest first; processes of one engine are one. bytes: anonymous and GPU memory of all.
+def foreign(proc: Path, *, ask_device: bool) -> list[dict[str, Any]]:
+    """See `found`; empty where that did not come within DEVICE_TIMEOUT_S and LIMIT_S."""
+    program = f"import sys; sys.path[:0] = [{PACKAGE_DIR!r}]; from {__name__} import main; main(sys.argv[1:])"
+    command = [sys.executable, "-P", "-S", "-c", program, str(proc), *(["device"] if ask_device else [])]
+    answer = ask(command, DEVICE_TIMEOUT_S + LIMIT_S)
+    if answer.trouble is not None:
+        log.warning("engines that sparkd did not start could not be looked for: %s", answer.trouble)
+        return []
+    rows: list[dict[str, Any]] = json.loads(answer.text)
+    return rows
 
-    Takes at most DEVICE_TIMEOUT_S longer than /proc does, for nvidia-smi.
-    """
+
+def main(argv: Sequence[str]) -> None:
+    sys.stdout.write(json.dumps(found(Path(argv[0]), ask_device=len(argv) > 1)))
+
+
+def found(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict[str, Any]]:
+    """{"pid", "name", "vllm", "bytes"} of each, the largest first; processes of one engine are one. bytes: anonymous and GPU memory."""
     stats = processes.table()
     device = _device() if ask_device else {}
     commands = {pid: _read(proc, pid, "cmdline") for pid in stats}

@@ -1,6 +1,6 @@
 """Finds the engines that hold a node's memory: their processes, held by descriptors, and their bytes on host and device.
 
-This is slow and runs on its own thread, because /proc/PID and nvidia-smi hang when a driver hangs. The guard reads the last result.
+This is slow and runs on its own thread, because nvidia-smi hangs when a driver hangs. The guard reads the last result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from workers.host import processes
 from workers.host.bounded_child import ask, stuck
 from workers.host.processes import Identity
 from workers.rank import shared_memory
+from workers.rank.kv_report import growth_of, kv_path
 from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
@@ -31,7 +32,8 @@ MIB = 1 << 20
 class MemoryConsumer:
     """One rank that lives on this node.
 
-    pidfds: of all its processes except Python's resource trackers, which must end last (workers.host.processes).
+    growth_bytes: what it may still take within what its KV cache was sized for.
+    pidfds: of all its processes.
     """
 
     rank_id: str
@@ -44,6 +46,7 @@ class MemoryConsumer:
     pidfds: tuple[int, ...]
     host_bytes: int
     device_bytes: int | None
+    growth_bytes: int = 0
 
     @property
     def held_bytes(self) -> int | None:
@@ -90,8 +93,7 @@ class Holders:
         for rank_id in ids:
             status = read_status(status_path(self._run_dir, rank_id))
             shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
-            worker = processes.living(worker_of(self._run_dir, rank_id), stats, boot)
-            pids = processes.belonging(stats, boot, worker, shim=shim, engine=engine)
+            pids = processes.belonging(stats, boot, worker_of(self._run_dir, rank_id), shim=shim, engine=engine)
             members = [Identity(pid, stats[pid].start_ticks, boot) for pid in sorted(pids)]
             if not members:
                 continue
@@ -102,10 +104,10 @@ class Holders:
         self._retired += [(now_s, self._fds.pop(process)) for process in self._fds.keys() - kept]
         while self._retired and now_s - self._retired[0][0] >= RETIRED_S:
             os.close(self._retired.pop(0)[1])
-        self._note_shared(now_s)
 
-    def _note_shared(self, now_s: float) -> None:
-        """Write down the memory that the ranks share, for the clean-up after their end. Runs last, because it reads maps."""
+    def note_shared(self, now_s: float) -> None:
+        """Write down the memory that the ranks share, for the clean-up after their end. It reads their maps, which hangs with their driver:
+        on a thread of its own."""
         before, self._noted_at_s = self._noted_at_s, {}
         for rank in self.ranks:
             at_s = before.get(rank.rank_id, float("-inf"))
@@ -120,7 +122,6 @@ class Holders:
     ) -> MemoryConsumer:
         handle, progress = _mapping(status.get("handle")), _mapping(status.get("progress"))
         device = [self._device[process.pid] for process in members if process.pid in self._device]
-        killable = [process for process in members if not processes.is_resource_tracker(process.pid)]
         return MemoryConsumer(
             rank_id,
             str(handle.get("model", "")),
@@ -129,9 +130,10 @@ class Holders:
             shim,
             engine,
             tuple(process.pid for process in members),
-            tuple(fd for process in killable if (fd := self._fd(process)) >= 0),
+            tuple(fd for process in members if (fd := self._fd(process)) >= 0),
             sum(_anonymous_bytes(process.pid) for process in members),
             sum(device) if device else (None if self.has_device else 0),
+            growth_of(kv_path(self._run_dir, rank_id)),
         )
 
     def _fd(self, process: Identity) -> int:

@@ -1,8 +1,8 @@
 """Guards a node's memory on its own threads: looks, decides, kills, and writes a bundle. Never waits for the daemon, Ray or a driver.
 
 The thread that looks and kills reads three open files and signals through open descriptors, so that nothing in its way can hang or needs
-memory except for numbers. A second thread finds the processes that hold memory. A third writes the bundle after a kill. A fourth reads what
-nvidia-smi prints.
+memory except for numbers. A second thread finds the processes that hold memory. A third writes the bundle after a kill. Others read what
+nvidia-smi prints, the disk, and which memory the ranks share: each may hang, and the guard goes on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 from workers.guard import incidents
 from workers.guard.consumers import Holders, MemoryConsumer
 from workers.guard.memory_sampler import COLUMNS, MemorySample, Trend, Vitals
-from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, MemoryLimits, decide, pace_s
+from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, decide, pace_s
 from workers.host import machine, meminfo, processes
+from workers.host.memory_limits import MemoryLimits
 from workers.host.network import shares_memory
 from workers.rank import lifecycle
+from workers.rank.status import worker_of
 
 HOLDERS_EVERY_S = 2.0
 # A daemon's report about requests that is older than this is ignored.
@@ -83,6 +85,7 @@ class Sentry:
         threads = {
             "memory": self._look_forever,
             "memory holders": self._hold_forever,
+            "shared memory": self._note_forever,
             "machine": self._measure_forever,
             "memory bundles": self._say_forever,
             "GPU meter": self._meter_forever,
@@ -167,7 +170,7 @@ class Sentry:
 
     def _aftermath(self, victim: MemoryConsumer, bundle: dict[str, Any]) -> None:
         def find() -> Mapping[int, processes.Identity]:
-            return processes.members(victim.rank_id, self._run_dir, shim=victim.shim, engine=victim.engine)
+            return processes.members(shim=victim.shim, engine=victim.engine, worker=worker_of(self._run_dir, victim.rank_id))
 
         survivors = processes.kill_all(find, timeout_s=GONE_TIMEOUT_S)
         self._dying.clear()
@@ -240,6 +243,9 @@ class Sentry:
         # One of two guards of this folder asks nvidia-smi: the one that may act, or that the daemon reads.
         self.holders.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._lock_fd >= 0))
 
+    def _note_forever(self) -> None:
+        self._repeat(lambda: self.holders.note_shared(time.monotonic()), "the memory that the ranks share could not be noted")
+
     def _meter_forever(self) -> None:
         """On a thread of its own, which nvidia-smi ends with (workers.host.ends_with_parent)."""
         self._repeat(self.holders.meter.measure, "the GPU could not be measured")
@@ -278,6 +284,7 @@ def _engine(rank: MemoryConsumer, report: Mapping[str, Any] | None, *, fresh: bo
         rank.model,
         PHASES.get(rank.phase, "load"),
         rank.held_bytes,
+        rank.growth_bytes,
         report.get("in_flight") if fresh else None,
         int(report.get("priority", 50)),
         bool(report.get("pinned", False)),

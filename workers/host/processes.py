@@ -1,8 +1,9 @@
 """Finds the processes of a rank on this machine, and ends exactly those. Never starts one, never guesses by name.
 
-A process is identified by (pid, start time, boot id), because the kernel reuses pids. A rank's processes are those whose environment
-carries the rank's mark, the members of its shim's session, and the descendants of either: a child that makes a session of its own keeps
-the mark, and one that loses its environment keeps its parent.
+A process is identified by (pid, start time, boot id), because the kernel reuses pids. A rank's processes are its engine, the members of its
+shim's session, and the descendants of either: an orphan becomes the shim's child, which is a subreaper. All of that stands in
+/proc/PID/stat. Files that the kernel reads from a process's own memory (cmdline, environ, maps) block while a driver holds that memory's
+lock, so they are never read here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ STOP = signal.SIGTERM
 STOP_NOW = signal.SIGUSR1
 KILL = signal.SIGKILL
 POLL_S = 0.02
-TRACKER_S = 1.5
 READ_BYTES = 1 << 15
 PROC = "/proc"
 # Errors that mean that this process lacks a resource. They prove nothing about the process that was read, which may well live.
@@ -84,47 +84,27 @@ def table() -> dict[int, Stat]:
     return {stat.pid: stat for stat in stats if stat and not _is_over(stat)}
 
 
-def marks(stats: Mapping[int, Stat], run_dir: str) -> dict[str, set[int]]:
-    """rank id -> pids whose environment says that they belong to this rank of this run directory."""
-    pids_of: dict[str, set[int]] = {}
-    for pid in stats:
-        if rank_id := mark(pid, run_dir):
-            pids_of.setdefault(rank_id, set()).add(pid)
-    return pids_of
-
-
-def mark(pid: int, run_dir: str) -> str | None:
-    """The rank id in the environment that the process was started with; None for another run directory's and other users' processes."""
-    environ = _read(pid, "environ")
-    if RANK_ID_VARIABLE.encode() not in environ:
-        return None
-    values = dict(entry.partition(b"=")[::2] for entry in environ.split(b"\0"))
-    if values.get(RUN_DIR_VARIABLE.encode()) != os.fsencode(run_dir):
-        return None
-    return os.fsdecode(values[RANK_ID_VARIABLE.encode()]) if RANK_ID_VARIABLE.encode() in values else None
-
-
-def members(rank_id: str, run_dir: str, *, shim: Identity | None, engine: Identity | None) -> dict[int, Identity]:
-    """The living processes of a rank by pid, its shim not among them. shim and engine are as its status file names them."""
+def members(*, shim: Identity | None, engine: Identity | None, worker: Identity | None = None) -> dict[int, Identity]:
+    """The living processes of a rank by pid, its shim not among them. shim and engine are as its status file names them, worker as its file
+    of a Ray worker does."""
     stats, boot = table(), boot_id()
-    marked = {pid for pid in stats if mark(pid, run_dir) == rank_id}
-    pids = belonging(stats, boot, marked, shim=shim, engine=engine)
+    pids = belonging(stats, boot, worker, shim=shim, engine=engine)
     # A rank started from within a rank must not end its starter.
     return {pid: Identity(pid, stats[pid].start_ticks, boot) for pid in pids - {os.getpid()}}
 
 
-def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, shim: Identity | None, engine: Identity | None) -> set[int]:
-    """Pids of a rank, its shim not among them. stats: of this moment and this boot; marked: pids that carry its mark.
+def belonging(
+    stats: Mapping[int, Stat], boot: str, worker: Identity | None, *, shim: Identity | None, engine: Identity | None
+) -> set[int]:
+    """Pids of a rank, its shim not among them. stats: of this moment and this boot.
 
-    A session's number is the pid of its first process, and the kernel uses it again only after its last member: it is the shim's
-    session where the shim lives or one of the marked is in it, and might be a stranger's otherwise.
+    A session's number is the pid of its first process, and the kernel gives it to no other process before its last member has ended: it is
+    the shim's unless another process has that pid now.
     """
-    sound = [process for process in (shim, engine) if process and process.boot_id == boot]
-    alive = {process.pid for process in sound if process.pid in stats and stats[process.pid].start_ticks == process.start_ticks}
-    roots = set(marked) | alive
-    if shim and shim in sound and (shim.pid in alive or any(stats[pid].session == shim.pid for pid in marked)):
-        roots |= {pid for pid, stat in stats.items() if stat.session == shim.pid}
-    return (roots | descendants(roots, stats)) - ({shim.pid} if shim and shim in sound else set())
+    pids = {pid for process in (shim, engine, worker) for pid in living(process, stats, boot)}
+    if shim and shim.boot_id == boot and (shim.pid in pids or shim.pid not in stats):
+        pids |= {pid for pid, stat in stats.items() if stat.session == shim.pid}
+    return (pids | descendants(pids, stats)) - (living(shim, stats, boot) if shim else set())
 
 
 def living(who: Identity | None, stats: Mapping[int, Stat], boot: str) -> set[int]:
@@ -206,18 +186,13 @@ def send(who: Identity, number: signal.Signals) -> bool:
 
 def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, between: Callable[[float], object] = time.sleep) -> list[int]:
     """SIGKILL the processes of `find` until it returns none. Returns the pids that live after timeout_s seconds (uninterruptible waits).
-
-    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and only they remove the
-    shared memory that those left in /dev/shm. `between` is called with the seconds to wait between two looks.
-    """
+    `between` is called with the seconds to wait between two looks."""
     started_s = time.monotonic()
     while left := find():
-        waited_s = time.monotonic() - started_s
-        if waited_s > timeout_s:
+        if time.monotonic() - started_s > timeout_s:
             return sorted(left)
-        spared = {pid for pid in left if waited_s < TRACKER_S and is_resource_tracker(pid)}
-        for pid in left.keys() - spared:
-            send(left[pid], signal.SIGKILL)
+        for who in left.values():
+            send(who, signal.SIGKILL)
         between(POLL_S)
     return []
 
@@ -246,16 +221,6 @@ def _is_over(stat: Stat) -> bool:
         if error.errno in LACKS:
             raise
         return True
-
-
-def runs_module(pid: int, module: str, argument: str) -> bool:
-    """Whether its command line is `-m module argument`."""
-    words = _read(pid, "cmdline").split(b"\0")
-    return any(words[at : at + 3] == [b"-m", module.encode(), argument.encode()] for at in range(len(words)))
-
-
-def is_resource_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
 def _read(pid: int, name: str, proc: str = PROC) -> bytes:

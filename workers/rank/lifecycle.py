@@ -33,13 +33,10 @@ from workers.rank.status import identity_of, rank_ids, read_status, remove_socke
 
 __all__ = [
     "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "setting_lines",
-    "spawn", "stop", "strays",
-    "verify_gone",
+    "spawn", "stop", "verify_gone",
 ]  # fmt: skip
 
 SHIM = "workers.rank.shim"
-# The shim's module up to release 0.1.0; engines that such a daemon started are adopted.
-_FORMER_SHIM = "workers.shim"
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -88,16 +85,12 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     if not statuses:
         return []
     stats, boot = processes.table(), processes.boot_id()
-    shims = {rank_id: identity_of(status.get("handle"), "pid", "start_ticks") for rank_id, status in statuses.items()}
-    # Reading every process's environment is slow. A rank whose shim lives is found by session and descent instead.
-    marks = {} if all(shim and processes.is_alive(shim) for shim in shims.values()) else processes.marks(stats, run_dir)
     facts = []
     for rank_id, status in statuses.items():
-        engine = identity_of(status, "engine_pid", "engine_start_ticks")
-        marked = {*marks.get(rank_id, ()), *processes.living(worker_of(run_dir, rank_id), stats, boot)}
-        pids = processes.belonging(stats, boot, marked, shim=shims[rank_id], engine=engine)
+        shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
+        pids = processes.belonging(stats, boot, worker_of(run_dir, rank_id), shim=shim, engine=engine)
         progress = _progress(run_dir, rank_id, status.get("progress"))
-        fact = _fact(rank_id, status, progress, shims[rank_id], engine, len(pids))
+        fact = _fact(rank_id, status, progress, shim, engine, len(pids))
         fact["halted"] = any(stats[pid].state == "T" for pid in pids if pid in stats)
         fact["cpu_s"] = sum(stats[pid].cpu_ticks for pid in pids if pid in stats) / os.sysconf("SC_CLK_TCK")
         facts.append(fact)
@@ -115,12 +108,6 @@ def setting_lines(path: str) -> list[str]:
     return lines_since(path, STARTED, (NON_DEFAULT,), most=8, with_mark=True)
 
 
-def strays(run_dir: str) -> dict[str, list[int]]:
-    """Rank id -> pids of living engine processes that were started from this run directory and have lost their status file."""
-    marks = processes.marks(processes.table(), run_dir)
-    return {rank_id: sorted(pids) for rank_id, pids in marks.items() if not status_path(run_dir, rank_id).exists()}
-
-
 def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str, Any]:
     """End a rank: SIGTERM, wait at most grace_s or the rank's stop_timeout_s, SIGKILL, and check that no process is left.
 
@@ -132,13 +119,13 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
     status = read_status(path)
-    shim = _shim_of(rank_id, handle) or _shim_of(rank_id, status.get("handle"))
+    shim = identity_of(handle, "pid", "start_ticks") or identity_of(status.get("handle"), "pid", "start_ticks")
     if shim and processes.send(shim, processes.STOP) and not processes.wait_gone([shim], timeout_s=grace_s):
         processes.send(shim, processes.STOP_NOW)
         processes.wait_gone([shim], timeout_s=SHIM_TIMEOUT_S)
     status = read_status(path)
     ordered_here = bool(shim and processes.is_alive(shim))
-    survivors = _kill_from_outside(rank_id, run_dir, shim, _engine_of(rank_id, run_dir, status, shim))
+    survivors = _kill_from_outside(rank_id, run_dir, shim, identity_of(status, "engine_pid", "engine_start_ticks"))
     if ordered_here and status.get("handle") and status.get("state") != "exited":
         status |= {"state": "exited", "stop_ordered": True}
         with suppress(OSError):  # a full disk: the rank has ended and will be forgotten
@@ -156,9 +143,9 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 def verify_gone(rank_id: str, run_dir: str) -> list[int]:
     """The pids of the rank's living processes, including its shim; empty when it is gone."""
     status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
-    shim = _shim_of(rank_id, status.get("handle"))
-    engine = _engine_of(rank_id, run_dir, status, shim)
-    pids = set(processes.members(rank_id, run_dir, shim=shim, engine=engine))
+    shim = identity_of(status.get("handle"), "pid", "start_ticks")
+    engine = identity_of(status, "engine_pid", "engine_start_ticks")
+    pids = set(processes.members(shim=shim, engine=engine, worker=worker_of(run_dir, rank_id)))
     if shim and processes.is_alive(shim):
         pids.add(shim.pid)
     return sorted(pids)
@@ -233,28 +220,11 @@ def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
     raise RankError(reason)
 
 
-def _shim_of(rank_id: str, handle: object) -> Identity | None:
-    """The shim in a handle, dead or alive; None if a living process with that identity is not this rank's shim."""
-    shim = identity_of(handle, "pid", "start_ticks")
-    if shim is None or not processes.is_alive(shim):
-        return shim
-    return shim if any(processes.runs_module(shim.pid, module, rank_id) for module in (SHIM, _FORMER_SHIM)) else None
-
-
-def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
-    """The engine in a status, dead or alive; None if that process lives but has no mark of the rank and is no child of its shim."""
-    engine = identity_of(status, "engine_pid", "engine_start_ticks")
-    if engine is None or not processes.is_alive(engine) or processes.mark(engine.pid, run_dir) == rank_id:
-        return engine
-    stat = processes.read_stat(engine.pid)
-    return engine if shim and stat and stat.parent == shim.pid else None
-
-
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
     """Do what a healthy shim does itself. The members die first, while the shim's session still identifies them."""
 
     def find() -> dict[int, Identity]:
-        return processes.members(rank_id, run_dir, shim=shim, engine=engine)
+        return processes.members(shim=shim, engine=engine, worker=worker_of(run_dir, rank_id))
 
     processes.kill_all(find, timeout_s=KILL_TIMEOUT_S)
     if shim:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.host import processes
-from workers.rank.status import write_status
+from workers.rank.status import rank_ids, write_status
 
 FOLDER = Path("/dev/shm")
 NAMES = re.compile(r"(psm_|vllm_|torch_|nccl-|cuda\.shm\.|sem\.)|.*-cpushm_\d+$")
@@ -60,11 +60,11 @@ def begin(run_dir: str, rank_id: str) -> None:
 
 
 def note(run_dir: str, rank_id: str, pids: Iterable[int]) -> None:
-    """Writes down what these processes of the rank hold now, where it is new. Reads their maps: may hang where a driver does."""
+    """Writes down what these processes of the rank hold now, where it is new. Reads their maps: hangs while a driver holds one's lock."""
     earlier, files = read(run_dir, rank_id), segments()
     if earlier is None or not {segment.key for segment in files} - earlier.before - earlier.seen:
         return
-    held, _ = holders(files, pids)
+    held = {key for pid in pids for key in _hands(pid, files)}
     if fresh := held - earlier.before - earlier.seen:
         _write(note_path(run_dir, rank_id), Note(earlier.before, earlier.seen | fresh))
 
@@ -77,8 +77,9 @@ def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
     noted, files = read(run_dir, rank_id), segments()
     if noted is None or not candidates(files, noted, os.geteuid()):
         return []
-    held, blind = holders(files, processes.table())
-    sure, unsure = judge(files, noted, held, user=os.geteuid(), blind=blind)
+    others = (read(run_dir, other) for other in rank_ids(run_dir) if other != rank_id)
+    held = {key for other in others if other is not None for key in other.seen}
+    sure, unsure = judge(files, noted, held, user=os.geteuid())
     rows = [_row(segment, reason) for segment, reason in unsure] + [_row(segment, _remove(segment)) for segment in sure]
     return sorted(rows, key=lambda row: -row["bytes"])
 
@@ -106,17 +107,6 @@ def segments() -> list[Segment]:
     return result
 
 
-def holders(files: Collection[Segment], pids: Iterable[int]) -> tuple[set[Key], bool]:
-    """Which of the files these processes have mapped or open, and whether any could not be looked into."""
-    held: set[Key] = set()
-    blind = False
-    for pid in pids:
-        hands = _hands(pid, files)
-        held |= hands or set()
-        blind |= hands is None
-    return held, blind
-
-
 def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment]:
     """Files that may be the rank's: made after its start by its user, and seen with it or named as an engine's libraries name it."""
     new = [segment for segment in files if segment.owner == user and segment.key not in noted.before]
@@ -124,12 +114,9 @@ def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment
 
 
 def judge(
-    files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int, blind: bool
+    files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int
 ) -> tuple[list[Segment], list[tuple[Segment, str]]]:
-    """(files that surely belong to the dead rank alone, files that may, each with the reason for the doubt). held: by any living process.
-
-    blind: some processes could not be inspected. They do not hold a file that only its user may open, unless they are root's.
-    """
+    """(files that surely belong to the dead rank, files that may, each with the reason for the doubt). held: seen with other ranks."""
     sure, unsure = [], []
     for segment in candidates(files, noted, user):
         if segment.key in held:
@@ -138,15 +125,13 @@ def judge(
             unsure.append((segment, "none of its processes was seen to hold it"))
         elif not NAMES.match(segment.name):
             unsure.append((segment, "its name is not one that an engine's libraries give"))
-        elif blind and segment.mode & 0o077:
-            unsure.append((segment, "other users may open it, and not every process can be looked into"))
         else:
             sure.append(segment)
     return sure, unsure
 
 
-def _hands(pid: int, files: Collection[Segment]) -> set[Key] | None:
-    """The files among these that one process holds; None where that is not for this user to see, nothing of one that is gone."""
+def _hands(pid: int, files: Collection[Segment]) -> set[Key]:
+    """The files among these that one process holds; of one that is gone, or not for this user to see, what was seen until then."""
     keys_held: set[Key] = set()
     keys, names = {file.key for file in files}, {file.name for file in files}
     devices = {f"{os.major(file.device):02x}:{os.minor(file.device):02x}".encode(): file.device for file in files}
@@ -162,10 +147,8 @@ def _hands(pid: int, files: Collection[Segment]) -> set[Key] | None:
             if os.path.basename(os.readlink(link)) in names:
                 facts = os.stat(link)
                 keys_held.add((facts.st_dev, facts.st_ino))
-    except (FileNotFoundError, ProcessLookupError):
-        return keys_held & keys
     except OSError:
-        return None
+        pass
     return keys_held & keys
 
 

@@ -28,7 +28,7 @@ from workers.host.processes import Identity
 from workers.rank.log import STARTED, BackgroundLog, LineSplitter, Redactor, RotatingLog
 from workers.rank.log_parser import Parser
 from workers.rank.spec import RankSpec
-from workers.rank.status import remove_sockets, status_path, write_status
+from workers.rank.status import remove_sockets, status_path, worker_of, write_status
 
 STATUS_EVERY_S = 0.25
 STATUS_IDLE_S = 5.0
@@ -75,7 +75,7 @@ class Shim:
         """Run until every process of the rank is gone or cannot be ended. Write the handle, or the error, to answer_fd."""
         self._me = _identity_of_this_process()
         self._wakeup = _catch_signals()
-        # If the kernel refuses it, orphans go to init and are found by their mark and session.
+        # If the kernel refuses it, orphans go to init and are found by their session.
         self._subreaper = processes.prctl(processes.PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
         try:
             write_status(self._path, self._status())  # the handle is on disk before the engine exists
@@ -225,7 +225,7 @@ class Shim:
 
     def _members(self) -> dict[int, Identity]:
         self._reap()
-        return processes.members(self._spec.rank_id, self._spec.run_dir, shim=self._me, engine=self._engine)
+        return processes.members(shim=self._me, engine=self._engine, worker=worker_of(self._spec.run_dir, self._spec.rank_id))
 
     def _say(self, text: str) -> None:
         self._log.write([self._redactor.clean(f"[sparkd] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}")])
@@ -239,7 +239,9 @@ class Shim:
         try:
             write_status(self._path, self._status())
             self._dirty = False
-        except OSError:  # the disk is full or the folder is gone: the engine runs on, and the next change tries again
+        except FileNotFoundError:  # the runtime folder is gone, and the engine's socket and key with it: no daemon can reach it
+            self._order_stop(grace_s=0.0)
+        except OSError:  # the disk is full: the engine runs on, and the next change tries again
             self._dirty = True
 
     def _status(self) -> dict[str, Any]:

