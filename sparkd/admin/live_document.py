@@ -11,7 +11,7 @@ from sparkd import __version__
 from sparkd.engine.rates import Rates
 from sparkd.state.nouns import EngineMemory, Operation, OperationState, Progress, RankHandle, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
 OPERATIONS = 50

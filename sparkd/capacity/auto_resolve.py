@@ -12,14 +12,13 @@ from functools import partial
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, consulted, illegal
 from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
-from sparkd.capacity.footprint import PROCESS_BYTES
+from sparkd.capacity.footprint import PROCESS_BYTES, margin_of
 from sparkd.capacity.parallelism import uneven_groups
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
 from workers.kv.advice import largest
-from workers.kv.arithmetic import margin_of
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 
@@ -46,7 +45,7 @@ def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
     if args.share is not None:
         beside = PROCESS_BYTES[hardware.platform] if hardware.unified else 0
         return Room(min(free_bytes, own, int(args.share * hardware.memory_bytes) + beside))
-    margin = margin_of(hardware.memory_bytes, args.margin_bytes)
+    margin = margin_of(hardware, args.margin_bytes)
     return Room(min(free_bytes - margin, own), cache_limit(args, hardware.platform))
 
 

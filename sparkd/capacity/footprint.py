@@ -17,6 +17,7 @@ from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import Shape, reads_another_sequence, widest
+from workers.host.memory_limits import spare
 
 MIB = 1 << 20
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
@@ -34,7 +35,6 @@ LOADER_BYTES = 154 * MIB
 CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
-MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 # Tables of sines of another length, masks and the like, that a class keeps beside its parameters, in small models too.
 TABLE_BYTES = 16 * MIB
 # Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
@@ -167,7 +167,7 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     of_weights, of_cache, sureness = of_both(shape, quantization, exact, serving.unknown)
     guessed_cache = of_cache == GUESS and cache_bytes is None
     available = hardware.memory_bytes
-    margin = terms.margin_bytes if terms.margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
+    margin = margin_of(hardware, terms.margin_bytes)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     calibration = None if terms.calibrated else calibration_of(model, hardware, held if cuda else 0)
     if first_load_s is not None and calibration is not None:
@@ -191,6 +191,11 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
         upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], terms.requests) if guessed_cache else 0,
         calibration=calibration,
     )
+
+
+def margin_of(hardware: Hardware, asked: int | None) -> int:
+    """Bytes of a node that stay free beside an engine: the operator's margin (`asked`), or what `kv_cache: auto` leaves there."""
+    return spare(hardware.memory_bytes, shared=hardware.unified or hardware.platform != "cuda") if asked is None else asked
 
 
 def _weighed(formula: Weights, weight_bytes: int) -> Weights:

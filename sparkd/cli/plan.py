@@ -39,7 +39,7 @@ def plan(
         str | None, option("--speculative", metavar="HOW", help="Add a draft: off, ngram, suffix, mtp or dflash.")
     ] = None,
     margin: Annotated[
-        float | None, option("--margin", metavar="GIB", parser=MARGIN, help="Memory to leave free; default 1 GiB or 3 %.")
+        float | None, option("--margin", metavar="GIB", parser=MARGIN, help="Memory to leave free; 7 on a Spark by default.")
     ] = None,
     eager: Annotated[bool, option("--eager", help="Count no CUDA graphs.")] = False,
     docker: Annotated[bool, option("--docker", help="Print a `docker run` command instead.")] = False,

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
-    from workers.guard.policy import MemoryLimits
+    from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ class MemorySettings(Section):
 
     def limits(self, mem_total_bytes: int) -> MemoryLimits:
         """The guard's, on a node with so much memory."""
-        from workers.guard.policy import MemoryLimits
+        from workers.host.memory_limits import MemoryLimits
 
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in limits.items()})

@@ -11,7 +11,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from sparkd import metrics
 from sparkd.state.nouns import ModelState, Progress, RankFact, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
-from workers.guard.policy import LEVELS, MemoryLimits
+from workers.guard.policy import LEVELS
+from workers.host.memory_limits import MemoryLimits
 
 _models: set[str] = set()
 _nodes: set[str] = set()

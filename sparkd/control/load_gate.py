@@ -20,7 +20,7 @@ from sparkd.control.record import Record
 from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, Want
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 RETRY_AFTER_S = 30
 

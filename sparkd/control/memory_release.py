@@ -17,7 +17,7 @@ from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
 from sparkd.control.returning_memory import NodeSample, RankMemory, Returning, last_held
 from sparkd.state.nouns import RankFact, RankHandle, Reading
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
 # A smaller change may come from any other program on the machine, not from an engine's end.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
 # So much of it counts as all of it.

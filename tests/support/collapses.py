@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from workers.guard.memory_sampler import MemorySample, Trend, Vitals
-from workers.guard.policy import GIB, Decision, GuardedEngine, GuardState, MemoryLimits, decide, pace_s
+from workers.guard.policy import Decision, GuardedEngine, GuardState, decide, pace_s
+from workers.host.memory_limits import GIB, MemoryLimits
 
 TOTAL = 127_535_272 * 1024
 Course = Callable[[float], float]

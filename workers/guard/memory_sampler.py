@@ -52,12 +52,14 @@ class MemorySample:
 class Trend:
     """Slopes of available memory in bytes per second, negative while it shrinks: since the last look, over SHORT_S, over MIDDLE_S.
 
-    fell: bytes lost since at most LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: the time that the samples cover.
+    dropped, fell: bytes lost since at most MIDDLE_S and LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: the time
+    that the samples cover.
     """
 
     last: float = 0.0
     short: float = 0.0
     middle: float = 0.0
+    dropped: float = 0.0
     fell: float = 0.0
     scanned_per_s: float = 0.0
     swapped_per_s: float = 0.0
@@ -187,6 +189,7 @@ class Vitals:
             self._slope(2),
             self._slope(short),
             self._slope(middle),
+            max(0.0, self._at(middle, 1) - available),
             max(0.0, self._at(long, 1) - available),
             self._per_s(middle, 7),
             self._per_s(middle, 8),

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from workers.guard.memory_sampler import MemorySample, Trend
+from workers.host.memory_limits import GIB, RISE, MemoryLimits
 
-GIB = 1 << 30
 OK, TIGHT, PRESSED, CRITICAL = LEVELS = ("ok", "tight", "pressed", "critical")
 LOAD, CAPTURE, SERVE = "load", "capture", "serve"
 PHASES = {"starting": LOAD, "loading": LOAD, "warming": CAPTURE, "sizing": CAPTURE, "serving": SERVE}
@@ -28,7 +28,6 @@ REACH = {LOAD: 4.0, CAPTURE: 4.0, SERVE: 6.0}  # times the floor: a fall above t
 FAST_SHARE_PER_S = 0.002  # of all memory: a slower fall is no collapse
 SLOW_HORIZON_S = 30.0
 CREEP_SHARE = 0.0002
-RISE = 1.25
 CALM_S = 10.0
 PRESSED_S = 3.0
 # After a kill memory comes back late, and the next look may still show the old state.
@@ -38,32 +37,8 @@ DROP_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """Bytes of MemAvailable. Below soft no load begins. Below hard, with proof, the guard kills one engine. Floor must not be reached."""
-
-    soft: int
-    hard: int
-    floor: int
-
-    @classmethod
-    def of(cls, total: int, soft_gib: float | None = None, hard_gib: float | None = None, floor_gib: float | None = None) -> MemoryLimits:
-        """The defaults are 6, 4 and 2 GiB on a Spark, and the same shares of a smaller machine. `kv_cache: auto` leaves 3.6 GiB."""
-
-        def limit(configured_gib: float | None, default_gib: float) -> int:
-            if configured_gib is not None:
-                return int(configured_gib * GIB)
-            return min(int(default_gib * GIB), int(total * default_gib / 120))
-
-        return cls(limit(soft_gib, 6.0), limit(hard_gib, 4.0), limit(floor_gib, 2.0))
-
-    def hard_in(self, phase: str) -> int:
-        """The hard limit in bytes. Before SERVE it is half-way to the floor: capturing graphs dips to 4 GiB and then frees 36."""
-        return self.hard if phase == SERVE else (self.hard + self.floor) // 2
-
-
-@dataclass(frozen=True, slots=True)
 class GuardedEngine:
-    """One engine's rank on this node. held: bytes that its end frees, None if unknown.
+    """One engine's rank on this node. held: bytes that its end frees, None if unknown. growth: bytes that it may still take within plan.
 
     in_flight is None without a report from the daemon; the engine then counts as busy. A higher priority is killed later.
     """
@@ -72,6 +47,7 @@ class GuardedEngine:
     model: str
     phase: str = SERVE
     held: int | None = None
+    growth: int = 0
     in_flight: int | None = None
     priority: int = 50
     pinned: bool = False
@@ -119,9 +95,12 @@ def decide(
     phase = _phase(engines)
     reclaiming = trend.scanned_per_s >= SCANNED_PER_S or trend.swapped_per_s >= SWAPPED_PER_S
     left_s = trend.seconds_to(look.available, limits.floor)
+    planned = sum(engine.growth for engine in engines)
     fast = (
+        # The first full batches of engines that were sized take what was left for them, and end above soft.
+        trend.dropped > planned
         # The last step must fall too: memory that fell and then stays is no collapse.
-        max(trend.short, trend.last) <= -FAST_SHARE_PER_S * look.total
+        and max(trend.short, trend.last) <= -FAST_SHARE_PER_S * look.total
         and left_s is not None
         and left_s <= HORIZON_S[phase]
         and look.available <= REACH[phase] * limits.floor
@@ -129,7 +108,7 @@ def decide(
     state = replace(
         state,
         fast_looks=state.fast_looks + 1 if fast else 0,
-        low_looks=state.low_looks + 1 if look.available < limits.hard_in(phase) else 0,
+        low_looks=state.low_looks + 1 if look.available < hard_in(limits, phase) else 0,
         floor_looks=state.floor_looks + 1 if look.available < limits.floor else 0,
         last_looks=state.last_looks + 1 if look.available < limits.floor // 4 else 0,
     )
@@ -169,6 +148,11 @@ def pace_s(look: MemorySample, trend: Trend, limits: MemoryLimits, base_s: float
     return base_s / 5 if hurried else base_s
 
 
+def hard_in(limits: MemoryLimits, phase: str) -> int:
+    """The hard limit in bytes. Before SERVE it is half-way to the floor: capturing graphs dips to 4 GiB and then frees 36."""
+    return limits.hard if phase == SERVE else (limits.hard + limits.floor) // 2
+
+
 def _phase(engines: Sequence[GuardedEngine]) -> str:
     """The most patient phase among the engines. Only one engine of a node starts at a time."""
     phases = {engine.phase for engine in engines}
@@ -197,7 +181,7 @@ def _reason(
     if state.floor_looks >= looks and (reclaiming or crept):
         return f"{available}, below the floor of {limits.floor / GIB:.2f} GiB, {_proof(trend, reclaiming)}"
     if state.low_looks >= looks and (reclaiming or falling):
-        return f"{available}, below the limit of {limits.hard_in(phase) / GIB:.2f} GiB ({phase}), {_proof(trend, reclaiming)}"
+        return f"{available}, below the limit of {hard_in(limits, phase) / GIB:.2f} GiB ({phase}), {_proof(trend, reclaiming)}"
     return ""
 
 

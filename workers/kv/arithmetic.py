@@ -10,9 +10,6 @@ from typing import Any
 from workers.kv.advice import OTHER_PROGRAMS, Cure, advised, largest, least_written, most_written
 
 GIB = 2**30
-# A margin of 1 GiB, or of 3 % on a large machine, for memory that the driver, other processes and the first minutes of serving take and no
-# rehearsal shows.
-MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 # A first real prompt needs up to a quarter more than a dummy batch of the same size (measured by the authors of vLLM's extensible KV
 # cache on a GB200: "more than 25 %" beyond the allocated peak).
 PEAK_FACTOR = 1.25
@@ -154,11 +151,6 @@ class CacheDoesNotFit(Exception):
     def __init__(self, sentence: str, cures: Sequence[Cure] = ()) -> None:
         super().__init__(sentence)
         self.cures = tuple(cures)
-
-
-def margin_of(size: int, asked: int | None) -> int:
-    """Bytes to leave free of `size` bytes of memory: the operator's margin (`asked`) or the default."""
-    return asked if asked is not None else max(MARGIN_BYTES, int(size * MARGIN_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

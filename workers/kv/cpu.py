@@ -64,9 +64,15 @@ class CpuRehearsal:
         self._settle()
         return Demand(weights=self.weights).with_peaks(max(encoders, int(prefill)), int(decoding), apart=apart)
 
+    def keep(self) -> None:
+        """Nothing: the C allocator would give the memory back."""
+
     def read(self) -> MemoryReading:
         """The host's memory. Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
         return replace(host(), sharers=self._sharers)
+
+    def watch(self) -> MemoryReading:
+        return self.read()
 
     def taken(self) -> int:
         return taken_by_session()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from workers.kv import encoders
 from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.engine_identity import folders_of, identity_of
@@ -75,6 +76,16 @@ class CudaRehearsal:
         weights = int(runner.model_memory_usage)
         return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
 
+    def keep(self) -> None:
+        # torch's allocator keeps what a batch took: a real one of that size asks the driver for nothing.
+        runner: Any = self._worker.model_runner
+        with _refusals(), self._configured(), torch.inference_mode():
+            if getattr(runner, "supports_mm_inputs", False):
+                encoders.profile_run(runner)
+            largest_prefill(runner)
+            all_decoding(runner)
+            torch.cuda.synchronize(self._worker.device)
+
     def taken(self) -> int:
         processes = taken_by_session() if self.read().is_shared else 0
         return torch.cuda.memory_reserved(self._worker.device) + CONTEXT_BYTES + processes
@@ -93,6 +104,11 @@ class CudaRehearsal:
         if integrated:
             reading = replace(reading, available=max(0, reading.available - self.frontends), free=max(0, reading.free - self.frontends))
         return replace(reading, device_free=max(0, free - self.frontends), device_total=total, integrated=integrated)
+
+    def watch(self) -> MemoryReading:
+        # torch keeps a device's properties from the first question on, so this asks no driver.
+        integrated = torch.cuda.get_device_properties(self._worker.device).is_integrated
+        return host() if integrated else self.read()
 
     def mark(self) -> None:
         """Begin a batch's peak. Only the first call counts, because the sampler's part of a batch runs after the model's."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workers.kv.arithmetic import GIB, CacheCosts, Demand, Reserved, margin_of
+from workers.host.memory_limits import spare
+from workers.kv.arithmetic import GIB, CacheCosts, Demand, Reserved
 from workers.kv.memory import MemoryReading
 from workers.kv.settings import BLOCKS_FLAG, SIZES, CacheSettings
 
@@ -70,8 +71,10 @@ class CacheRequest:
 
     def margin(self, reading: MemoryReading) -> int:
         """This rank's part of the memory that stays free on the machine."""
-        requested = self._settings.margin_bytes
-        return margin_of(reading.size, None if requested is None else requested // reading.sharers)
+        asked = self._settings.margin_bytes
+        if asked is None:
+            asked = spare(reading.size * reading.sharers, shared=reading.is_shared)
+        return asked // reading.sharers
 
 
 def _whole(size: float, block: int) -> int:

@@ -29,7 +29,7 @@ class CacheSettings:
     sequences: the number of requests of `at` tokens each (None: of max_model_len).
     at_most_bytes: limits `auto`.
     reserved_bytes: limits the whole engine on this node, with its processes and weights.
-    margin_bytes: stays free in addition to the cache; None for the default of arithmetic.py.
+    margin_bytes: stays free in addition to the cache; None for the default (workers.host.memory_limits).
     profiles: folder of the profiles of earlier starts; report: file for the result of the sizing. None for neither.
     engine: the digest by which the starter of this engine looks up its profile.
     blocks: vLLM's --num-gpu-blocks-override, which is not part of SPARKD_KV. It overrides every size and limit here and in vLLM.

@@ -18,7 +18,7 @@ from workers.kv.memory import MemoryReading, lowest
 from workers.kv.memory_floor import Floor, floor_of
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.report import Report
-from workers.kv.request import CacheRequest
+from workers.kv.request import PLENTY_BYTES, CacheRequest
 from workers.kv.settings import CacheSettings
 from workers.kv.symbols import Missing
 
@@ -48,7 +48,13 @@ class Rehearsal(Batches, Protocol):
     def rehearse(self, scale: float) -> Demand:
         """Run the largest batches on a minimal cache and remove it; the compile run's peak does not count. Raises Missing, RanOut."""
 
+    def keep(self) -> None:
+        """Run the largest batches on the real cache, after the capture, and keep their memory. Raises Missing, RanOut."""
+
     def read(self) -> MemoryReading: ...
+
+    def watch(self) -> MemoryReading:
+        """The reading that the floor watches. Where the cache is in the host's memory it asks no driver, which may hang."""
 
     def untouched(self, pool_bytes: int) -> int:
         """Bytes of an allocated cache that the system still counts as free."""
@@ -102,6 +108,7 @@ class Sizing:
         self._warm_bytes = 0
         self._ranks = 1
         self._pool: CachePool | None = None
+        self._held = 0
         self._need: CacheCosts | None = None
         self._seconds = 0.0
         self._sentence = ""
@@ -170,19 +177,31 @@ class Sizing:
         )
 
     def ready(self) -> None:
-        """Called after warm-up and capture: compare the free memory with the expectation, and keep the profile for the next start."""
+        """Called after warm-up and capture: run the largest batches once more, so that ready means that they have fitted, compare the free
+        memory with the expectation, and keep the profile for the next start."""
         if self._pool is None or self._need is None:
             return
+        try:
+            self._rehearsal.keep()
+        except RanOut as refusal:
+            raise self._set_back(refusal) from None
+        except (Missing, AttributeError, TypeError, ImportError, AssertionError) as error:
+            # As in the rehearsal: what is private to vLLM may be missing, or behave differently.
+            logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(error).__name__, error)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
-        slack = reading.room + self._rehearsal.idle() - self._rehearsal.untouched(self._pool.bytes)
-        error = slack - self._pool.expected_slack
-        wrong = abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size))
+        idle, untouched = self._rehearsal.idle(), self._rehearsal.untouched(self._pool.bytes)
+        slack = reading.room + idle - untouched
         demand = self._pool.demand
-        if wrong and self._source != "plenty":
-            demand = replace(demand, graphs=max(0, demand.graphs - error))
+        error = slack - self._pool.expected_slack
+        # By how much less the engine itself holds, its allocator's reserve apart, than it should.
+        grown = (self._rehearsal.taken() - self._held) // reading.sharers - (idle - demand.reusable)
+        own = self._pool.bytes - untouched + demand.graphs - grown
+        if abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size)) and self._source != "plenty":
+            known = min(error, max(0, own)) if error > 0 else max(error, min(0, own))
+            demand = replace(demand, graphs=max(0, demand.graphs - known))
             what_now = "the profile is corrected" if self._learned is not None else "the next start knows"
-            if demand == self._pool.demand:  # more is free than the demand can explain, so other processes have freed it
-                what_now = "other processes have freed memory meanwhile, and the profile stays"
+            if demand == self._pool.demand:
+                what_now = "other processes' memory is the difference, and the profile stays"
             expected = self._pool.expected_slack
             logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, what_now)
         starts = 0 if self._learned is None else self._learned.starts + 1
@@ -192,7 +211,8 @@ class Sizing:
         if self._source != "plenty":
             self._profiles.keep(self._key, profile, self._about)
             self._watch_load(profile)
-        self._report.tell("ready", slack_bytes=slack, error_bytes=error)
+        batch = PLENTY_BYTES if self._source == "plenty" else int(demand.peak * PEAK_FACTOR)
+        self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=untouched + max(0, batch - idle))
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
     def _watch_load(self, profile: MeasuredProfile) -> None:
@@ -264,7 +284,7 @@ class Sizing:
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
         demand = Demand()
-        with Floor(self._rehearsal.read, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
+        with Floor(self._rehearsal.watch, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
             if course.source == "rehearsal":
                 demand = self._rehearsed(course.setbacks)
                 self._seconds = time.monotonic() - began
@@ -281,6 +301,7 @@ class Sizing:
         margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
         bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
         sized = pool(reading.room, demand, margin, need, bounds)
+        self._held = self._rehearsal.taken()
         reasons = "; ".join(reason for reason in (wish.why(), sized.limit, course.why) if reason) or None
         self._pool = sized
         self._source = course.source

@@ -23,6 +23,8 @@ _SIZES = ("pool_bytes", "tokens", "room_bytes", "margin_bytes", "graphs_bytes", 
 _SHARES = ("sequences", "bytes_per_token")
 _DIFFERENCES = ("spare_bytes", "slack_bytes", "error_bytes")
 LIMITED = "limited_by_other_rank"
+# For the guard of the node alone.
+GROWTH = "growth_bytes"
 # vLLM's log has whole hundredths of a GiB: of less, a token's share of it says little.
 EXACT_GIB = 1.0
 _TOLD_OF_ALL = ("bytes_per_token", "sequences", "source_why", "peak_why", "why")
@@ -50,13 +52,20 @@ def read_kv(path: Path) -> dict[str, Any]:
     deciding = _deciding(files, phase)
     by_rank = [{name: report[name] for name in BY_RANK} for report in sorted(files, key=lambda report: report["rank"])]
     return {
-        **{name: value for name, value in deciding.items() if name not in ("at", LIMITED)},
+        **{name: value for name, value in deciding.items() if name not in ("at", LIMITED, GROWTH)},
         "phase": phase,
         "slack_bytes": _least([report["slack_bytes"] for report in files]),
         "ranks": len(files),
         "why": deciding["why"] or _comparison(by_rank, deciding),
         "by_rank": by_rank,
     }
+
+
+def growth_of(path: Path) -> int:
+    """Bytes that the ranks of an engine on this node may still take within their plan. 0 before they are ready, and where vLLM sized the
+    cache."""
+    ready = [report for report in map(_read, paths_of(path)) if report is not None and report["phase"] == "ready"]
+    return sum(report[GROWTH] or 0 for report in ready)
 
 
 def over_nodes(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,7 +164,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         "rank": int(rank) if rank <= MAX_RANK else 0,
         LIMITED: raw.get("limited_by_other_rank") is True,
         "source": raw["source"] if raw.get("source") in SOURCES else None,
-        **{name: _whole(number(raw.get(name))) for name in _SIZES},
+        **{name: _whole(number(raw.get(name))) for name in (*_SIZES, GROWTH)},
         **{name: number(raw.get(name)) for name in _SHARES},
         **{name: _whole(signed(raw.get(name))) for name in _DIFFERENCES},
         "source_why": text(raw.get("source_why"), WHY_CHARS),

@@ -18,7 +18,7 @@ from sparkd.engine.rates import Rates
 from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, OperationState, Progress, RankHandle, Reading
 from sparkd.state.snapshot import NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
 READING = Reading(

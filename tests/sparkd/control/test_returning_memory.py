@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from sparkd.control.returning_memory import GIB, NodeSample, RankMemory, Returning, last_held
-from workers.guard.policy import MemoryLimits
+from workers.host.memory_limits import MemoryLimits
 
 LIMITS = MemoryLimits.of(121 * GIB)
 # By a second since the end: GiB available, and GiB that living engines hold.

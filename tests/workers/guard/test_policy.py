@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tests.support.collapses import STILL, TOTAL, Lived, Story, line, live
+from tests.support.collapses import STILL, TOTAL, Course, Lived, Story, line, live
 from workers.guard.memory_sampler import MemorySample, Trend, Vitals
 from workers.guard.policy import (
     CALM_S,
@@ -15,7 +17,6 @@ from workers.guard.policy import (
     CREEP_SHARE,
     CRITICAL,
     FAST_SHARE_PER_S,
-    GIB,
     HORIZON_S,
     LOAD,
     LOOKS,
@@ -29,11 +30,12 @@ from workers.guard.policy import (
     TIGHT,
     GuardedEngine,
     GuardState,
-    MemoryLimits,
     choose,
     decide,
+    hard_in,
     pace_s,
 )
+from workers.host.memory_limits import GIB, MemoryLimits, spare
 
 MEMINFO = Path(__file__).parents[2] / "fixtures" / "meminfo"
 LIMITS = MemoryLimits.of(TOTAL)
@@ -114,6 +116,55 @@ def test_captured_readings_alone_kill_nobody(file: str, level: str, tmp_path: Pa
     assert decision.level == level
 
 
+# Within plan: nobody may be killed, whatever the course. Beyond it: before the floor.
+
+COURSES = 1000
+
+
+def eased(random: Random, start_s: float, taken_gib: float) -> Course:
+    """Takes so much from start_s on, within 0.1 to 5 s: at once, in steps as of a long prefill, or in bursts that come back."""
+    lasts_s, steps, kind = random.uniform(0.1, 5.0), random.randint(1, 12), random.choice(("line", "steps", "bursts"))
+
+    def at(t: float) -> float:
+        share = min(1.0, max(0.0, (t - start_s) / lasts_s))
+        if kind == "steps":
+            share = ceil(share * steps) / steps
+        if kind == "bursts" and t > start_s:
+            share = 1.0 if int((t - start_s) / lasts_s * steps) % 2 == 0 else 0.0
+        return taken_gib * share
+
+    return at
+
+
+def test_engines_that_stay_within_plan_are_never_killed() -> None:
+    """The first full batch of an engine that was sized, a second engine's beside it, a backup that reads the whole disk meanwhile."""
+    random = Random(34)
+    for number in range(COURSES):
+        growths = [random.uniform(0.0, 8.0) for _ in range(random.randint(1, 2))]
+        courses = [eased(random, random.uniform(2, 8), growth * random.uniform(0.3, 1.0)) for growth in growths]
+        scans = random.choice((0.0, 3000.0))
+        free_gib = spare(TOTAL) / GIB + sum(growths)
+
+        def available(t: float, free_gib: float = free_gib, courses: list[Course] = courses) -> float:
+            return free_gib - sum(course(t) for course in courses)
+
+        story = Story(available, 20, scanned=lambda t, scans=scans: scans * t)
+        engines = [replace(SERVING, rank_id=str(rank), growth=int(growth * GIB)) for rank, growth in enumerate(growths)]
+        lived = live(story, engines)
+        assert lived.kills == [], (number, growths, lived)
+        assert set(lived.levels) == {OK}, "an engine that auto has sized does not make its node tight"
+
+
+def test_engines_that_run_away_beyond_plan_are_killed_before_the_floor() -> None:
+    random = Random(35)
+    for number in range(COURSES):
+        growth, rate = random.uniform(0.0, 4.0), random.uniform(0.2, 4.0)
+        free_gib, start_s = spare(TOTAL) / GIB + growth, random.uniform(2, 8)
+        story = Story(line((start_s, free_gib), (start_s + free_gib / rate, 0)), start_s + free_gib / rate)
+        lived = live(story, [replace(SERVING, growth=int(growth * GIB))])
+        assert lived.kills and lived.kills[0][1] > LIMITS.floor / GIB, (number, growth, rate, lived)
+
+
 def test_a_flood_while_a_model_loads_is_answered_by_dropping_the_cache_now_and_then() -> None:
     flood = Story(lambda t: 110, 60, free=lambda t: 3.2)
     assert live(flood, [LOADING]).drops == 7
@@ -130,13 +181,13 @@ FLOOR, HARD = LIMITS.floor, LIMITS.hard
 PROOFS = {
     "reclaim below hard": (HARD - 1, Trend(scanned_per_s=SCANNED_PER_S), SERVE, 2),
     "swapping below hard": (HARD - 1, Trend(swapped_per_s=SWAPPED_PER_S), SERVE, 2),
-    "reclaim while graphs are captured": (LIMITS.hard_in(CAPTURE) - 1, Trend(scanned_per_s=SCANNED_PER_S), CAPTURE, 3),
+    "reclaim while graphs are captured": (hard_in(LIMITS, CAPTURE) - 1, Trend(scanned_per_s=SCANNED_PER_S), CAPTURE, 3),
     "reclaim at hard": (HARD, Trend(scanned_per_s=SCANNED_PER_S), SERVE, None),
     "a slow fall that ends in 30 s": (FLOOR + int(SLOW * SLOW_HORIZON_S), Trend(middle=-SLOW), SERVE, 2),
     "one that ends later": (FLOOR + int(SLOW * SLOW_HORIZON_S) + 1, Trend(middle=-SLOW), SERVE, None),
-    "a fast fall that ends in 2 s": (FLOOR + int(FAST * HORIZON_S[SERVE]), Trend(last=-FAST, short=-FAST), SERVE, 2),
-    "a fall in GiB that ends in 2 s": (int(REACH[SERVE] * FLOOR), Trend(last=-5 * GIB, short=-5 * GIB), SERVE, 2),
-    "one from further above": (int(REACH[SERVE] * FLOOR) + 1, Trend(last=-6 * GIB, short=-6 * GIB), SERVE, None),
+    "a fast fall that ends in 2 s": (FLOOR + int(FAST * HORIZON_S[SERVE]), Trend(last=-FAST, short=-FAST, dropped=1), SERVE, 2),
+    "a fall in GiB that ends in 2 s": (int(REACH[SERVE] * FLOOR), Trend(last=-5 * GIB, short=-5 * GIB, dropped=1), SERVE, 2),
+    "one from further above": (int(REACH[SERVE] * FLOOR) + 1, Trend(last=-6 * GIB, short=-6 * GIB, dropped=1), SERVE, None),
     "below the floor after a creep": (FLOOR - 1, Trend(fell=CREPT), SERVE, 2),
     "below the floor by reclaim alone": (FLOOR - 1, Trend(scanned_per_s=SCANNED_PER_S), SERVE, 2),
     "at the floor after a creep": (FLOOR, Trend(fell=CREPT), SERVE, None),
@@ -221,12 +272,8 @@ def test_without_an_engine_there_is_nobody_to_kill_and_the_level_says_it() -> No
     assert CRITICAL in lived.levels and not lived.kills
 
 
-def test_limits_are_shares_of_a_smaller_machine_and_what_was_configured() -> None:
-    assert [value / GIB for value in (LIMITS.soft, LIMITS.hard, LIMITS.floor)] == [6, 4, 2]
-    small = MemoryLimits.of(24 * GIB)
-    assert small.floor < small.hard < small.soft < 1.3 * GIB
-    assert MemoryLimits.of(TOTAL, 10, 8.5, 1) == MemoryLimits(10 * GIB, int(8.5 * GIB), GIB)
-    assert LIMITS.floor < LIMITS.hard_in(CAPTURE) < LIMITS.hard_in(SERVE)
+def test_the_limit_is_lower_while_a_model_starts() -> None:
+    assert LIMITS.floor < hard_in(LIMITS, LOAD) == hard_in(LIMITS, CAPTURE) < hard_in(LIMITS, SERVE) == LIMITS.hard
     assert set(LOOKS) == {LOAD, CAPTURE, SERVE}
 
 

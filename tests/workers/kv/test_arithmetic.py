@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.facts import facts
+from workers.host.memory_limits import spare
 from workers.kv.advice import OTHER_PROGRAMS, advised
 from workers.kv.arithmetic import (
     GIB,
@@ -16,12 +17,13 @@ from workers.kv.arithmetic import (
     Reserved,
     SizeBounds,
     longest,
-    margin_of,
     pool,
     smaller_batch,
     too_little,
 )
 from workers.kv.memory import MemoryReading, host
+from workers.kv.request import CacheRequest
+from workers.kv.settings import CacheSettings
 
 NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
 # Weights are in memory already when room is read; they are here for the sentence.
@@ -57,14 +59,6 @@ def test_the_cache_is_what_is_left(room, demand, margin, asked, at_most, expecte
     assert made.bytes + made.demand.ahead + made.margin + made.spare == room
     assert made.expected_slack == room - expected - demand.graphs + demand.reusable
     assert made.spare >= 0
-
-
-@pytest.mark.parametrize(
-    ("size", "asked", "expected"),
-    [(24 * GIB, None, GIB), (121 * GIB, None, int(121 * GIB * 0.03)), (121 * GIB, 0, 0), (24 * GIB, 5 * GIB, 5 * GIB)],
-)
-def test_the_margin_is_a_gibibyte_or_three_percent(size, asked, expected):
-    assert margin_of(size, asked) == expected
 
 
 def refused(room: int, demand: Demand, margin: int, need: CacheCosts, bounds: SizeBounds | None = None) -> CacheDoesNotFit:
@@ -226,15 +220,15 @@ def test_no_batch_is_advised_where_none_was_rehearsed():
 
 @pytest.mark.parametrize(
     ("capture", "gib"),
-    [("page-cache-flood", 77.93), ("three-models-resident", 11.26), ("tight-pool", None)],
+    [("page-cache-flood", 74.57), ("three-models-resident", 7.90), ("tight-pool", None)],
 )
 def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
-    """Its readings, less what the demand needs and 3 %; weights are what the captures already hold."""
+    """Its readings, less what the demand needs and what stays free; weights are what the captures already hold."""
     reading = spark(tmp_path, capture)
-    margin = margin_of(reading.size, None)
-    assert margin == int(0.03 * reading.total)
+    margin = CacheRequest(CacheSettings(), lambda: 0).margin(reading)
+    assert margin == spare(reading.total)
     if gib is None:
-        assert sum_of(refused(reading.room, DEMAND, margin, NEED)) == "32768 4.02 0.00 7.13 1.00 4.00 3.65"
+        assert sum_of(refused(reading.room, DEMAND, margin, NEED)) == "32768 4.02 0.00 7.13 1.00 4.00 7.00"
         return
     made = pool(reading.room, DEMAND, margin, NEED)
     assert made.bytes / GIB == pytest.approx(gib, abs=0.01)

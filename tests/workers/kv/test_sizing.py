@@ -17,6 +17,7 @@ from workers.kv.advice import Cure, advised
 from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.memory import MemoryReading
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
+from workers.kv.request import PLENTY_BYTES
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.symbols import Missing
@@ -38,6 +39,8 @@ class Machine:
         self.ran_out = ran_out
         self.reserve = 0
         self.batch = 0
+        self.kept = self.own = 0
+        self.refuses = ""
         self.did: list[str] = []
 
     def warm(self) -> int:
@@ -54,14 +57,26 @@ class Machine:
             raise RanOut(self.ran_out)
         return self.demand
 
+    def keep(self) -> None:
+        """The allocator keeps what the largest batch took of the room."""
+        if self.refuses:
+            raise RanOut(self.refuses)
+        self.kept += 1
+        taken = max(0, self.demand.peak - self.reserve)
+        self.own += taken
+        self.room, self.reserve = self.room - taken * self.sharers, self.reserve + taken
+
     def read(self) -> MemoryReading:
         return MemoryReading(128 * GIB, self.room, self.room, 0, sharers=self.sharers)
+
+    def watch(self) -> MemoryReading:
+        return self.read()
 
     def untouched(self, pool_bytes: int) -> int:
         return 0
 
     def taken(self) -> int:
-        return self.demand.weights + 3 * GIB
+        return self.demand.weights + 3 * GIB + self.own
 
     def idle(self) -> int:
         return self.reserve
@@ -88,6 +103,7 @@ def start(machine: Machine, folder: Path, leave: Callable[[int], None] = lambda 
 def serve(sizing: Sizing, machine: Machine, size: int, graphs: int) -> None:
     """The cache is allocated, graphs are captured."""
     machine.room -= size + graphs
+    machine.own += size + graphs
     sizing.allocated((size - BLOCK) / NEED.per_request)
     sizing.ready()
 
@@ -101,6 +117,57 @@ def learned_in(folder: Path) -> MeasuredProfile:
     profile = Profiles(str(folder / "profiles")).find(key_of({"model": "m"}))
     assert profile is not None
     return profile
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, 1), ({"bytes": 10 * GIB}, 1)])
+def test_ready_means_that_the_largest_batch_has_fitted(tmp_path, settings, kept):
+    machine = Machine(40 * GIB)
+    sizing, size = start(machine, tmp_path, **settings)
+    serve(sizing, machine, size, DEMAND.graphs)
+    assert (machine.kept, told(tmp_path)["phase"]) == (kept, "ready")
+
+
+def test_an_engine_may_grow_by_what_a_real_batch_takes_beyond_the_kept_one(tmp_path):
+    """And, where its cache is taken page by page, by that: the guard counts what is beyond."""
+    machine = Machine(40 * GIB)
+    sizing, size = start(machine, tmp_path)
+    serve(sizing, machine, size, DEMAND.graphs)
+    assert told(tmp_path)["growth_bytes"] == int(DEMAND.peak * 1.25) - DEMAND.peak
+
+    other = tmp_path / "other"
+    other.mkdir()
+    machine = Machine(60 * GIB)
+    machine.untouched = lambda pool_bytes: pool_bytes // 2  # type: ignore[method-assign]
+    machine.keep = lambda: None  # type: ignore[method-assign]
+    sizing, size = start(machine, other, bytes=10 * GIB)
+    serve(sizing, machine, size, DEMAND.graphs)
+    assert told(other)["growth_bytes"] == size // 2 + PLENTY_BYTES, "no batch was rehearsed"
+
+
+@pytest.mark.parametrize("error", [Missing("_dummy_run"), TypeError("unexpected keyword"), AssertionError()])
+def test_a_release_that_runs_no_largest_batch_on_the_real_cache_is_ready_all_the_same(tmp_path, caplog, monkeypatch, error):
+    machine = Machine(40 * GIB)
+    sizing, size = start(machine, tmp_path)
+
+    def keep() -> None:
+        raise error
+
+    monkeypatch.setattr(machine, "keep", keep)
+    serve(sizing, machine, size, DEMAND.graphs)
+    assert told(tmp_path)["phase"] == "ready"
+    assert type(error).__name__ in caplog.text
+
+
+def test_a_device_that_refuses_the_largest_batch_on_the_real_cache_is_not_ready(tmp_path):
+    machine = Machine(40 * GIB)
+    sizing, size = start(machine, tmp_path)
+    machine.refuses = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    with pytest.raises(ValueError, match=re.escape(machine.refuses)):
+        serve(sizing, machine, size, DEMAND.graphs)
+    assert told(tmp_path)["phase"] == "refused"
+    following = Machine(40 * GIB)
+    start(following, tmp_path)
+    assert following.did == ["rehearse 0.5"]
 
 
 def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
@@ -149,14 +216,15 @@ def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, capl
     assert told(tmp_path)["slack_bytes"] == int(3.5 * GIB)
 
 
-def test_what_others_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, caplog):
+@pytest.mark.parametrize("others", [3 * GIB, -3 * GIB])
+def test_what_others_took_or_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, caplog, others):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
-    machine = Machine(40 * GIB, Demand(peak=GIB))
+    machine = Machine(40 * GIB, Demand(graphs=2 * GIB, peak=GIB))
     sizing, size = start(machine, tmp_path)
-    machine.room += 3 * GIB
-    serve(sizing, machine, size, 0)
-    assert told(tmp_path)["error_bytes"] == 3 * GIB
-    assert "5.25 2.25 " in facts(caplog.text) and "corrected" not in caplog.text
+    machine.room += others
+    serve(sizing, machine, size, 2 * GIB)
+    assert told(tmp_path)["error_bytes"] == others
+    assert "other processes" in caplog.text and "corrected" not in caplog.text
     assert learned_in(tmp_path).demand == machine.demand
 
 

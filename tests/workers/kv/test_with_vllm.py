@@ -69,6 +69,30 @@ def test_a_batchs_peak_counts_from_where_its_model_began(rehearsal, monkeypatch)
     assert (rehearsal.taken_by_batch(), len(resets)) == (4 * GIB, 1)
 
 
+@pytest.mark.parametrize(("images", "ran"), [(True, ["images", "prefill", "decoding"]), (False, ["prefill", "decoding"])])
+def test_the_largest_batches_run_once_more_on_the_real_cache_and_nothing_is_given_back(rehearsal, monkeypatch, images, ran):
+    did: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_args: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("empty"))
+    monkeypatch.setattr("workers.kv.cuda.largest_prefill", lambda _runner: did.append("prefill"))
+    monkeypatch.setattr("workers.kv.cuda.all_decoding", lambda _runner: did.append("decoding"))
+    runner = SimpleNamespace(supports_mm_inputs=images, profile_run=lambda: did.append("images"))
+    rehearsal._worker.model_runner, rehearsal._worker.vllm_config = runner, None
+    monkeypatch.setattr("workers.kv.cuda.encoders.profile_run", lambda runner: runner.profile_run())
+    rehearsal.keep()
+    assert did == ran
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_a_driver_that_hangs_does_not_blind_the_floor_of_shared_memory(rehearsal, monkeypatch, integrated):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(is_integrated=integrated))
+    monkeypatch.setattr("workers.kv.cuda.host", lambda: MemoryReading(64 * GIB, 40 * GIB, 7 * GIB, 0))
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (asked.append(device), (7 * GIB, 80 * GIB))[1])
+    assert rehearsal.watch().room == (40 if integrated else 7) * GIB
+    assert len(asked) == (not integrated)
+
+
 def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
     did: list[str] = []
 
