@@ -9,7 +9,7 @@ GIB = 1 << 30
 # guard calls tight, and above what ends a tight time (RISE).
 SPARE_GIB, SOFT_GIB, HARD_GIB, FLOOR_GIB = 7.0, 6.0, 4.0, 2.0
 SPARK_GIB = 120
-# The share of a GPU's own memory, where that is at least 1 GiB.
+# The share of a GPU's own memory.
 DEVICE_SHARE = 0.03
 RISE = 1.1
 
@@ -30,9 +30,9 @@ class MemoryLimits:
 
 
 def spare(total: int, *, shared: bool = True) -> int:
-    """Bytes that `kv_cache: auto` leaves of `total`: for the driver, other programs, and whatever else no rehearsal shows. shared: whether
-    the cache is in the node's memory, which the guard watches; else in a GPU's own."""
-    return _share(total, SPARE_GIB) if shared else max(GIB, int(total * DEVICE_SHARE))
+    """Bytes that `kv_cache: auto` leaves of `total`, at least 1 GiB: for the driver, other programs, and whatever else no rehearsal shows.
+    shared: whether the cache is in the node's memory, which the guard watches; else in a GPU's own."""
+    return max(GIB, _share(total, SPARE_GIB) if shared else int(total * DEVICE_SHARE))
 
 
 def _share(total: int, gib: float) -> int:

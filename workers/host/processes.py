@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 RANK_ID_VARIABLE = "SPARKD_RANK_ID"
+# The name that a shim gives itself.
+SHIM_NAME = "sparkd-rank"
 RUN_DIR_VARIABLE = "SPARKD_RUN_DIR"
 STOP = signal.SIGTERM
 STOP_NOW = signal.SIGUSR1
@@ -43,7 +45,7 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class Stat:
     """A line of /proc/PID/stat. state: the kernel's letter; session: the pid of the session's first process; cpu_ticks: clock ticks used by
-    the process and its ended children (compilers, each of which lives for seconds)."""
+    the process and its ended children (compilers, each of which lives for seconds); name: of its program, or what it calls itself."""
 
     pid: int
     state: str
@@ -51,6 +53,7 @@ class Stat:
     session: int
     start_ticks: int
     cpu_ticks: int = 0
+    name: str = ""
 
 
 def boot_id() -> str:
@@ -74,8 +77,9 @@ def read_stat(pid: int, proc: str = PROC) -> Stat | None:
     if not text:
         return None
     # The command name stands in parentheses and may hold anything, parentheses and spaces included.
-    fields = text[text.rfind(b")") + 2 :].split()
-    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])))
+    end = text.rfind(b")")
+    fields, name = text[end + 2 :].split(), os.fsdecode(text[text.find(b"(") + 1 : end])
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])), name)
 
 
 def table() -> dict[int, Stat]:

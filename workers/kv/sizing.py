@@ -185,9 +185,9 @@ class Sizing:
             self._rehearsal.keep()
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except (Missing, AttributeError, TypeError, ImportError, AssertionError) as error:
+        except (Missing, AttributeError, TypeError, ImportError, AssertionError) as other:
             # As in the rehearsal: what is private to vLLM may be missing, or behave differently.
-            logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(error).__name__, error)
+            logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(other).__name__, other)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
         idle, untouched = self._rehearsal.idle(), self._rehearsal.untouched(self._pool.bytes)
         slack = reading.room + idle - untouched

@@ -119,13 +119,13 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
     status = read_status(path)
-    shim = identity_of(handle, "pid", "start_ticks") or identity_of(status.get("handle"), "pid", "start_ticks")
+    shim = _shim_of(handle) or _shim_of(status.get("handle"))
     if shim and processes.send(shim, processes.STOP) and not processes.wait_gone([shim], timeout_s=grace_s):
         processes.send(shim, processes.STOP_NOW)
         processes.wait_gone([shim], timeout_s=SHIM_TIMEOUT_S)
     status = read_status(path)
     ordered_here = bool(shim and processes.is_alive(shim))
-    survivors = _kill_from_outside(rank_id, run_dir, shim, identity_of(status, "engine_pid", "engine_start_ticks"))
+    survivors = _kill_from_outside(rank_id, run_dir, shim, _engine_of(status, shim))
     if ordered_here and status.get("handle") and status.get("state") != "exited":
         status |= {"state": "exited", "stop_ordered": True}
         with suppress(OSError):  # a full disk: the rank has ended and will be forgotten
@@ -143,9 +143,8 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 def verify_gone(rank_id: str, run_dir: str) -> list[int]:
     """The pids of the rank's living processes, including its shim; empty when it is gone."""
     status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
-    shim = identity_of(status.get("handle"), "pid", "start_ticks")
-    engine = identity_of(status, "engine_pid", "engine_start_ticks")
-    pids = set(processes.members(shim=shim, engine=engine, worker=worker_of(run_dir, rank_id)))
+    shim = _shim_of(status.get("handle"))
+    pids = set(processes.members(shim=shim, engine=_engine_of(status, shim), worker=worker_of(run_dir, rank_id)))
     if shim and processes.is_alive(shim):
         pids.add(shim.pid)
     return sorted(pids)
@@ -218,6 +217,21 @@ def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
         output = lines[-1] if lines else "it wrote nothing"
         reason = f"The shim of the rank {spec.rank_id} failed: {output}. Check the installation of sparkd on this node."
     raise RankError(reason)
+
+
+def _shim_of(handle: object) -> Identity | None:
+    """The shim in a handle, dead or alive; None if a living process with that identity is no shim. The folder's owner may have written the
+    numbers of a stranger's process, which are for everybody to read."""
+    shim = identity_of(handle, "pid", "start_ticks")
+    stat = processes.read_stat(shim.pid) if shim and processes.is_alive(shim) else None
+    return None if stat and stat.name != processes.SHIM_NAME else shim
+
+
+def _engine_of(status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
+    """The engine in a status, dead or alive; None if that process lives and is not of its shim's session."""
+    engine = identity_of(status, "engine_pid", "engine_start_ticks")
+    stat = processes.read_stat(engine.pid) if engine and processes.is_alive(engine) else None
+    return None if stat and (shim is None or stat.session != shim.pid) else engine
 
 
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:

@@ -295,7 +295,7 @@ def main() -> None:
     os.chdir("/")
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
-    processes.prctl(processes.PR_SET_NAME, ctypes.create_string_buffer(b"sparkd-rank"))
+    processes.prctl(processes.PR_SET_NAME, ctypes.create_string_buffer(processes.SHIM_NAME.encode()))
     _lower_own_oom_score()
     answer_fd = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
     null = os.open(os.devnull, os.O_RDWR)

@@ -25,6 +25,7 @@ from tests.support.accounts import account, advice, needed_gib, needing, resolve
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
+from workers.host.memory_limits import spare
 from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
@@ -165,7 +166,7 @@ def test_auto_is_the_longest_context_that_fits(folder: Path) -> None:
     assert (longest(room), longest(room - 1)) == (50 * 1024, 49 * 1024)
 
 
-KEPT = int(121 * GIB * 0.03)  # of a Spark's memory, as the worker leaves free where nobody says
+KEPT = spare(121 * GIB)  # of a Spark's memory, as the worker leaves free where the entry has no margin
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
 from tests.support.inventories import known
 from tests.support.published_tensors import tensors_of
+from workers.host.memory_limits import spare
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")
@@ -64,7 +65,7 @@ def test_the_parts_are_the_whole() -> None:
     assert found.total == sum(found.parts.values()) == found.fixed + found.parts["kv"]
     assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total
     assert found.room == found.free_bytes + found.parts["kv"]
-    assert found.margin_bytes == int(0.03 * SPARK.memory_bytes) and of(margin_bytes=5).margin_bytes == 5
+    assert found.margin_bytes == spare(SPARK.memory_bytes) and of(margin_bytes=5).margin_bytes == 5
     assert of(hardware=replace(SPARK, memory_bytes=9 * GIB)).margin_bytes == GIB
 
 

@@ -190,7 +190,7 @@ def test_nodes_share_no_model_over_a_cable_that_is_not_sound(stage: Stage) -> No
     finally:
         stage.there.set_mtu(1500)
 
-    assert refused["reason"] == "DoesNotFit"
+    assert refused["reason"] == "Unlinked"
     assert lacking(refused["message"], "shared", "2 nodes (tensor_parallel)", "MTU 1500", "1400", "mtu: 9000") == []
 
 

@@ -147,7 +147,7 @@ def test_the_bytes_of_a_load_reach_everybody_who_watches_and_a_cancelled_one_end
     ("name", "reason", "words"),
     [
         ("cut-off", "LoadFailed", ["model-2.safetensors", "`sparkd logs cut-off`"]),
-        ("greedy", "KvCacheDoesNotFit", ["100.0 GiB", "62.0 GiB", "64.0 GiB", "`sparkd logs greedy`"]),
+        ("greedy", "KvCacheDoesNotFit", ["100.0 GiB", "60.2 GiB", "64.0 GiB", "`sparkd logs greedy`"]),
         ("crash", "CudaOutOfMemory", ["exit code 0"]),
     ],
     ids=["its loader says why", "its cache does not fit", "an exit that was not ordered, whatever its code"],

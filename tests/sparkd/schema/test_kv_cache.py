@@ -17,6 +17,7 @@ from sparkd.errors import ConfigError
 from sparkd.schema.engine_args import engine_args
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
+from workers.host.memory_limits import spare
 from workers.host.runtime import COMMAND_LINE
 from workers.kv.settings import VARIABLE, CacheSettings
 
@@ -150,7 +151,7 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
     spec = parse_model("m", {"model": "/m", **keys}, over_admin=False)
     spark = machine("cuda", 100 * GIB, 0)
     assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
-    kept = 3 * GIB if margin is None else margin
+    kept = spare(100 * GIB) if margin is None else margin
     assert room_of(engine_args(spec, spec.environment(EngineSettings())), spark, 100 * GIB).engine == 100 * GIB - kept
 
 
