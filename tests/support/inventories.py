@@ -39,7 +39,7 @@ def architecture(name: str) -> Inventory:
 
 
 def packed_tensors(config: Mapping[str, Any]) -> list[Tensor]:
-    """Of a mixture, with all experts of a layer in two tensors."""
+    """A mixture that stores all experts of a layer in two tensors."""
     hidden, inner, experts = (config[key] for key in ("hidden_size", "moe_intermediate_size", "num_experts"))
     found = [tensor for tensor in tensors_of(config) if ".experts." not in tensor.name]
     for layer in range(config["num_hidden_layers"]):

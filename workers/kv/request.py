@@ -71,10 +71,10 @@ class CacheRequest:
 
     def margin(self, reading: MemoryReading) -> int:
         """This rank's part of the memory that stays free on the machine."""
-        asked = self._settings.margin_bytes
-        if asked is None:
-            asked = spare(reading.size * reading.sharers, shared=reading.is_shared)
-        return asked // reading.sharers
+        margin = self._settings.margin_bytes
+        if margin is None:
+            margin = spare(reading.size * reading.sharers, shared=reading.is_shared)
+        return margin // reading.sharers
 
 
 def _whole(size: float, block: int) -> int:

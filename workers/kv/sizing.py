@@ -197,8 +197,10 @@ class Sizing:
         grown = (self._rehearsal.taken() - self._held) // reading.sharers - (idle - demand.reusable)
         own = self._pool.bytes - untouched + demand.graphs - grown
         if abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size)) and self._source != "plenty":
-            known = min(error, max(0, own)) if error > 0 else max(error, min(0, own))
-            demand = replace(demand, graphs=max(0, demand.graphs - known))
+            agreed = error
+            if reading.is_shared:
+                agreed = min(error, max(0, own)) if error > 0 else max(error, min(0, own))
+            demand = replace(demand, graphs=max(0, demand.graphs - agreed))
             what_now = "the profile is corrected" if self._learned is not None else "the next start knows"
             if demand == self._pool.demand:
                 what_now = "other processes' memory is the difference, and the profile stays"

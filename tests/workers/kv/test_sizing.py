@@ -216,6 +216,17 @@ def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, capl
     assert told(tmp_path)["slack_bytes"] == int(3.5 * GIB)
 
 
+def test_a_gpus_own_memory_is_the_engines_alone_and_what_its_driver_takes_corrects_the_profile(tmp_path, monkeypatch):
+    """The engine's own counters do not show the driver's part of a graph."""
+    machine = Machine(40 * GIB)
+    monkeypatch.setattr(machine, "read", lambda: MemoryReading(128 * GIB, 0, 0, 0, device_free=machine.room, device_total=128 * GIB))
+    sizing, size = start(machine, tmp_path)
+    machine.room -= 3 * GIB
+    serve(sizing, machine, size, DEMAND.graphs)
+    assert told(tmp_path)["error_bytes"] == -3 * GIB
+    assert learned_in(tmp_path).demand == replace(DEMAND, graphs=4 * GIB)
+
+
 @pytest.mark.parametrize("others", [3 * GIB, -3 * GIB])
 def test_what_others_took_or_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, caplog, others):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
