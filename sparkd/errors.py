@@ -34,8 +34,9 @@
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
-    - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 400
-  + Unavailable 503             try again later; carries Retry-After
+      . UnsupportedEncoding 415
+    - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
+  + Unavailable 503             try again later; carries Retry-After, or x-should-retry: false
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
     - Draining                  the daemon or the model is going down
@@ -277,9 +278,13 @@ class BadRequest(RequestError):
 
 
 class UpgradeNotServed(RequestError):
-    """A request that wants to leave HTTP/1.1 on its connection: a WebSocket, h2c."""
+    """A WebSocket. Clients that have another way, such as Codex, take it after a 426."""
 
+    status = 426
     code = "upgrade_not_served"
+
+    def headers(self) -> dict[str, str]:
+        return {"upgrade": "HTTP/1.1", "connection": "upgrade, close"}  # RFC 9110 15.5.22
 
 
 class Unauthorized(RequestError):
@@ -469,6 +474,13 @@ class UnsupportedMediaType(RequestError):
     code = "unsupported_media_type"
 
 
+class UnsupportedEncoding(UnsupportedMediaType):
+    """By its header clients tell it from a wrong media type, and send the body again as it is (RFC 9110 12.5.3)."""
+
+    def headers(self) -> dict[str, str]:
+        return {"accept-encoding": "identity"}
+
+
 class HeadersTooLarge(RequestError):
     status = 431
     code = "headers_too_large"
@@ -488,13 +500,16 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(SparkdError):
-    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds."""
+    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds.
+
+    retry_after_s: None where another try does not help, which the SDKs of OpenAI and Anthropic heed.
+    """
 
     status = 503
     code = "unavailable"
     exit_code = 7
 
-    def __init__(self, message: str, *, retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, message: str, *, retry_after_s: int | None = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.held_by = list(held_by)
@@ -503,7 +518,7 @@ class Unavailable(SparkdError):
         return {"held_by": self.held_by} if self.held_by else {}
 
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)}
+        return {"x-should-retry": "false"} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
 class ModelLoading(Unavailable):

@@ -52,6 +52,9 @@ _THERE = (ModelState.READY, ModelState.DRAINING)
 KEPT_S, KEEP_EVERY_S = 120.0, 5.0
 NEARLY_S, STILL_S = 60.0, 30.0
 
+# A client whose own limit is below the load's time leaves and asks again: SDKs within 8 s, people and schedules later.
+ABANDONED_S = 30.0
+
 _ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` for the reason."
 
 
@@ -151,11 +154,10 @@ class LeaseQueue:
             if record.abilities is None and record.state is not ModelState.READY:
                 await self._once(record, self._look, record)
             _refuse_unable(record, need)
-        if record.state is not ModelState.READY:
+        if record.state is ModelState.READY:
+            _refuse_above_limit(record)
+        else:
             await self._wait(record, wait_s, waits, need)
-        limit = record.spec.concurrency_limit if record.spec else None
-        if limit is not None and record.queue.in_flight >= limit:
-            raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
         record.queue.begin(probe=False)
         return record
 
@@ -170,7 +172,7 @@ class LeaseQueue:
     def open(self, record: Record) -> None:
         """Admit all requests that wait for this model, which is READY.
 
-        The model stays loaded for clients that got a Retry-After, until one returns or forget_promises drops their claim.
+        The model stays loaded for clients that got a Retry-After, until one returns or forget_clients drops their claim.
         """
         record.queue.open(self._clock())
 
@@ -199,6 +201,7 @@ class LeaseQueue:
             await self._refuse_unusable(record)
             if need is not None and need.tools:
                 await self._refuse_toolless(record)
+            _refuse_above_limit(record)
             if record.state is not ModelState.READY:
                 self._refuse_away(record)
                 await self._wait_in_line(record, wait_s, waits)
@@ -226,7 +229,10 @@ class LeaseQueue:
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.queue.leave(waiter)
-            self._withdraw(record)
+            if record.state in (ModelState.STOPPED, ModelState.PLANNED):
+                self._withdraw(record)
+            else:
+                record.queue.abandon(self._clock())
             raise
         finally:
             record.queue.leave(waiter)
@@ -253,7 +259,7 @@ class LeaseQueue:
             return
         if fault := await self._once(record, self._unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
-            raise ModelFailed(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}", retry_after_s=60)
+            raise ModelFailed(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}", retry_after_s=None)
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
@@ -267,9 +273,9 @@ class LeaseQueue:
             raise NoToolParser(record.name, parsers.nearest)
 
     def _withdraw(self, record: Record) -> None:
-        """Withdraw the wish of a request after its last waiter left, if the load has not begun.
+        """Withdraw the wish of a request after its last waiter left: at once if the load has not begun, else after ABANDONED_S.
 
-        With cancel_abandoned_loads a load in progress is stopped too. The wish stays if a client got a Retry-After, or if another model was
+        Without cancel_abandoned_loads a load in progress goes on. The wish stays if a client got a Retry-After, or if another model was
         evicted for this one: without it neither would be loaded.
         """
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
@@ -284,9 +290,14 @@ class LeaseQueue:
     def _models(self) -> Iterable[Record]:
         return self._roster.records.values()
 
-    def forget_promises(self) -> None:
-        """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them."""
+    def forget_clients(self) -> None:
+        """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads
+        whose clients left and did not return in ABANDONED_S."""
         for record in self._models():
+            left_s = record.queue.abandoned_at_s
+            if left_s is not None and self._clock() - left_s >= ABANDONED_S:
+                record.queue.abandon(None)
+                self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
                 record.queue.forget_promise()
@@ -312,6 +323,7 @@ class LeaseQueue:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
+        lasts = record.attempt.lasts or record.attempt.reason == ModelUnusable.__name__
         failed = f"The model {record.name} failed ({record.attempt.reason})"
         if record.attempt.lasts:
             failed += ". Another try will not help until its cause is fixed"
@@ -330,7 +342,7 @@ class LeaseQueue:
             more = "See `sparkd ps` and `sparkd logs`."
         return ModelFailed(
             f"{failed}. {more}",
-            retry_after_s=max(1, math.ceil(left_s)),
+            retry_after_s=None if lasts else max(1, math.ceil(left_s)),
             held_by=holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else (),
         )
 
@@ -347,6 +359,13 @@ def _is_owed(other: Record, record: Record) -> bool:
     """Whether `other` was evicted for `record`, is to return if that is withdrawn, and has not returned."""
     eviction = other.evicted
     return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
+
+
+def _refuse_above_limit(record: Record) -> None:
+    """Raise TooManyRequests where the requests within the engine and those that wait for it are as many as it may serve at once."""
+    limit = record.spec.concurrency_limit if record.spec else None
+    if limit is not None and record.queue.in_flight + record.queue.waiting >= limit:
+        raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
 
 
 def _refuse_unable(record: Record, need: RequestNeeds) -> None:

@@ -12,11 +12,12 @@ class RequestQueue:
     """Times are monotonic seconds.
 
     questions: the daemon's own test requests that the engine works on. They do not count as a use of the model. waiters: in order of
-    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. asked_since_s: since when the model is
-    requested while it is not READY. unanswered: every recent client gave up, or its connection broke, before the engine answered.
+    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. abandoned_at_s: when a client left that waited
+    for a load. asked_since_s: since when the model is requested while it is not READY. unanswered: every recent client gave up, or its
+    connection broke, before the engine answered.
     """
 
-    __slots__ = ("asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
+    __slots__ = ("abandoned_at_s", "asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
 
     def __init__(self, now_s: float) -> None:
         self.in_flight = 0
@@ -24,6 +25,7 @@ class RequestQueue:
         self.waiters: dict[asyncio.Future[None], None] = {}
         self.promised_at_s: float | None = None
         self.asked_since_s: float | None = None
+        self.abandoned_at_s: float | None = None
         self.unanswered = False
         self.last_used_s = now_s
 
@@ -66,6 +68,10 @@ class RequestQueue:
 
     def forget_promise(self) -> None:
         self.promised_at_s = None
+
+    def abandon(self, now_s: float | None) -> None:
+        """A client left that waited for a load; None: that is settled."""
+        self.abandoned_at_s = now_s
 
     def wait(self, waiter: asyncio.Future[None], now_s: float) -> None:
         self.waiters[waiter] = None

@@ -281,7 +281,7 @@ class Supervisor:
                     record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
             with around("wishes"):
                 self._wishes.end_removed()
-                self._door.forget_promises()
+                self._door.forget_clients()
                 self._swap.count(records)
                 self._swap.settle(records)
             with around("plan"):

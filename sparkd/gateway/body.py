@@ -20,6 +20,7 @@ _MAX_PART_HEADER_BYTES = 8 * 1024
 # Anthropic's tools have no type, or `custom`.
 _FUNCTIONS = (None, "function", "custom")
 _TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
+_PLACE = re.compile(r" \(byte \d+\)")
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _FIELD_NAME = re.compile(rb';[ \t]*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
 
@@ -57,8 +58,8 @@ class _Stored(msgspec.Struct):
     store: bool | None = None
 
 
-def model_of_json(body: bytes | bytearray) -> str | None:
-    """The `model` of a JSON object, or None if it is missing or null.
+def model_of_json(body: bytes | bytearray, *, outlined: bool = False) -> str | None:
+    """The `model` of a JSON object, or None if it is missing or null. outlined: the body is an outline, in which no place is the client's.
 
     Raises BadRequest unless the body is exactly one JSON document with at most one `model`.
 
@@ -81,7 +82,8 @@ def model_of_json(body: bytes | bytearray) -> str | None:
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body cannot be used: {_plain(error)}.", param="model") from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {_plain(error)}.") from None
+        reason = _plain(error)
+        raise BadRequest(f"The body is not valid JSON: {_PLACE.sub('', reason) if outlined else reason}.") from None
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not valid UTF-8: {error.reason}. Send JSON in UTF-8.") from None
     except RecursionError:
@@ -129,10 +131,11 @@ def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
     if match is None:
         raise BadRequest("The content type has no usable boundary; send multipart/form-data with one of 1 to 70 characters.")
     delimiter = b"--" + (match[1] or match[2]).encode("latin-1")
-    if not body.startswith(delimiter):
+    begin = 2 if body.startswith(b"\r\n") else 0  # RFC 2046 5.1.1: an empty preamble, which some clients send
+    if not body.startswith(delimiter, begin):
         raise BadRequest("The multipart body does not begin with its boundary.")
     names: list[bytes] = []
-    at, marker = len(delimiter), b"\r\n" + delimiter
+    at, marker = begin + len(delimiter), b"\r\n" + delimiter
     for _ in range(_MAX_PARTS):
         if body[at : at + 2] == b"--":
             return _only(names)

@@ -155,20 +155,23 @@ class Edge:
                 exchange.trace.end(exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+        page = self._page(scope["path"], headers)
+        always = page_headers(page) if page is not None else []
+        if scope["path"].startswith("/v1/messages"):
+            always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
+        if always:
+            scope["extensions"][CONNECTION].say_always(always)
         match = find(scope["path"], scope["raw_path"])
         if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
             suggestion = self._suggestion(scope["path"], headers)
             raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
         route, name = match
         exchange.route = route.label
-        page = self._page(route, headers)
-        if page is not None:
-            scope["extensions"][CONNECTION].say_always(page_headers(page))
-            if scope["method"] == "OPTIONS" and PREFLIGHT in headers:
-                exchange.status = 204
-                own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
-                await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
-                return
+        if page is not None and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
+            exchange.status = 204
+            own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
+            await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
+            return
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
         exchange.key = self._check_caller(route, scope["method"], headers, allowed_page=page is not None)
@@ -268,10 +271,10 @@ class Edge:
         async with self._admin_turns:
             await asyncio.sleep(0)
 
-    def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
-        """The origin of the web page that sent the request, if `cors` allows it on this route."""
+    def _page(self, path: str, headers: dict[bytes, bytes]) -> bytes | None:
+        """The origin of the web page that sent the request, if `cors` allows it on this path."""
         origin, allowed = headers.get(b"origin"), self._settings.page_origins
-        if origin is None or not route.for_pages or not (origin.lower() in allowed or b"*" in allowed):
+        if origin is None or not path.startswith("/v1/") or not (origin.lower() in allowed or b"*" in allowed):
             return None
         return origin
 
@@ -380,11 +383,10 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
 
 
 def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
-    seen = set()
-    for name, _ in headers:
-        if name in seen and name in _ONCE:
-            raise BadRequest(f"The header {name.decode()} may be sent only once.")
-        seen.add(name)
+    seen: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _ONCE and seen.setdefault(name, value) != value:
+            raise BadRequest(f"The header {name.decode()} may be sent only once, or alike.")
 
 
 async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:

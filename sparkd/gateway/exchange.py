@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
+import time
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
 
 from sparkd import metrics
 from sparkd.errors import SparkdError
-from sparkd.gateway.responses import RawHeaders
+from sparkd.gateway.responses import RawHeaders, error_bytes
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
 
@@ -21,6 +24,8 @@ _log = logging.getLogger("sparkd.access")
 _PROBES = (path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY))
 _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,12})')
+
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
 
@@ -29,14 +34,11 @@ class ClientGone(Exception):
 
 
 class EarlyAnswer(Protocol):
-    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request uses.
-
-    begun: the head was sent to the client. anthropic: the client expects Anthropic's events.
-    """
+    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request uses. begun: the head was sent to the client."""
 
     begun: bool
-    anthropic: bool
 
+    def loaded(self) -> None: ...
     def stop(self) -> None: ...
     def refuse(self, error: SparkdError) -> None: ...
 
@@ -51,6 +53,9 @@ class AnswerPipe(Protocol):
     def passed_bytes(self) -> int: ...
     @property
     def pieces(self) -> int: ...
+    @property
+    def between_events(self) -> bool: ...
+    def finish(self) -> bool: ...
     def stop(self) -> None: ...
 
 
@@ -69,9 +74,9 @@ class Exchange:
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
     all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
-    `heartbeat` is set once the request has to wait for a model. `key` is the name of the client's key; `tokens` is what the engine counted.
-    `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are
-    made of the request.
+    `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `response_id` is what /v1/responses named.
+    `key` is the name of the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an
+    operator ended it. `trace` is set where spans are made of the request.
     """
 
     __slots__ = (
@@ -89,6 +94,7 @@ class Exchange:
         "queued_s",
         "request_id",
         "reserved",
+        "response_id",
         "route",
         "started_s",
         "status",
@@ -122,6 +128,47 @@ class Exchange:
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
         self.trace: OpenTrace | None = None
+        self.response_id: str | None = None
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether the client speaks Anthropic's API."""
+        return self.route.startswith("/v1/messages")
+
+    def error_event(self, error: SparkdError, tail: bytes = b"") -> bytes:
+        """The server-sent event by which the client's API says that a stream failed. tail: the last bytes of the stream."""
+        lasts = error.status < 500 or "x-should-retry" in error.headers()
+        return self.failure_event(error_bytes(error, self.request_id, anthropic=self.anthropic), lasts=lasts, tail=tail)
+
+    def failure_event(self, body: bytes, *, lasts: bool, tail: bytes = b"") -> bytes:
+        """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help.
+
+        Clients of /v1/responses read that API's own events and codes only, with a number each. Codex tries again unless it is told that the
+        request is to blame.
+        """
+        if not self.route.startswith("/v1/responses"):
+            name = b"event: error\n" if self.anthropic else b""
+            return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"
+        try:
+            members = dict(json.loads(body))
+            error_members = dict(members.pop("error"))
+        except (ValueError, TypeError, KeyError):
+            members, error_members = {}, {"message": "The engine refused the request."}
+        numbers = _SEQUENCE_NUMBER.findall(tail)
+        response: dict[str, Any] = {
+            "id": self.response_id or f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "status": "failed",
+            "error": {**error_members, "code": "invalid_prompt" if lasts else "server_error"},
+            "output": [],
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+        }
+        event = {**members, "type": "response.failed", "sequence_number": int(numbers[-1]) + 1 if numbers else 0, "response": response}
+        return b"event: response.failed\ndata: " + json.dumps(event).encode() + b"\n\n"
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

@@ -1,8 +1,8 @@
-"""Owns the signs of life for a client that asked for a stream while its model loads: comments, or words in the reasoning field. Never ends
-the wait.
+"""Owns the signs of life for a client that asked for a stream: comments while its model loads, before its first token and in each gap, or
+words in the reasoning field while it loads. Never ends the wait.
 
-A comment is what the HTML standard's "Server-sent events" proposes against proxies that drop silent connections. The first thing said
-sends the status: what goes wrong afterwards can only be an error event.
+Proxies cut a connection on which nothing comes (nginx after 60 s, Cloudflare after 100). A comment is what the HTML standard's
+"Server-sent events" proposes against that. The first thing said sends the status: what goes wrong afterwards can only be an error event.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.errors import SparkdError
-from sparkd.gateway.body import wants_stream
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.protocol import BoundedProtocol
-from sparkd.gateway.responses import error_event
-from sparkd.gateway.routes import Route
 
 # Words are for people, who look at them: soon, and again when there is news.
 _WORDS_AFTER_S, _WORDS_EVERY_S = 1.0, 2.0
 _CHAT = "/v1/chat/completions"
+# Anthropic's own sign of life.
+_PING = b'event: ping\ndata: {"type": "ping"}\n'
 # The states of a model that is waited for, in words for people.
 _STATES = {
     "STOPPED": "waits for its turn",
@@ -38,58 +37,74 @@ _STATES = {
 class Heartbeat:
     """Begins with its construction, ends with `stop` or `refuse`. begun: the client has its status, 200, and an event stream.
 
-    every_s: 0 is never. loading: makes the `loading` object. in_words: for streamed chats.
+    every_s: 0 is never. loading: makes the `loading` object while the model loads, None once an engine has the request. in_words: for
+    streamed chats.
     """
 
-    __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_last_words", "_loading", "_timer", "anthropic", "begun")
+    __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_last_words", "_loading", "_pieces", "_timer", "begun")
 
     def __init__(
         self,
         client: BoundedProtocol,
         exchange: Exchange,
-        route: Route,
         every_s: float,
-        loading: Callable[[], Mapping[str, Any]],
-        in_words: bool,
+        loading: Callable[[], Mapping[str, Any]] | None = None,
+        in_words: bool = False,
     ) -> None:
         self.begun = False
-        self.anthropic = route.anthropic
         self._client = client
         self._exchange = exchange
+        self._every_s = every_s
         self._loading = loading
-        self._in_words = in_words and route.label == _CHAT
-        self._every_s = _WORDS_EVERY_S if self._in_words else every_s
+        self._in_words = in_words and exchange.route == _CHAT
         self._last_words = ""
+        self._pieces = 0
         self._timer: asyncio.TimerHandle | None = None
-        if self._every_s > 0:
-            self._timer = client.loop.call_later(_WORDS_AFTER_S if self._in_words else every_s, self._beat)
+        self._again(_WORDS_AFTER_S if self._in_words else every_s)
+
+    def loaded(self) -> None:
+        """An engine has the request."""
+        self.stop()
+        self._loading, self._in_words = None, False
+        self._again(self._every_s)
 
     def stop(self) -> None:
-        """The engine's turn."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def refuse(self, error: SparkdError) -> None:
-        """Ends what `begun` has begun: an error event, and no `[DONE]`."""
+        """Ends what `begun` has begun: an error event, behind which the connection is cut."""
         self.stop()
         self._exchange.code = error.code
         if self._client.transport.is_closing():
             return
-        self._write(error_event(error, self._exchange.request_id, anthropic=self.anthropic), last=True)
-        self._client.end_answer()
+        self._write(self._exchange.error_event(error))
+        self._client.cut()
 
     def _beat(self) -> None:
         self._timer = None
         if self._client.transport.is_closing():
             return
-        if not self.begun:
-            if not wants_stream(self._exchange.outline):
-                return
-            self._begin()
-        if not self._client.flow.write_paused:
+        if self._is_due() and not self._client.flow.write_paused:
+            if not self._client.cycle.response_started:
+                self._begin()
             self._write(self._words() if self._in_words else self._comment())
-        self._timer = self._client.loop.call_later(self._every_s, self._beat)
+        self._again(_WORDS_EVERY_S if self._in_words else self._every_s)
+
+    def _again(self, after_s: float) -> None:
+        if self._every_s > 0 or self._in_words:
+            self._timer = self._client.loop.call_later(after_s, self._beat)
+
+    def _is_due(self) -> bool:
+        """Whether nothing came from the engine since the last beat, and a comment may be written now."""
+        if self._loading is not None:
+            return True
+        pipe = self._exchange.pipe
+        if pipe is None:
+            return False
+        before, self._pieces = self._pieces, pipe.pieces
+        return before == self._pieces and pipe.between_events
 
     def _begin(self) -> None:
         self.begun = True
@@ -105,13 +120,14 @@ class Heartbeat:
         self._client.transport.write(self._client.begin_answer(200, head))
 
     def _comment(self) -> bytes:
-        return f": {how_far(self._loading())}\n\n".encode()
+        words = "the engine is at work" if self._loading is None else how_far(self._loading())
+        return f": {words}\n".encode() + (_PING if self._exchange.anthropic else b"") + b"\n"
 
     def _words(self) -> bytes:
-        loading = self._loading()
+        loading = self._loading() if self._loading is not None else {}
         words = how_far(loading)
         if words == self._last_words:
-            return f": {words}\n\n".encode()
+            return self._comment()
         self._last_words = words
         # vLLM 0.26 says reasoning, earlier ones and many programs reasoning_content.
         delta = {"role": "assistant", "reasoning": f"{words}\n", "reasoning_content": f"{words}\n"}
@@ -124,10 +140,10 @@ class Heartbeat:
         }
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
-    def _write(self, event: bytes, *, last: bool = False) -> None:
+    def _write(self, event: bytes) -> None:
         self._exchange.bytes_out += len(event)
         if self._client.takes_chunks:
-            event = b"%x\r\n%b\r\n%b" % (len(event), event, b"0\r\n\r\n" if last else b"")
+            event = b"%x\r\n%b\r\n" % (len(event), event)
         self._client.transport.write(event)
 
 

@@ -24,7 +24,7 @@ class ClientLimits:
     connections                  at one time; beyond, an idle one is closed for a new one, else: 503
     requests, any_requests       of models, and with those of the admin API, at one time; beyond: 503. Fewer than connections, so that
                                  probes and /metrics are answered at any time
-    heartbeat_s                  how often a client that waits for a model hears of it; 0: never
+    heartbeat_s                  how often a client of a stream hears of sparkd while nothing else comes; 0: never
     """
 
     header_bytes: int = 32 * _KIB

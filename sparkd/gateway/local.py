@@ -24,7 +24,7 @@ def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bo
     something that a page cannot send without being asked for it, which sparkd refuses. does_nothing: the route only tells what is.
     allowed_page: Origin is one that the configuration lets in (`cors`).
     """
-    host = headers.get(b"host", b"")
+    host = headers.get(b"host", b"localhost")  # only clients of HTTP/1.0 may leave it out, and no browser is one
     if _LOOPBACK.fullmatch(host) is None:
         raise Forbidden("Without API keys only localhost may be named in Host; configure keys to be reached by another name.")
     if allowed_page:

@@ -54,12 +54,13 @@ class _Turn:
 async def outline(body: bytes | bytearray) -> bytes | bytearray:
     """A document with the same names and short values in the same places; strings in lists may be empty in it. Raises BodyTooLarge where
     the body consists mostly of names and values, and BadRequest for bytes that are not UTF-8 and for numbers that no parser accepts."""
+    begin = len(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else 0  # which msgspec refuses and the engine takes
     if len(body) <= WHOLE_BYTES:
-        return body
+        return body[begin:] if begin else body
     turn = _Turn()
     if not body.isascii():
         await _check_utf8(body, turn)
-    result, at = bytearray(), 0
+    result, at = bytearray(), begin
     while at < len(body):
         match = _KEPT.match(body, at, at + PIECE_BYTES)
         if match is not None:

@@ -22,15 +22,13 @@ from sparkd import metrics
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, UpgradeNotServed
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, new_request_id
+from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, json_headers, new_request_id
 
 CONNECTION = "sparkd.connection"
 
-_NO_UPGRADE = "No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)."
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
 # RFC 9112 3.2: uri-host [":" port]. It excludes the bytes that some servers take for a path (CVE-2026-48710).
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 # asyncio reads at most 256 KiB at once. A read may hold the end of the headers and that much of the body.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
@@ -65,6 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ClientLimits] = ClientLimits()
     idle: ClassVar[dict[Any, None]] = {}
+    parser: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -99,18 +98,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.default_headers = headers
 
     def cut(self) -> None:
-        """Flush, then close without completing the answer, so that the client sees that it is incomplete."""
-        self._when_gone = None
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-        self._close()
+        """Flush, then close without completing the answer, so that the client sees that it is incomplete.
 
-    def reset(self) -> None:
-        """Like `cut`, for a response that ends with the connection: only a reset shows the client that it is incomplete."""
+        A response that ends with the connection, of HTTP/1.0, is shown to be incomplete by a reset only.
+        """
         self._when_gone = None
         self.cycle.disconnected = True
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-        self.transport.abort()
+        if not self.takes_chunks:
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self._close()
 
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.
@@ -192,8 +188,11 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                self._ignore_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
             if not self._deaf:
                 self._refuse(self._refusal or BadRequest("The request is not valid HTTP/1.1."))
             return
@@ -249,14 +248,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if large or len(self.headers) > self.limits.header_count:
             self._refusal = self._too_large()
             raise _Refused
-        if hosts != 1 or _HOST.fullmatch(host) is None:
+        hostless = hosts == 0 and self.parser.get_http_version() == "1.0"  # RFC 9112 3.2: HTTP/1.1 needs one
+        if not hostless and (hosts != 1 or _HOST.fullmatch(host) is None):
             self._refusal = BadRequest("The request must have exactly one valid Host header.")
             raise _Refused
         if self.parser.should_upgrade():
-            # A server may ignore an offer of h2c (RFC 9110 7.8), but httptools then loses the request's body.
-            websocket = any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers)
-            self._refusal = UpgradeNotServed(_NO_WEBSOCKET if websocket else _NO_UPGRADE)
-            raise _Refused
+            if self.parser.get_method() == b"CONNECT":
+                self._refusal = BadRequest("sparkd is no proxy; send the request without CONNECT.")
+                raise _Refused
+            if any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers):
+                self._refusal = UpgradeNotServed(_NO_WEBSOCKET)
+                raise _Refused
+            return  # data_received gets HttpParserUpgrade, and ignores the offer
         self.idle.pop(self, None)
         super().on_headers_complete()
         if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form or a fragment: it matches no route
@@ -276,6 +279,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stage = _Stage.ANSWER
         super().on_message_complete()
 
@@ -312,6 +317,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
+    def _ignore_offer(self, rest: bytes) -> None:
+        """Read the request anew without its Upgrade header, for instance an offer of h2c, which a server may ignore (RFC 9110 7.8).
+
+        httptools takes `rest`, which is the body, for bytes of the other protocol.
+        """
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
     def _refuse(self, error: SparkdError) -> None:
         """Send the error of the parser or of a deadline, and close. If an answer has begun, only close."""
         self._deaf = True
@@ -333,12 +349,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.idle[self] = None
         request_id = new_request_id()
         body = error_bytes(error, request_id)
-        head = [
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),
-            b"date: %s\r\nx-request-id: %s\r\n" % (date(), request_id.encode()),
-            b"content-length: %d\r\nconnection: close\r\n" % len(body),
-        ]
-        head.extend(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
+        headers = json_headers(len(body), request_id, {"connection": "close", **error.headers()})
+        head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % pair for pair in headers)]
         self.transport.write(b"".join([*head, b"\r\n", body]))
         # Closing at once would reset the connection of a client that is still sending, and it would lose the answer.
         if self.transport.can_write_eof():

@@ -22,9 +22,10 @@ from sparkd.errors import (
     SparkdError,
     Unavailable,
     UnknownResponse,
+    UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing
+from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing, wants_stream
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -99,7 +100,7 @@ class Proxy:
         model: str | None
         if route.kind is RouteKind.JSON:
             exchange.outline = await outline(body)
-            model = model_of_json(exchange.outline)
+            model = model_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
@@ -152,13 +153,15 @@ class Proxy:
             waits = partial(self._wait, connection, exchange, route)
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
-                if exchange.heartbeat is not None:
-                    exchange.heartbeat.stop()
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
                 if trace is not None:
                     trace.load_s = lease.load_s
+                if exchange.heartbeat is not None:
+                    exchange.heartbeat.loaded()
+                elif _wants_events(route, exchange):
+                    exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
@@ -181,13 +184,14 @@ class Proxy:
             connection.call_when_gone(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
+                exchange.heartbeat = None  # breaks a reference cycle
 
     def _wait(
         self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
         exchange.model = loading()["model"]
-        if route.kind is RouteKind.JSON:
-            exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
+        if _wants_events(route, exchange):
+            exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
@@ -199,7 +203,6 @@ class Proxy:
         client: BoundedProtocol = scope["extensions"][CONNECTION]
         pipe = Pipe(client, source, exchange)
         exchange.pipe = pipe
-        before = exchange.bytes_out  # above 0 if the client got a heartbeat while the model loaded
         try:
             headers = scope["headers"] if exchange.trace is None else exchange.trace.headers(scope["headers"])
             head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
@@ -209,15 +212,15 @@ class Proxy:
             if error is not None:
                 if not pipe.begun:
                     raise error
-                pipe.break_off(error, route.anthropic)
+                pipe.break_off(error)
         except asyncio.CancelledError:
             if pipe.begun and not pipe.ended and not exchange.gone:
                 pipe.stop()
-                pipe.break_off(interruption(exchange), route.anthropic)
+                pipe.break_off(interruption(exchange))
             raise
         finally:
             exchange.pipe = None  # breaks a reference cycle, which every request would leave to the garbage collector
-            if exchange.bytes_out > before:
+            if pipe.pieces:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
                 lease.answered = (True if exchange.status == 200 else None) if well else False
@@ -280,7 +283,12 @@ class Proxy:
 
 
 def leave(exchange: Exchange) -> None:
-    """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream."""
+    """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream.
+
+    SDKs close at the last event, before the body ends: such a stream is complete.
+    """
+    if exchange.pipe is not None and exchange.pipe.finish():
+        return
     exchange.gone = True
     if exchange.pipe is not None:
         exchange.pipe.stop()
@@ -300,6 +308,10 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
         return False
     heartbeat.refuse(error)
     return True
+
+
+def _wants_events(route: Route, exchange: Exchange) -> bool:
+    return route.kind is RouteKind.JSON and b'"stream"' in exchange.outline and wants_stream(exchange.outline)
 
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
@@ -324,7 +336,7 @@ def _media_type(content_type: bytes) -> bytes:
 
 def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedMediaType("A body with a content-encoding is not accepted; send it uncompressed.")
+        raise UnsupportedEncoding("A body with a content-encoding is not accepted; send it uncompressed.")
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from time import perf_counter
 
 from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
-from sparkd.gateway.exchange import EarlyAnswer, Exchange
+from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.headers import response_headers
 from sparkd.gateway.protocol import BoundedProtocol
-from sparkd.gateway.responses import RawHeaders, error_event
-from sparkd.gateway.usage import tokens_of
+from sparkd.gateway.responses import RawHeaders
+from sparkd.gateway.usage import USAGE_BYTES, tokens_of
 
 # The ends of an event, and of a chunk that ends with an event.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
+# The last events of OpenAI's and Anthropic's streams. A text within an event holds no line of its own.
+_LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.(?:completed|incomplete|failed)))\r?$", re.MULTILINE)
 
 # The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
@@ -27,7 +30,7 @@ class Pipe:
 
     The head leaves together with the first bytes of the body, in one write.
     If the exchange's heartbeat has begun the client's answer, the engine's continues it: a stream as it comes, anything else, such as an
-    error, as one event.
+    error, as one event, behind which the connection is cut.
     """
 
     __slots__ = (
@@ -35,13 +38,14 @@ class Pipe:
         "_chunks",
         "_client",
         "_exchange",
+        "_first",
         "_foreign",
         "_headers",
-        "_last",
         "_pieces",
         "_source",
         "_status",
         "_streams",
+        "_tail",
         "_write",
         "begun",
         "ended",
@@ -61,7 +65,7 @@ class Pipe:
         self._streams = False
         self._chunked = False  # the answer's length is unknown: it goes in chunks, or ends with the connection for HTTP/1.0
         self._chunks = client.takes_chunks
-        self._last = b""
+        self._first = self._tail = b""
         self._pieces = 0
         self._foreign: bytearray | None = None
 
@@ -75,6 +79,21 @@ class Pipe:
         """The pieces of the answer so far, as the engine sent them."""
         return self._pieces + (0 if self._source is None else self._source.passed_pieces)
 
+    @property
+    def between_events(self) -> bool:
+        """Whether the client may get an event of sparkd's own: the engine is silent yet, or its stream stands between two events."""
+        return self._source is not None and (not self._status or self._stands_between_events(self._source.tail))
+
+    def finish(self) -> bool:
+        """Take an answer for complete whose last event was written, because its client leaves before the body's end. False: it was not."""
+        if self._source is None or not self._streams or not _LAST_EVENT.search(self._source.passed):
+            return False
+        self.ended = True
+        self.stop()
+        if not self.over.done():
+            self.over.set_result(None)
+        return True
+
     def stop(self) -> None:
         """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
         source = self._source
@@ -82,21 +101,13 @@ class Pipe:
             self._leave_source()
             source.abort()
 
-    def break_off(self, error: SparkdError, anthropic: bool) -> None:
-        """End an answer that has begun, so that the client does not take it for complete.
-
-        An event stream between two events gets an error event and no `[DONE]`. After half an event, and in any other answer, there is no
-        place for an error, and the connection is cut.
-        """
+    def break_off(self, error: SparkdError) -> None:
+        """Cut an answer that has begun, so that no client takes it for complete. An event stream between two events gets an error event
+        first; after half an event, and in any other answer, there is no place for one."""
         self._exchange.code = error.code
-        if self._streams and self._chunked and (not self._last or self._last.endswith(_CHUNK_ENDS if self._chunks else _EVENT_ENDS)):
-            event = error_event(error, self._exchange.request_id, anthropic=anthropic)
-            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if self._chunks else event)
-            self._client.end_answer()
-            return
-        if self._chunked and not self._chunks:
-            self._client.reset()
-            return
+        if self._stands_between_events(self._tail):
+            event = self._exchange.error_event(error, self._first, self._tail)
+            self._write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunks else event)
         self._client.cut()
 
     # --- sparkd.engine.http.ResponseSink -----------------------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ class Pipe:
             self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
             if not ended:
                 return
-            data = _event(bytes(self._foreign), self._exchange.heartbeat)
+            data = self._exchange.failure_event(bytes(self._foreign), lasts=self._status < 500)
         pieces: list[bytes] = []
         if not self.begun:
             self.begun = True
@@ -135,14 +146,17 @@ class Pipe:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             source.keep(data)
             pieces.append(data)
-        if ended and self._chunked and self._chunks:
+        if ended and self._chunked and self._chunks and self._foreign is None:
             pieces.append(b"0\r\n\r\n")
         if pieces:
             self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if ended:
             self.ended = True
             self._leave_source()
-            self._client.end_answer()
+            if self._foreign is None:
+                self._client.end_answer()
+            else:
+                self._client.cut()
             if not self.over.done():
                 self.over.set_result(None)
 
@@ -157,23 +171,23 @@ class Pipe:
         heartbeat = self._exchange.heartbeat
         return heartbeat is not None and heartbeat.begun
 
+    def _stands_between_events(self, tail: bytes) -> bool:
+        ends = _CHUNK_ENDS if self._chunks else _EVENT_ENDS
+        return self._streams and self._chunked and (not tail or tail.endswith(ends))
+
     def _leave_source(self) -> None:
         source, self._source = self._source, None
         if source is not None:
             self._client.fed_by(None)
             self._exchange.bytes_out += source.passed_bytes
             self._pieces += source.passed_pieces
-            self._last = source.passed
-            self._exchange.tokens = tokens_of(source.tail)
+            self._tail = source.tail
+            self._exchange.tokens = tokens_of(self._tail) or (None if self._streams else tokens_of(self._first))
 
     def _count(self, data: bytes) -> None:
         if self._streams and self._exchange.first_s is None:
             self._exchange.first_s = perf_counter()
+        if not self._pieces:
+            self._first = data[:USAGE_BYTES]
         self._exchange.bytes_out += len(data)
         self._pieces += 1
-
-
-def _event(body: bytes, heartbeat: EarlyAnswer | None) -> bytes:
-    """A body as one server-sent event. The Anthropic API names error events."""
-    name = b"event: error\n" if heartbeat is not None and heartbeat.anthropic else b""
-    return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"

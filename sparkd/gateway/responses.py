@@ -49,12 +49,6 @@ def error_bytes(error: SparkdError, request_id: str | None, *, anthropic: bool =
     return json.dumps(body).encode()
 
 
-def error_event(error: SparkdError, request_id: str | None, *, anthropic: bool = False) -> bytes:
-    """One server-sent event for a stream whose headers are out. The Anthropic API names its event; OpenAI's does not."""
-    name = b"event: error\n" if anthropic else b""
-    return name + b"data: " + error_bytes(error, request_id, anthropic=anthropic) + b"\n\n"
-
-
 def json_headers(length: int, request_id: str | None, more: Mapping[str, str] | None = None) -> RawHeaders:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length), (b"date", date())]
     if request_id is not None:

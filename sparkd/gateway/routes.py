@@ -41,15 +41,6 @@ class Route:
     role: Role
     need: RequestNeeds | None = None
 
-    @property
-    def anthropic(self) -> bool:
-        return self.label.startswith("/v1/messages")
-
-    @property
-    def for_pages(self) -> bool:
-        """Whether `cors` may open this route to web pages."""
-        return self.label.startswith("/v1/")
-
 
 def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
     """The route of an ASGI `path` and its variable part ("" if it has none), or None.

@@ -1,4 +1,4 @@
-"""Finds the numbers of tokens that an engine wrote at the end of its answer. Never reads any other part of the answer."""
+"""Finds the numbers of tokens that an engine wrote at the end of its answer, or at its begin. Never reads any other part of the answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 # With the names of its parts, an object `usage` of vLLM has some 300 bytes.
-_USAGE_BYTES = 1024
+USAGE_BYTES = 1024
 _COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
 
 
@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tail: bytes) -> Tokens | None:
-    """The tokens in the last `usage` of an answer's last bytes: of OpenAI's APIs, or of Anthropic's.
+    """The tokens in the last `usage` of an answer's last or first bytes (vLLM's answer of /rerank has it before the results).
 
     Quotes in a text are escaped in JSON, so a text never holds what is searched for.
     """
@@ -27,7 +27,7 @@ def tokens_of(tail: bytes) -> Tokens | None:
     if at < 0:
         return None
     counts: dict[bytes, int] = {}
-    for match in _COUNT.finditer(tail, at, at + _USAGE_BYTES):
+    for match in _COUNT.finditer(tail, at, at + USAGE_BYTES):
         counts.setdefault(match[1], int(match[2]))
     if not counts:
         return None

@@ -34,7 +34,8 @@ _FOUR_NUMBERS = "an IPv4 address has four numbers up to 255, such as 10.0.0.1"
 # PATH_MAX and NAME_MAX (limits.h), with room for the working folder and for names of ours below a folder.
 _PATH_BYTES, _NAME_BYTES = 3072, 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
+# RFC 6454 6.2 with a scheme of RFC 3986 3.1: programs of the desktop have their own, such as app://obsidian.md.
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -158,7 +159,7 @@ def check_name(name: str) -> str:
 def check_origin(value: str) -> str:
     """Check the origin of a web page, as browsers send it (RFC 6454 6.2), or `*`."""
     if value != "*" and not _ORIGIN.fullmatch(value):
-        raise ValueError("an origin is expected, such as https://chat.example or http://localhost:3000, without a path; or '*'")
+        raise ValueError("an origin is expected, such as https://chat.example or app://obsidian.md, without a path; or '*'")
     return value.lower()
 
 

@@ -67,7 +67,12 @@ def test_every_web_page_needs_a_key(load) -> None:
     assert load(some).cors.origins == ("https://chat.example", "http://localhost:3000")
 
 
-@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "null", "https://x\ny"])
+@pytest.mark.parametrize("origin", ["app://obsidian.md", "chrome-extension://abcdefghijklmnop", "tauri://localhost", "http://[::1]:3000"])
+def test_the_origins_of_programs(load, origin: str) -> None:
+    assert load(f"cors: {{origins: [{json.dumps(origin)}]}}").cors.origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "null", "https://x\ny", "file://", "1x://a", "://a"])
 def test_what_is_no_origin(load, origin: str) -> None:
     with pytest.raises(ConfigError):
         load(f"cors: {{origins: [{json.dumps(origin)}]}}")

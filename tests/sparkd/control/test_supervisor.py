@@ -15,7 +15,7 @@ import pytest
 
 from sparkd.admin.readings import log_of
 from sparkd.config.config import parse_model
-from sparkd.control.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
+from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
@@ -357,7 +357,7 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
         assert lacking(failed.value.message, "(UnknownFlag)", "--no-such-flag", "`sparkd ps`") == []
-        assert "3599" not in failed.value.message and failed.value.headers()["retry-after"] == "3599"
+        assert "3599" not in failed.value.message and failed.value.headers() == {"x-should-retry": "false"}
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
@@ -386,7 +386,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)") as refused:
             await enter(made, "m")
         # A time of the next try would say that waiting helps.
-        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers()["retry-after"] == "3580"
+        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers() == {"x-should-retry": "false"}
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
@@ -595,6 +595,17 @@ async def test_the_concurrency_limit_answers_429(tmp_path: Path) -> None:
         assert await enter(made, "m") == "m"
 
 
+async def test_the_concurrency_limit_counts_who_waits(tmp_path: Path) -> None:
+    """One more is refused at once, and not after the load; all who wait are served."""
+    async with stage(tmp_path, models={"m": {"model": "/x", "concurrency_limit": 2}}) as made:
+        waiting = [asyncio.create_task(enter(made, "m")) for _ in range(2)]
+        await soon(lambda: made.supervisor.snapshot().models["m"].queued == 2)
+        with pytest.raises(TooManyRequests):
+            await enter(made, "m")
+        await make_ready(made)
+        assert await asyncio.gather(*waiting) == ["m", "m"]
+
+
 async def test_a_wait_that_is_too_long_ends_in_503_with_a_loading_object(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.supervisor.want("m", Want.RUNNING, "admin")
@@ -634,10 +645,27 @@ async def test_the_last_client_that_leaves_ends_the_load_that_it_caused(tmp_path
         await made.tick(2)
         assert made.state() == "LOADING"
         await left(waiting[1])
+        await made.tick(seconds=ABANDONED_S - 1.0)
+        assert made.state() == "LOADING"
         await made.tick(4)
 
         assert made.state() == ("STOPPED" if cancels else "LOADING")
         assert ("destroy m" in made.cluster.log) is cancels
+
+
+async def test_a_load_that_is_asked_for_again_and_again_goes_on(tmp_path: Path) -> None:
+    """By a client whose own limit is below the load's time."""
+    async with stage(tmp_path) as made:
+        for _ in range(4):
+            waiting = asyncio.create_task(enter(made, "m"))
+            await made.tick(2)
+            made.cluster.show(progress=Progress(phase="loading", fraction=0.5))
+            await made.tick(seconds=2 * ABANDONED_S)
+            assert made.state() == "LOADING"
+            await left(waiting)
+            await made.tick(seconds=ABANDONED_S - 10.0)
+
+        assert [line for line in made.cluster.log if line.startswith("place")] == ["place m"]
 
 
 @pytest.mark.parametrize("why", ["somebody was told to come back", "an operator wishes it", "it is answering"])
@@ -803,7 +831,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         made.supervisor._door._unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
-        assert lacking(refused.value.message, name, *told) == []
+        assert lacking(refused.value.message, name, *told) == [] and refused.value.headers() == {"x-should-retry": "false"}
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
         assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
@@ -814,6 +842,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         with pytest.raises(ModelFailed) as failed:
             await enter(made, name)
         assert lacking(failed.value.message, *told) == [] and str(tmp_path) not in failed.value.message
+        assert failed.value.headers() == {"x-should-retry": "false"}
         assert made.supervisor.snapshot().models[name].message == fault.message, "its owner reads the path"
 
 

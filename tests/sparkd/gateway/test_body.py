@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from contextlib import suppress
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest
 from sparkd.gateway.body import model_of_form, model_of_json, wants_storing
+from tests.sparkd.gateway.fakes import Running
 
 DIGITS = b"9" * 5000
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -157,6 +159,7 @@ GOOD_FORMS = {
     "a file called model": (form(('Content-Disposition: form-data; name="file"; filename="model"', b"x"), (FIELD, b"tiny")), TYPE),
     "unquoted": (form(("content-disposition:form-data;name=model", b"tiny")), TYPE),
     "quoted boundary": (form((FIELD, b"tiny"), boundary="a b"), 'multipart/form-data; charset=utf-8; boundary="a b"'),
+    "an empty preamble": (b"\r\n" + form((FIELD, b"tiny")), TYPE),
     "no newline at the end": (form((FIELD, b"tiny"), end=b"--"), TYPE),
 }
 BAD_FORMS = {
@@ -193,3 +196,16 @@ def test_no_bytes_break_the_form(noise: bytes) -> None:
             assert isinstance(model_of_form(body, TYPE), str)
         except BadRequest:
             pass
+
+
+async def test_the_place_of_a_fault_is_told_where_it_is_the_clients(gateway: Running) -> None:
+    small, large = (b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'",}' for padding_bytes in (100, 600_000))
+    assert f"(byte {len(small) - 1})" in (await gateway.post("/v1/chat/completions", small)).error["message"]
+    assert "byte" not in (await gateway.post("/v1/chat/completions", large)).error["message"]
+
+
+@pytest.mark.parametrize("padding_bytes", [0, 600_000], ids=["small", "large"])
+async def test_a_byte_order_mark_is_served_as_the_engine_serves_it(gateway: Running, padding_bytes: int) -> None:
+    body = codecs.BOM_UTF8 + b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'"}'
+    assert (await gateway.post("/v1/chat/completions", body)).status == 200
+    assert gateway.engine.heard[0].body == body

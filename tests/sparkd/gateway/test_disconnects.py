@@ -102,10 +102,10 @@ async def test_answers_that_are_no_http(gateway: Running, raw: bytes) -> None:
     assert "yyy" not in answer.body.decode()
 
 
-async def test_a_stream_that_breaks_between_two_events_ends_with_an_error_event(gateway: Running) -> None:
+async def test_a_stream_that_breaks_between_two_events_gets_an_error_event_and_is_cut(gateway: Running) -> None:
     gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
     answer = await gateway.post(CHAT, BODY)
-    assert answer.complete
+    assert not answer.complete
     assert answer.body.startswith(EVENT)
     assert b"[DONE]" not in answer.body
     event = answer.body.removeprefix(EVENT)
@@ -175,6 +175,34 @@ async def test_gone_while_the_engine_answers(gateway: Running, begun: bytes, las
     await soon(lambda: gateway.engine.lost == 1)
     await soon(lambda: gateway.supervisor.held == 0)
     assert gateway.supervisor.answered == [answered]
+
+
+RESPONSE = b'event: response.completed\ndata: {"type":"response.completed","sequence_number":9}\n\n'
+MESSAGE = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+SAID = json.dumps({"choices": [{"delta": {"content": "\ndata: [DONE]\n\n"}}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "status"),
+    [(CHAT, DONE, 200), ("/v1/responses", RESPONSE, 200), ("/v1/messages", MESSAGE, 200), (CHAT, b"data: " + SAID + b"\n\n", 499)],
+    ids=["chat", "a response", "a message", "a text that looks like it"],
+)
+async def test_gone_behind_the_last_event(gateway: Running, path: str, last: bytes, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    """openai's SDK closes there, before the end of the body has come."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(EVENT, last, end=False))
+        await until_gone(reader, writer)
+
+    gateway.engine.script = script
+    client = await gateway.open()
+    client.send(post(path, BODY))
+    await client.reader.readuntil(last)
+    await client.close()
+    await soon(lambda: gateway.edge._open_requests == 0)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "sparkd.access"]
+    assert f" status={status} " in line and f" gone={status == 499:d} " in line
+    assert gateway.supervisor.answered == [True]
 
 
 async def test_gone_while_queued_withdraws_the_wish(gateway: Running) -> None:

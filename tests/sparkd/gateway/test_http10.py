@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -54,6 +57,26 @@ async def test_a_broken_body_is_never_closed_in_order(gateway: Running, kind: st
     gateway.engine.replies(head, chunked(EVENT[:20], end=False), then_close=True)
     with pytest.raises(ConnectionResetError):
         await until_closed(gateway, old("POST", CHAT, STREAM))
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v1/models"])
+async def test_a_health_check_that_names_no_host(gateway: Running, path: str) -> None:
+    """HAProxy's and Nagios's own."""
+    answer = await until_closed(gateway, f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    assert answer.status == 200
+
+
+async def test_a_broken_stream_gets_its_error_event_and_a_reset(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    loop, found = asyncio.get_running_loop(), b""
+    with socket.socket() as client:  # asyncio's streams drop what came before a reset
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", gateway.port))
+        await loop.sock_sendall(client, old("POST", CHAT, STREAM))
+        with pytest.raises(ConnectionResetError):
+            while piece := await loop.sock_recv(client, 1000):
+                found += piece
+    assert b'"engine_error"' in found
 
 
 async def test_no_interim_answer(gateway: Running) -> None:

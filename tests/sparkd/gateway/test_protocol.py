@@ -36,6 +36,8 @@ def test_uvicorn_is_the_one_whose_inner_workings_are_known() -> None:
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HIDDEN = b"GET /admin/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+# As Java's HttpClient and `curl --http2` offer it in each request (RFC 7540 3.2).
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 CHUNKS = b"1e\r\n" + BODY + b"\r\n0\r\n\r\n"
 SMUGGLED = {
     "CL and TE": HEAD + b"Content-Length: 30\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS + HIDDEN,
@@ -65,8 +67,7 @@ SMUGGLED = {
     "CONNECT": b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "space in the path": b"GET /livez x HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "bytes above ASCII in the path": b"GET /\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "h2c": HEAD + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: 30\r\n\r\n" + BODY,
-    "upgrade of a POST": HEAD + b"Connection: upgrade\r\nUpgrade: tls/1.0\r\nContent-Length: 30\r\n\r\n" + BODY,
+    "CL and TE behind an offer": HEAD + H2C + b"Content-Length: 30\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS,
 }
 
 
@@ -92,9 +93,35 @@ async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str,
     client = await gateway.open()
     client.send(request("GET", path, *WEBSOCKET))
     answer = await client.answer()
-    assert is_ours(answer, 400) and answer.error["code"] == "upgrade_not_served"
+    assert is_ours(answer, 426) and answer.error["code"] == "upgrade_not_served"
+    assert (answer.headers["upgrade"], answer.headers["connection"]) == ("HTTP/1.1", "upgrade, close")
     assert await client.ended() == b""
     assert (gateway.engine.heard, gateway.admin_calls) == ([], [])
+
+
+TLS = b"Connection: upgrade\r\nUpgrade: TLS/1.0\r\n"  # RFC 2817 3.1
+SENT = (b"Content-Length: 30\r\n\r\n" + BODY, b"Transfer-Encoding: chunked\r\n\r\n" + chunked(BODY[:7], BODY[7:]))
+
+
+@pytest.mark.parametrize("offer", [H2C, TLS], ids=["h2c", "TLS"])
+@pytest.mark.parametrize("sent", SENT, ids=["sized", "chunked"])
+@pytest.mark.parametrize("piece_bytes", [1, 150, 1000])
+async def test_an_offer_of_another_protocol_is_ignored(gateway: Running, offer: bytes, sent: bytes, piece_bytes: int) -> None:
+    """The request is served as HTTP/1.1 with its body, however it is cut into reads, and so is the next on the connection."""
+    client = await gateway.open()
+    await soon(lambda: gateway.server.server_state.connections)
+    (protocol,) = gateway.server.server_state.connections
+    for _ in range(2):
+        raw = HEAD + offer + sent
+        for at in range(0, len(raw), piece_bytes):
+            protocol.data_received(raw[at : at + piece_bytes])
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (200, ANSWER)
+    first, second = gateway.engine.heard
+    assert first.body == second.body == BODY
+    assert not {"upgrade", "connection", "http2-settings"} & set(first.headers)
+    client.send(request("GET", "/livez"))
+    assert (await client.answer()).status == 200
 
 
 async def test_a_route_that_is_a_websocket_elsewhere_is_no_route_here(gateway: Running) -> None:

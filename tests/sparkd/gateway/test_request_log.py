@@ -96,8 +96,16 @@ async def test_answers_without_usage_and_of_unknown_models(gateway: Running, log
     assert [row.number for row in await log.finished(model="tiny")] == [4, 1]
 
 
-async def test_usage_behind_a_long_answer(gateway: Running, log: RequestLog) -> None:
-    body = b'{"data":["' + b"x" * 600_000 + b'"],"usage":{"prompt_tokens":3,"total_tokens":3,"completion_tokens":0}}'
+LONG = b'["' + b"x" * 600_000 + b'"]'
+COUNTED = b'"usage":{"prompt_tokens":3,"total_tokens":3,"completion_tokens":0}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"data":' + LONG + b"," + COUNTED + b"}", b'{"id":"score-1","model":"tiny",' + COUNTED + b',"results":' + LONG + b"}"],
+    ids=["behind it", "before it, as /rerank has it"],
+)
+async def test_usage_of_a_long_answer(gateway: Running, log: RequestLog, body: bytes) -> None:
     gateway.engine.replies(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body)
     await gateway.post("/v1/embeddings", BODY)
     (row,) = await ended(log)
@@ -189,7 +197,7 @@ async def test_a_cancel_in_a_stream(gateway: Running, log: RequestLog, path: str
     log.cancel("one")
     rest = await client.ended()
     assert name in rest.partition(EVENT)[2]
-    assert b'"code": "request_cancelled"' in rest and rest.endswith(b"0\r\n\r\n") and DONE not in rest
+    assert b'"code": "request_cancelled"' in rest and rest.endswith(b"\n\n\r\n") and DONE not in rest
     await soon(lambda: gateway.engine.lost == 1)
     await client.close()
     assert gateway.supervisor.answered == [True], "a cancel is no sign that the engine hangs"

@@ -91,6 +91,29 @@ async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
                 pass
 
 
+async def test_openai_learns_of_a_broken_response(engine: RawEngine) -> None:
+    """By that API's own event, which names the reason; whoever overlooks it meets the cut."""
+    import openai
+
+    created = b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"resp_7","output":[]}}\n\n'
+    engine.replies(STREAM_HEAD, chunked(created, end=False), then_close=True)
+    async with (
+        serving(engine) as gateway,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = await client.responses.create(model="tiny", input="hi", stream=True)
+        events = []
+        http_error = import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
+        with pytest.raises((openai.APIError, http_error)):
+            async for event in stream:
+                events.append(event)
+    assert [(event.type, event.sequence_number, event.response.id) for event in events] == [
+        ("response.created", 0, "resp_7"),
+        ("response.failed", 1, "resp_7"),
+    ]
+    assert "early" in events[1].response.error.message
+
+
 async def test_anthropic_errors(claude: anthropic.AsyncAnthropic) -> None:
     import anthropic
 

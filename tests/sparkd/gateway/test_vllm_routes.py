@@ -187,8 +187,17 @@ async def test_an_allowed_page_may_use_v1_and_nothing_else(engine: RawEngine, ke
             assert (await gateway.get(CHAT, *asks[1:], f"Origin: {other}", method="OPTIONS")).status == 405
         if keys.open:
             assert (await gateway.get("/admin/v1/models", f"Origin: {PAGE}")).status == 403
+        unknown = await gateway.get("/v1/nothing", INFERENCE, f"Origin: {PAGE}")
+        assert (unknown.status, unknown.headers[ALLOW]) == (404, PAGE)  # else the page could not read why
         again = await gateway.post(CHAT, b"{}", INFERENCE)
         assert (again.status, ALLOW in again.headers) == (200, False)
+
+
+async def test_answers_to_anthropics_clients_have_its_name_of_the_request_id(gateway: Running) -> None:
+    for body, status in ((b'{"model":"tiny"}', 200), (b"[", 400)):
+        answer = await gateway.post("/v1/messages", body, "X-Request-Id: mine")
+        assert (answer.status, answer.headers["request-id"], answer.headers["x-request-id"]) == (status, "mine", "mine")
+    assert "request-id" not in (await gateway.post(CHAT, b'{"model":"tiny"}')).headers
 
 
 async def test_every_page(engine: RawEngine) -> None:
