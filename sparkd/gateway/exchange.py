@@ -24,6 +24,7 @@ _log = logging.getLogger("sparkd.access")
 _PROBES = (path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY))
 _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,12})')
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
@@ -74,9 +75,9 @@ class Exchange:
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
     all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
-    `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `response_id` is what /v1/responses named.
-    `key` is the name of the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an
-    operator ended it. `trace` is set where spans are made of the request.
+    `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of the client's key; `tokens`
+    is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are made
+    of the request.
     """
 
     __slots__ = (
@@ -94,7 +95,6 @@ class Exchange:
         "queued_s",
         "request_id",
         "reserved",
-        "response_id",
         "route",
         "started_s",
         "status",
@@ -128,19 +128,18 @@ class Exchange:
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
         self.trace: OpenTrace | None = None
-        self.response_id: str | None = None
 
     @property
     def anthropic(self) -> bool:
         """Whether the client speaks Anthropic's API."""
         return self.route.startswith("/v1/messages")
 
-    def error_event(self, error: SparkdError, tail: bytes = b"") -> bytes:
-        """The server-sent event by which the client's API says that a stream failed. tail: the last bytes of the stream."""
+    def error_event(self, error: SparkdError, first: bytes = b"", tail: bytes = b"") -> bytes:
+        """The server-sent event by which the client's API says that a stream failed. first, tail: the stream's first and last bytes."""
         lasts = error.status < 500 or "x-should-retry" in error.headers()
-        return self.failure_event(error_bytes(error, self.request_id, anthropic=self.anthropic), lasts=lasts, tail=tail)
+        return self.failure_event(error_bytes(error, self.request_id, anthropic=self.anthropic), lasts=lasts, first=first, tail=tail)
 
-    def failure_event(self, body: bytes, *, lasts: bool, tail: bytes = b"") -> bytes:
+    def failure_event(self, body: bytes, *, lasts: bool, first: bytes = b"", tail: bytes = b"") -> bytes:
         """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help.
 
         Clients of /v1/responses read that API's own events and codes only, with a number each. Codex tries again unless it is told that the
@@ -154,9 +153,9 @@ class Exchange:
             error_members = dict(members.pop("error"))
         except (ValueError, TypeError, KeyError):
             members, error_members = {}, {"message": "The engine refused the request."}
-        numbers = _SEQUENCE_NUMBER.findall(tail)
+        response_id, numbers = _RESPONSE_ID.search(first), _SEQUENCE_NUMBER.findall(tail)
         response: dict[str, Any] = {
-            "id": self.response_id or f"resp_{self.request_id}",
+            "id": response_id[1].decode() if response_id else f"resp_{self.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": self.model,
