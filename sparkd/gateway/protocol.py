@@ -98,15 +98,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.default_headers = headers
 
     def cut(self) -> None:
-        """Flush, then close without completing the answer, so that the client sees that it is incomplete.
+        """Close without completing the answer, so that the client sees that it is incomplete.
 
-        A response that ends with the connection, of HTTP/1.0, is shown to be incomplete by a reset only.
+        The close comes after what was written: a browser that gets both in one read drops the last event. A response that ends with the
+        connection, of HTTP/1.0, is shown to be incomplete by a reset only.
         """
         self._when_gone = None
-        self.cycle.disconnected = True
+        self._deaf = self.cycle.disconnected = True
         if not self.takes_chunks:
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-        self._close()
+        self.loop.call_later(self.limits.cut_s, self._close)
 
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.

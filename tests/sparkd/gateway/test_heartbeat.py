@@ -182,6 +182,27 @@ async def test_an_engine_that_dies_before_it_answers_is_an_error_event(loading: 
     assert event_of(await cut_off(client))["error"]["code"] == "engine_gone"
 
 
+async def test_an_error_event_is_read_before_the_connection_ends(engine: RawEngine) -> None:
+    """A browser that finds the end of a broken answer in the same read drops what came before it."""
+    limits = ClientLimits()
+    async with serving(engine, limits=limits) as running:
+        running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
+        running.supervisor.gate.clear()
+        client = await running.open()
+        client.send(post(CHAT, STREAM))
+        await begun(running, client)
+        running.supervisor.refusal = Unavailable("It is gone.")
+        running.supervisor.gate.set()
+
+        assert event_of(await chunk(client))["error"]["message"] == "It is gone."
+        client.send(post(CHAT, STREAM))
+        running.turn(limits.cut_s / 2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.reader.read(1), 0.05)
+        running.turn(limits.cut_s / 2)
+        assert await cut_off(client) == b""
+
+
 class Steps:
     """An engine's script that writes a piece each time when it is told to."""
 
