@@ -36,9 +36,10 @@
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
       . UnsupportedEncoding 415
     - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
-  + Unavailable 503             try again later; carries Retry-After, or x-should-retry: false
+  + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
+      . ModelCannotLoad 424     another try does not help
     - Draining                  the daemon or the model is going down
   + EngineError 502             the engine broke the exchange
     - EngineGone                its socket is closed or it died
@@ -438,9 +439,6 @@ class RequestCancelled(RequestError):
     def __init__(self) -> None:
         super().__init__("An operator of this server cancelled the request. Ask the operator before you send it again.")
 
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
-
 
 class MethodNotAllowed(RequestError):
     status = 405
@@ -500,16 +498,13 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(SparkdError):
-    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds.
-
-    retry_after_s: None where another try does not help, which the SDKs of OpenAI and Anthropic heed.
-    """
+    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds."""
 
     status = 503
     code = "unavailable"
     exit_code = 7
 
-    def __init__(self, message: str, *, retry_after_s: int | None = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.held_by = list(held_by)
@@ -518,7 +513,7 @@ class Unavailable(SparkdError):
         return {"held_by": self.held_by} if self.held_by else {}
 
     def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {"retry-after": str(self.retry_after_s)}
 
 
 class ModelLoading(Unavailable):
@@ -538,6 +533,15 @@ class ModelLoading(Unavailable):
 class ModelFailed(Unavailable):
     code = "model_failed"
     exit_code = 8
+
+
+class ModelCannotLoad(ModelFailed):
+    """The server is to blame, yet a status of 4xx: many programs ask again after every 5xx, whatever its headers say."""
+
+    status = 424
+
+    def headers(self) -> dict[str, str]:
+        return {}
 
 
 class Draining(Unavailable):

@@ -109,6 +109,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
         self.loop.call_later(self.limits.cut_s, self._close)
 
+    def fail(self, event: bytes, *, cut: bool) -> None:
+        """End a stream with `event`, which tells its failure; in order, or so that a reader that overlooks it meets the cut."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.takes_chunks else event)
+        if cut:
+            self.cut()
+            return
+        if self.takes_chunks:
+            self.transport.write(b"0\r\n\r\n")
+        self.end_answer()
+
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.
 

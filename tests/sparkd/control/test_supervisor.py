@@ -357,7 +357,7 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
         assert lacking(failed.value.message, "(UnknownFlag)", "--no-such-flag", "`sparkd ps`") == []
-        assert "3599" not in failed.value.message and failed.value.headers() == {"x-should-retry": "false"}
+        assert "3599" not in failed.value.message and failed.value.status == 424
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
@@ -386,7 +386,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)") as refused:
             await enter(made, "m")
         # A time of the next try would say that waiting helps.
-        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers() == {"x-should-retry": "false"}
+        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.status == 424
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
@@ -831,7 +831,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         made.supervisor._door._unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
-        assert lacking(refused.value.message, name, *told) == [] and refused.value.headers() == {"x-should-retry": "false"}
+        assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
         assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
@@ -842,7 +842,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         with pytest.raises(ModelFailed) as failed:
             await enter(made, name)
         assert lacking(failed.value.message, *told) == [] and str(tmp_path) not in failed.value.message
-        assert failed.value.headers() == {"x-should-retry": "false"}
+        assert failed.value.status == 424
         assert made.supervisor.snapshot().models[name].message == fault.message, "its owner reads the path"
 
 

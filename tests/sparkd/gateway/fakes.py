@@ -28,6 +28,8 @@ from sparkd.vllm.parsers import Parsers
 from tests.support.waiting import HUNG_S, eventually
 
 PROBE_TOKEN = "the-probe-token"
+# The key of a gateway's clients, where it has one.
+KEY = "inference-key"
 ANSWER = b'{"id":"chatcmpl-1","choices":[]}'
 JSON_ANSWER = b"HTTP/1.1 200 OK\r\nserver: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
