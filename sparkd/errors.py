@@ -473,10 +473,10 @@ class UnsupportedMediaType(RequestError):
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """By its header clients tell it from a wrong media type, and send the body again as it is (RFC 9110 12.5.3)."""
+    """By its header clients tell it from a wrong media type, and send the body again in another encoding (RFC 9110 12.5.3)."""
 
     def headers(self) -> dict[str, str]:
-        return {"accept-encoding": "identity"}
+        return {"accept-encoding": "gzip, zstd, identity"}
 
 
 class HeadersTooLarge(RequestError):

@@ -25,7 +25,7 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing, wants_stream
+from sparkd.gateway.body import ENCODINGS, model_of_form, model_of_json, unpacked, wants_functions, wants_storing, wants_stream
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -95,8 +95,11 @@ class Proxy:
         if self.tracer is not None:
             exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
-        _check_content(route.kind, content_type, headers.get(b"content-encoding"))
+        encoding = _encoding(headers.get(b"content-encoding", b""))
+        _check_content(route.kind, content_type)
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
+        if encoding != b"identity":
+            body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
             exchange.outline = await outline(body)
@@ -133,6 +136,14 @@ class Proxy:
         if len(body) > limit:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.")
         return body
+
+    async def _unpack(self, body: bytes | bytearray, encoding: bytes, exchange: Exchange) -> bytes:
+        """The body without its encoding. Its largest size counts until the true one is known: a kilobyte may stand for gigabytes."""
+        limit = self.limits.body_bytes
+        self._reserve(limit, exchange)
+        plain = await asyncio.to_thread(unpacked, bytes(body), encoding, limit)
+        self._reserve(len(plain) - len(body) - limit, exchange)
+        return plain
 
     def release(self, exchange: Exchange) -> None:
         """Drop the body and its share of the limit on all bodies."""
@@ -334,9 +345,14 @@ def _media_type(content_type: bytes) -> bytes:
     return content_type.partition(b";")[0].strip().lower()
 
 
-def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
-    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedEncoding("A body with a content-encoding is not accepted; send it uncompressed.")
+def _encoding(header: bytes) -> bytes:
+    encoding = header.strip().lower() or b"identity"
+    if encoding != b"identity" and encoding not in ENCODINGS:
+        raise UnsupportedEncoding("This content-encoding is not accepted; send the body with gzip, with zstd or as it is.")
+    return encoding
+
+
+def _check_content(kind: RouteKind, content_type: bytes) -> None:
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+from collections.abc import Callable
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import Draining, ModelCannotLoad, ModelFailed, ModelLoading, TooManyRequests
@@ -264,8 +267,8 @@ async def test_content_types(gateway: Running) -> None:
         assert (await gateway.post(CHAT, BODY, f"Content-Type: {kind}", "X-Api-Key: any")).status == status, kind
     assert (await gateway.ask(request("POST", CHAT, f"Content-Length: {len(BODY)}", "X-Api-Key: any") + BODY)).status == 200
     assert (await gateway.post("/v1/audio/transcriptions", BODY)).status == 415
-    encoded = await gateway.post(CHAT, BODY, "Content-Encoding: gzip")
-    assert (encoded.status, encoded.headers["accept-encoding"]) == (415, "identity")
+    encoded = await gateway.post(CHAT, BODY, "Content-Encoding: br")
+    assert (encoded.status, encoded.headers["accept-encoding"]) == (415, "gzip, zstd, identity")
     assert "accept-encoding" not in (await gateway.post(CHAT, BODY, "Content-Type: text/html")).headers
     alike = ("X-Api-Key: any", "Content-Type: application/json", "X-Api-Key: any", "Content-Type: application/json")
     assert (await gateway.post(CHAT, BODY, *alike)).status == 200
@@ -283,6 +286,21 @@ async def test_s7_names_from_a_payload_list_are_only_ever_keys(gateway: Running)
         assert "tiny" in answer.error["message"]
         assert len(answer.body) < 1500
     assert gateway.engine.heard == []
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstandard.compress)])
+async def test_a_body_is_unpacked_within_its_limit(engine: RawEngine, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    async with serving(engine, limits=ClientLimits(body_bytes=100_000, buffered_bytes=150_000)) as gateway:
+        header = f"Content-Encoding: {encoding}"
+        assert (await gateway.post(CHAT, pack(BODY), header)).status == 200
+        (heard,) = engine.heard
+        assert heard.body == BODY and "content-encoding" not in heard.headers
+
+        assert (await gateway.post(CHAT, pack(b" " * 100_001), header)).status == 413
+        damaged = await gateway.post(CHAT, b"no" + pack(BODY), header)
+        assert damaged.status == 400 and encoding in damaged.error["message"]
+        assert gateway.edge._proxy._buffered_bytes == 0
+        assert len(engine.heard) == 1
 
 
 async def test_errors_of_the_supervisor(gateway: Running) -> None:
