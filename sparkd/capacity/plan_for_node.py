@@ -70,7 +70,7 @@ class QuestionHere(BaseModel):
     nodes: int | None = Field(default=None, ge=1, le=MOST["nodes"])
     max_model_len: int | None = Field(default=None, ge=1, le=MOST["max_model_len"])
     requests: int | None = Field(default=None, ge=1, le=MOST["requests"])
-    quantize: Annotated[str, Field(max_length=64)] | dict[str, Any] | None = None
+    quantize: str | dict[str, Any] | None = None
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MOST["max_num_batched_tokens"])
     max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
     kv_cache_dtype: KvDtype | None = None

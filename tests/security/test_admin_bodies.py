@@ -13,6 +13,7 @@ import pytest
 
 from sparkd.admin.app import PREFIX
 from sparkd.admin.bodies import MOST_MARKS
+from sparkd.errors import MOST_MESSAGE_CHARS
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENTS
 from sparkd.schema.yaml_file import MAX_DEPTH
 from tests.sparkd.admin.test_app import _plans_of_this_process, admin_of  # noqa: F401 - a fixture
@@ -37,6 +38,7 @@ def within() -> Iterator[bytes]:
     yield b'{"a":' * (MAX_DEPTH - 3) + b"0" + b"}" * (MAX_DEPTH - 3)
     yield from (worst for count in (MOST_ARGUMENTS, MOST_MARKS - 16) for worst in several(count))
     yield b"1" * SIZE
+    yield json.dumps({"long_key_" * (SIZE // 9): 1}).encode()
 
 
 def beyond() -> Iterator[bytes]:
@@ -86,6 +88,7 @@ async def test_no_body_costs_the_loop_more_than_its_size(tmp_path: Path) -> None
             begun_s = time.thread_time()
             response = await made.client.request(method, path, content=body, headers={"content-type": "application/json"})
             assert response.status_code != 500, (method, path, body[:100])
+            assert response.is_success or len(response.json()["error"]["message"]) < 2 * MOST_MESSAGE_CHARS
             return (time.thread_time() - begun_s) / parse_s
 
         routes, slow = set(), []
