@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _PACKAGE = Path(__file__).parent
-# Of a message in an error's body: a list of 20 problems has some 4,000.
+# In the body of an error: a list of 20 problems has some 4,000.
 MOST_MESSAGE_CHARS = 8000
 
 

@@ -16,7 +16,7 @@ from sparkd.errors import BadRequest
 from sparkd.schema.yaml_file import MAX_DEPTH
 from workers.host.hub_cache import is_revision
 
-# Of a whole body. A long entry with its mix, its variables and its arguments has some hundred.
+# In a whole body. A long entry with its mix, its variables and its arguments has some hundred.
 MOST_MARKS = 8192
 # A string without an end reaches to the end, so that no byte is looked at twice.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)

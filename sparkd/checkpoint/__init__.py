@@ -245,8 +245,8 @@ def _header_bytes(names: bytes) -> int:
 
 
 def _strays(tensors: FileTensors, indexed: bytes) -> frozenset[bytes]:
-    """The tensors of a file that the index does not assign to it. What the index names and the file lacks is not there: vLLM opens the
-    files, takes what they have, and says what its class misses."""
+    """The tensors of a file that the index does not assign to it. A tensor that the index names and the file lacks does not count: vLLM
+    opens the files, takes what they have, and says what its class misses."""
     names = tensors.split_names()
     if b"\n".join(sorted(names)) == indexed:
         return frozenset()

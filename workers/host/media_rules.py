@@ -13,7 +13,7 @@ CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"
 CONNECTOR = "sparkd"
 # All that IANA has given out as global unicast (RFC 4291 2.4). Outside of it are NAT64, SRv6 and addresses that carry an IPv4 address.
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-# What `is_global` of Python 3.11 to 3.13 lets through of IANA's special-purpose registries: 6to4 and its relays, IETF's own, documentation.
+# `is_global` of Python 3.11 to 3.13 lets these of IANA's special-purpose registries through: 6to4, its relays, IETF's own, documentation.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("2002::/16", "192.88.99.0/24", "192.0.0.0/24", "3fff::/20")))
 
 
