@@ -222,6 +222,6 @@ def added(**keys: Any) -> ModelConfig:
     "key", ["revision", "dtype", "kv_cache_dtype", "quantization", "load_format", "tool_call_parser", "reasoning_parser"]
 )
 def test_the_value_of_a_key_is_no_flag(key: str) -> None:
-    for value in ("--trust-remote-code", "-q"):
+    for value in ("--trust-remote-code", "-q", "a\x1b[2J", "a\u202eb"):
         with pytest.raises(ConfigError):
             added(**{key: value})
