@@ -49,7 +49,10 @@ class BoundedRoute(APIRoute):
 
 def _check_bounds(body: bytes) -> None:
     """Raise BadRequest for JSON that is nested more deeply than a configuration file may be, or of more values than any request needs."""
-    marks = _STRING.sub(b"", body).translate(None, _ALL_BUT_MARKS)
+    if b"\0" in body:  # Python's parser takes UTF-16 and UTF-32 too, in which another sign may hold the byte of a quotation mark
+        raise BadRequest("The body is not JSON in UTF-8: send it so.")
+    # JSON with more texts than that has more marks as well, so the rest need not be read.
+    marks = _STRING.sub(b"", body, 4 * MOST_MARKS).translate(None, _ALL_BUT_MARKS)
     if len(marks) > MOST_MARKS:
         raise BadRequest(f"The body has more than {MOST_MARKS:,} commas and brackets outside its texts: send less at once.")
     if max(accumulate({"[": 1, "{": 1, ",": 0}.get(chr(mark), -1) for mark in marks), default=0) > MAX_DEPTH:
