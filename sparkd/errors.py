@@ -53,6 +53,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _PACKAGE = Path(__file__).parent
+# In the body of an error: a list of 20 problems has some 4,000.
+MOST_MESSAGE_CHARS = 8000
 
 
 class SparkdError(Exception):
@@ -564,9 +566,11 @@ LATER = "sparkd.later"
 
 
 def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, Any]:
-    """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking."""
+    """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking. A message that repeats a long
+    value keeps its beginning and its end, which is the cure."""
+    message, most = error.message, MOST_MESSAGE_CHARS
     fields: dict[str, Any] = {
-        "message": error.message,
+        "message": message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 :]}",
         "type": error.type,
         "param": error.param,
         "code": error.code,

@@ -41,7 +41,7 @@ from sparkd.admin.answers import (
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
@@ -123,6 +123,7 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
 def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
+        route_class=BoundedRoute,
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},

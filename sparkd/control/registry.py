@@ -19,6 +19,8 @@ from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.store import Store
 from sparkd.vllm.logging_args import remark
 
+# Each that is added costs a look at all of them: 0.2 s with so many.
+MOST_ADDED = 256
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 
@@ -113,7 +115,11 @@ class Roster:
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
         """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
         self.judged(name, raw)
-        standing = self._store.wishes.specs().get(name)
+        added = self._store.wishes.specs()
+        standing = added.get(name)
+        if standing is None and len(added) >= MOST_ADDED:
+            cure = "remove one (`sparkd rm MODEL`), or write this one into the configuration file"
+            raise Conflict(f"{MOST_ADDED} models were added already, and sparkd keeps no more: {cure}.", param="name")
         if standing is not None and _text(standing) == _text(raw):
             return None
         if standing is not None and not replace:

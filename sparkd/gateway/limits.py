@@ -32,7 +32,7 @@ class ClientLimits:
     header_count: int = 128
     header_s: float = 10.0
     body_bytes: int = 64 * _MIB
-    admin_body_bytes: int = _MIB
+    admin_body_bytes: int = 2 * _MIB
     body_grace_s: float = 60.0
     body_rate: int = _MIB
     buffered_bytes: int = 256 * _MIB

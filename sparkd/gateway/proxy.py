@@ -87,6 +87,7 @@ class Proxy:
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
+        self._outlines = asyncio.Lock()
 
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
@@ -102,7 +103,7 @@ class Proxy:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
-            exchange.outline = await outline(body)
+            exchange.outline = await outline(body, self._outlines)
             model = model_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))

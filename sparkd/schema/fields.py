@@ -164,9 +164,9 @@ def check_origin(value: str) -> str:
 
 
 def check_word(value: str) -> str:
-    """Check a value of a vLLM flag: it must not look like another flag."""
-    if not value or value.startswith("-") or _CONTROL.search(value):
-        raise ValueError("a word is expected that does not begin with '-'")
+    """Check a value of a vLLM flag: it must not look like another flag, nor hold signs that a terminal obeys or does not show."""
+    if not value or value.startswith("-") or not value.isprintable():
+        raise ValueError("a word is expected that does not begin with '-', without invisible characters")
     return value
 
 

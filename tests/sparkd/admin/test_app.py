@@ -518,7 +518,9 @@ DEEP = b'{"name": "new", "spec": {"model": "/y", "metadata": {"a": %s}}, "load":
 REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
     (b"", {}, "body"),
     (b'{"name": "\xff"}', JSON, "JSON"),
-    (b"[" * 100_000, JSON, "JSON"),
+    (b"[" * 100_000, JSON, "8,192"),
+    (b'{"name": "new"', JSON, "JSON"),
+    (('{"\u2200": ' + "[" * 40 + "]" * 40 + "}").encode("utf-16"), JSON, "UTF-8"),
     (DEEP % (b"[" * 40 + b"]" * 40), JSON, "32"),
     (DEEP % b'"\\ud800"', JSON, "surrogate"),
     (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "JSON"),
