@@ -328,9 +328,12 @@ def _wants_events(route: Route, exchange: Exchange) -> bool:
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     """The abilities that the route and the body require. A model without them is refused before it is loaded."""
-    if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
-        return route.need
-    return replace(route.need, tools=wants_functions(exchange.outline))
+    need = route.need
+    if need is not None and route.label in _WITH_TOOLS and b'"tools"' in exchange.outline:
+        need = replace(need, tools=wants_functions(exchange.outline))
+    if need is not None and route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
+        need = replace(need, lacks=route.asks)
+    return need
 
 
 def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:

@@ -22,6 +22,7 @@ from sparkd.control.record import Attempt, Record
 from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
     AgentLost,
+    BadRequest,
     ConfigError,
     Conflict,
     DoesNotFit,
@@ -544,6 +545,19 @@ async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> Non
         await made.tick(2)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
         assert made.supervisor.snapshot().models["m"].max_model_len == 512
+
+
+async def test_a_body_that_no_engine_can_answer_loads_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        empty = replace(CHAT, lacks=("messages",))
+        with pytest.raises(BadRequest, match="`messages`"):
+            async with made.supervisor.lease("m", need=empty):
+                pass
+        await made.tick(2)
+        assert (made.state(), made.cluster.log) == ("STOPPED", [])
+        await make_ready(made)
+        async with made.supervisor.lease("m", need=empty):  # the engine says what is wrong with it
+            pass
 
 
 async def test_what_its_engine_told_stays_known(tmp_path: Path) -> None:

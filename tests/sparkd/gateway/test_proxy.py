@@ -303,6 +303,15 @@ async def test_a_body_is_unpacked_within_its_limit(engine: RawEngine, encoding: 
         assert len(engine.heard) == 1
 
 
+@pytest.mark.parametrize("path", [path for path, route in EXACT.items() if route.asks])
+async def test_a_body_that_no_engine_can_answer_is_marked(gateway: Running, path: str) -> None:
+    """The supervisor loads no model for it; an engine that runs refuses it in its own words."""
+    bodies = [{"model": "tiny", member: "x"} for member in EXACT[path].asks] + [{"model": "tiny", "stream": False}]
+    for body in bodies:
+        assert (await gateway.post(path, json.dumps(body).encode())).status == 200
+    assert [need and need.lacks for need in gateway.supervisor.needs] == [(), *[()] * (len(bodies) - 2), EXACT[path].asks]
+
+
 async def test_errors_of_the_supervisor(gateway: Running) -> None:
     loading = {"model": "tiny", "state": "LOADING", "progress": 0.5, "eta_seconds": 12}
     for refusal, status, retry in (
