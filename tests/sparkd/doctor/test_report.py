@@ -58,6 +58,8 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "`sudo swapoff AREA`"),
     "a second area of swap": (SWAPS | {"proc/swaps": AREAS.format(16777212, 134217728)}, "swap", "warn",
     "`sudo swapoff /swapfile128`"),
+    "a container's memory limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{24 << 30}\n"}, "memory-limit", "warn",
+    "MemoryMax="),
     "swappiness": ({"proc/sys/vm/swappiness": "60\n"}, "swappiness", "warn", "vm.swappiness=10"),
     "dirty pages": ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "20\n"}, "dirty", "warn", "vm.dirty_bytes=268435456"),
     "a large reserve of the kernel's": ({"proc/sys/vm/min_free_kbytes": "4194304\n"}, "min-free", "warn", "45167"),
