@@ -29,6 +29,7 @@ from sparkd.admin.pull import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
@@ -119,9 +120,12 @@ async def _serve_locked(config: Config, options: Options, systemd: Systemd, envi
         _check_inherited(config, inherited.socket, environ)
     store = Store(config.state_dir / "state.db")
     try:
-        await Daemon(config, options, systemd, store, listening, environ).run()
+        with machine_lock():
+            await Daemon(config, options, systemd, store, listening, environ).run()
     finally:
         store.close()
+        for each in listening:
+            each.close()
 
 
 class Daemon:
