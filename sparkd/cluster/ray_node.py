@@ -33,7 +33,7 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
 
     again_s: start it again so long after it ended by itself, where no service manager does. Raises ConfigError for an address that cannot
-    be used, StateError for a runtime folder that cannot be made and where a daemon lends this machine already, RayUnavailable where Ray does
+    be used, StateError for a runtime folder that cannot be made or a machine that another sparkd lends, RayUnavailable where Ray does
     not start, or ends by itself and again_s is None.
     """
     environ = dict(environ)
