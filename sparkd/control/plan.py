@@ -27,6 +27,8 @@ ALONE_DARK_S = 10.0
 _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore encountered a fatal error")
 # How long a rank may be stopped by a signal (state T; a debugger's is t), so that two observations show it.
 HALTED_S = 1.0
+# How long the socket's file of a server that is up may be gone. An engine that ends removes it, and has ended within that time.
+DEAF_S = 10.0
 # The delay reaches its cap long before this. Without a limit the 1,025th failure would overflow a float.
 MOST_DOUBLINGS = 60
 
@@ -298,7 +300,7 @@ def _present(facts: ModelFacts) -> list[RankFact]:
 
 
 def _broken(facts: ModelFacts) -> Fail | None:
-    """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable or frozen: no rank serves then."""
+    """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable, without its socket or frozen."""
     present = _present(facts)
     if not present and not facts.unseen:
         return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
@@ -312,6 +314,9 @@ def _broken(facts: ModelFacts) -> Fail | None:
         numbers = " and ".join(map(str, missing))
         message = f"Rank {numbers} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
         return Fail(facts.name, "RankMissing", message)
+    if facts.deaf_s >= DEAF_S:
+        path = next((fact.handle.socket_path for fact in present if fact.deaf), "")
+        return Fail(facts.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
     if facts.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:

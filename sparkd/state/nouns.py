@@ -156,7 +156,8 @@ class Progress:
 class RankFact:
     """An agent's observation of one rank: a handle, whether its processes live, and how it ended.
 
-    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. cpu_s: CPU seconds of all its processes.
+    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. deaf: its server was up, and its socket's file
+    has been removed, so no request can reach it. cpu_s: CPU seconds of all its processes.
     killed: the guard's sentence, where it was the guard. host_bytes: anonymous memory; device_bytes: as nvidia-smi says.
     """
 
@@ -167,6 +168,7 @@ class RankFact:
     stop_ordered: bool
     progress: Progress
     halted: bool = False
+    deaf: bool = False
     cpu_s: float = 0.0
     diagnosis: Diagnosis | None = None
     killed: str | None = None

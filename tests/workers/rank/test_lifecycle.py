@@ -241,6 +241,30 @@ def test_a_status_file_is_written_again_and_without_its_folder_an_engine_ends(pl
     assert alive(engine)
 
 
+SERVER = """
+import socket, sys, time
+socket.socket(socket.AF_UNIX).bind(sys.argv[sys.argv.index("--uds") + 1])
+print("INFO:     Application startup complete.\\nup", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lost", ["its socket", "its folder, which another start made again"])
+def test_an_engine_whose_socket_was_removed_is_seen_as_deaf(place: Place, lost: str) -> None:
+    handle = place.start(SERVER)
+    until(lambda: place.fact()["progress"]["server_up"])
+    assert (place.fact()["alive"], place.fact()["deaf"]) == (True, False)
+    os.kill(handle["pid"], signal.SIGSTOP)  # it must not look between the end of its folder and the next one
+    if lost == "its socket":
+        Path(place.run_dir, "r1.sock").unlink()
+    else:
+        shutil.rmtree(place.run_dir)
+        Path(place.run_dir).mkdir()
+    os.kill(handle["pid"], signal.SIGCONT)
+    until(lambda: lifecycle.scan(place.run_dir))
+    assert (place.fact()["alive"], place.fact()["deaf"]) == (True, True)
+
+
 def test_an_old_boot_s_rank_is_dead(place: Place) -> None:
     handle = place.start()
     status = place.status()
