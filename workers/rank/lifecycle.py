@@ -77,9 +77,9 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     """The state of each rank with a status file, sorted by rank id. Reads /proc and the files, and changes nothing.
 
     alive: shim and engine both live. processes: the number of living processes of the rank without the shim; if it is above 0 while alive
-    is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server is up and its socket's file is gone. cpu_s:
-    CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the log, the loader and the KV sizing; diagnosis explains a known
-    line of the log.
+    is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server is up and its socket's file
+    is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the
+    log, the loader and the KV sizing; diagnosis explains a known line of the log.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -92,7 +92,7 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         progress = _progress(run_dir, rank_id, status.get("progress"))
         fact = _fact(rank_id, status, progress, shim, engine, len(pids))
         socket_path = (status.get("handle") or {}).get("socket_path")
-        fact["deaf"] = bool(progress.get("server_up") and socket_path) and not os.path.lexists(socket_path)
+        fact["deaf"] = bool(progress.get("server_up") and socket_path and not os.path.lexists(socket_path))
         fact["halted"] = any(stats[pid].state == "T" for pid in pids if pid in stats)
         fact["cpu_s"] = sum(stats[pid].cpu_ticks for pid in pids if pid in stats) / os.sysconf("SC_CLK_TCK")
         facts.append(fact)
