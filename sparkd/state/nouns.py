@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -267,3 +267,13 @@ class Event:
     model: str | None
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ages_s(events: Sequence[Event], wall_s: float) -> list[float]:
+    """How old each event is, oldest first like the events. None is younger than the one after it, also where the clock was set back between
+    them. wall_s: this moment, of the events' clock."""
+    ages, age_s = list[float](), 0.0
+    for event in reversed(events):
+        age_s = max(age_s, wall_s - event.at_s)
+        ages.append(age_s)
+    return ages[::-1]
