@@ -525,12 +525,19 @@ def _private_folder(path: Path) -> None:
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
-    host, port = listening.getsockname()[:2]
-    check_bind(config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}), environ)
+    check_bind(config.model_copy(update={"listen": _address(listening)}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
-    host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    address = _address(listening)
+    for wildcard, loopback in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
+        if address.startswith(wildcard):
+            address = loopback + address.removeprefix(wildcard)
+    return f"http://{address}"
+
+
+def _address(listening: socket.socket) -> str:
+    """Host and port, with the interface of a link-local address."""
+    host, port = socket.getnameinfo(listening.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -47,6 +47,7 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "a driver that hangs in capture": ({"proc/driver/nvidia/version": DRIVER.format("Open ", "590.48.01")}, "driver", "warn", "580"),
     "nvidia-smi that hangs": ({"captured/nvidia-smi.hung": ""}, "nvidia-smi", "fail", "restart"),
     "the low-power latch": ({SMI: "NVIDIA GB10, 580.142, 96, 19.5, 611, 3003\n"}, "low-power", "fail", "power plug"),
+    "the same with a decimal comma": ({SMI: "NVIDIA GB10, 580.142, 96, 19,5, 611, 3003\n"}, "low-power", "fail", "power plug"),
     "a deadlocked kernel": ({SMI: "NVIDIA GB10, 580.142, 96, 17.0, 2400, 3003\n"}, "low-power", "warn", "unload the model"),
     "an old BIOS": ({"sys/class/dmi/id/bios_date": "01/20/2026\n"}, "firmware", "warn", "fwupdmgr"),
     "the driver out of memory": ({"captured/dmesg.txt": fixture("dmesg/nvrm-no-memory.txt") * 163}, "kernel-log", "fail", "os_reserve_gib"),
