@@ -317,7 +317,12 @@ class Daemon:
         return sum(model.in_flight for model in self._supervisor.snapshot().models.values())
 
     def _load(self) -> Config:
-        config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+        path = self._options.config_path
+        config = load_config(path, flags=self._options.flags, environ=self._environ)
+        # An editor or a full disk has left nothing of it.
+        ours = any(record.origin == "file" and record.spec for record in self._registry.records.values())
+        if path is not None and ours and not config.models and not path.read_bytes().strip():
+            raise ConfigError(f"{path} is empty, which would remove every model. Restore it; to remove them all, write `models: {{}}`.")
         # A file that has lost its keys must not open an address that others can reach.
         for listening in self._listening:
             _check_inherited(config, listening, self._environ)
