@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from sparkd.control.facts import ModelFacts
 from sparkd.control.scheduler import Turn
@@ -307,7 +308,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
-        first = min(filter(_says_why, present), key=_since_s, default=dead[0])
+        first = min(filter(_says_why, present), key=attrgetter("cause_order"), default=dead[0])
         return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
@@ -344,7 +345,8 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
         cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
         return Fail(facts.name, "StartTimeout", cause + cure)
-    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in present)), None):
+    in_order = sorted(present, key=attrgetter("cause_order"))
+    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in in_order)), None):
         # The engine may take long to end, or hang, but its load has failed already.
         return Fail(facts.name, *failed)
     phase = _PHASES.get(progress.phase)
@@ -374,12 +376,8 @@ def _says_why(fact: RankFact) -> bool:
         return True
     if diagnosis is not None and diagnosis.name == "RankGone":
         return False
-    is_recent = (progress.line_at_s or 0.0) - _since_s(fact) <= ROOT_CAUSE_WINDOW_S
+    is_recent = (progress.line_at_s or 0.0) - (progress.error_at_s or 0.0) <= ROOT_CAUSE_WINDOW_S
     return is_recent and (progress.last_error is not None or (diagnosis is not None and diagnosis.weight > HINT))
-
-
-def _since_s(fact: RankFact) -> float:
-    return fact.progress.error_at_s or 0.0
 
 
 def _epitaph(name: str, fact: RankFact, ended: RankFact) -> tuple[str, str, str | None]:
