@@ -14,7 +14,7 @@ from sparkd.errors import StateError
 # A name of Linux's abstract namespace (unix(7)): no file, and the kernel frees it however its process ends. Each network namespace has its
 # own, so a container with a network of its own counts as a machine.
 NAME = "\0sparkd.machine"
-# Whoever asks for the holder waits in its queue, which nobody reads.
+# A process that asks for the holder waits in the holder's queue, and no reader empties it.
 ASKERS = 4096
 
 

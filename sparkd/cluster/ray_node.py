@@ -46,7 +46,7 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
         problem = f"The runtime directory {runtime} cannot be made: {error.strerror}."
         raise StateError(f"{problem} Set runtime_dir to a folder of this user, on a disk with free space.") from None
     try:
-        # What a node that has joined lends, the head's daemon books; on the head's own node that daemon holds the machine.
+        # The head's daemon books a joined node's memory; on the head's own node the daemon itself holds the machine.
         with machine_lock() if ray.join else nullcontext():
             _run(ray, systemd, again_s)
     finally:
