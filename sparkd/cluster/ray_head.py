@@ -86,7 +86,7 @@ class RayHead:
         self._port = port
         self._memory_gib = memory_gib
         self._object_store_mib = object_store_mib
-        self._join = options.join
+        self.join = options.join
         self._keeper = options.keeper
         self._starts = options.starts
         self._session = options.session
@@ -138,9 +138,9 @@ class RayHead:
         A head that does not answer now proves nothing: then its raylet waits for it, or ends by itself.
         """
         record = self._recorded()
-        if record.get("join") != self._join:
+        if record.get("join") != self.join:
             return True
-        session = self._session() if self._join and self._session else None
+        session = self._session() if self.join and self._session else None
         return session is not None and session != record.get("session")
 
     def essential(self) -> dict[str, int]:
@@ -201,7 +201,7 @@ class RayHead:
         head = ["--head", f"--port={self._port}", "--include-dashboard=false", "--no-monitor"]
         return [
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
-            *([f"--address={self._join}"] if self._join else head),
+            *([f"--address={self.join}"] if self.join else head),
             f"--node-ip-address={self.node_ip}",
             f"--labels={VERSION_LABEL}={__version__}",
             f"--temp-dir={self.folder}",
@@ -216,7 +216,7 @@ class RayHead:
         ]
 
     def _start(self) -> str:
-        if not self._join:
+        if not self.join:
             make_token(self.token_path)
         private_folder(self.folder)
         # Before Ray starts: without its record, sparkd would start and end Ray over and over.
@@ -247,7 +247,7 @@ class RayHead:
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
         self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
-        record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
+        record = {"address": address, "keeper": self._keeper, "join": self.join, "session": session}
         write_private(self._record, json.dumps(record))
         return address
 

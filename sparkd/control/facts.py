@@ -21,9 +21,9 @@ class ModelFacts:
 
     `ranks` is None where no node could be observed. For a model on several nodes it may lack the ranks of a node that does not answer:
     then `unseen` is true, and dark_s counts the seconds without a sign of life of that node; no_raylet names a node whose Ray has ended,
-    where Ray started the model's workers (executor: ray). halted_s: for how long a signal has stopped a rank. frozen: the message
-    about an engine that no longer computes (sparkd.control.watchdog). still_s: for how long no rank has read, written or computed;
-    silent_s: for how long none has read or written.
+    where Ray started the model's workers (executor: ray). halted_s: for how long a signal has stopped a rank; deaf_s: for how long
+    the engine's socket has been gone. frozen: the message about an engine that no longer computes (sparkd.control.watchdog). still_s: for
+    how long no rank has read, written or computed; silent_s: for how long none has read or written.
 
     claims: a client waits for the model or an operator has requested it, so others make room; asked_since_s: since when. lack: the memory
     that it requested when there was no room. stay: for how long it may not be evicted. yields: it is being evicted for another model.
@@ -42,6 +42,7 @@ class ModelFacts:
     dark_s: float = 0.0
     no_raylet: str | None = None
     halted_s: float = 0.0
+    deaf_s: float = 0.0
     still_s: float = float("inf")
     silent_s: float = float("inf")
     frozen: str | None = None

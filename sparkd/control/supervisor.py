@@ -410,6 +410,7 @@ class Found:
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
             halted_s=now_s - record.observed.halted_since_s if record.observed.halted_since_s is not None else 0.0,
+            deaf_s=now_s - record.observed.deaf_since_s if record.observed.deaf_since_s is not None else 0.0,
             still_s=now_s - record.observed.moved_at_s,
             silent_s=now_s - record.observed.told_at_s,
             frozen=frozen(record),

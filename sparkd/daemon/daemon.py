@@ -29,6 +29,7 @@ from sparkd.admin.pull import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
@@ -119,9 +120,12 @@ async def _serve_locked(config: Config, options: Options, systemd: Systemd, envi
         _check_inherited(config, inherited.socket, environ)
     store = Store(config.state_dir / "state.db")
     try:
-        await Daemon(config, options, systemd, store, listening, environ).run()
+        with machine_lock():
+            await Daemon(config, options, systemd, store, listening, environ).run()
     finally:
         store.close()
+        for each in listening:
+            each.close()
 
 
 class Daemon:
@@ -313,7 +317,12 @@ class Daemon:
         return sum(model.in_flight for model in self._supervisor.snapshot().models.values())
 
     def _load(self) -> Config:
-        config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+        path = self._options.config_path
+        config = load_config(path, flags=self._options.flags, environ=self._environ)
+        # An editor or a full disk has left nothing of it.
+        ours = any(record.origin == "file" and record.spec for record in self._registry.records.values())
+        if path is not None and ours and not config.models and not path.read_bytes().strip():
+            raise ConfigError(f"{path} is empty, which would remove every model. Restore it; to remove them all, write `models: {{}}`.")
         # A file that has lost its keys must not open an address that others can reach.
         for listening in self._listening:
             _check_inherited(config, listening, self._environ)
@@ -521,12 +530,19 @@ def _private_folder(path: Path) -> None:
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
-    host, port = listening.getsockname()[:2]
-    check_bind(config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}), environ)
+    check_bind(config.model_copy(update={"listen": _address(listening)}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
-    host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    address = _address(listening)
+    for wildcard, loopback in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
+        if address.startswith(wildcard):
+            address = loopback + address.removeprefix(wildcard)
+    return f"http://{address}"
+
+
+def _address(listening: socket.socket) -> str:
+    """Host and port, with the interface of a link-local address."""
+    host, port = socket.getnameinfo(listening.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -26,12 +26,22 @@ OLD_S = 600.0
 
 
 def findings(host: Host) -> Iterator[Finding]:
+    yield from _limit(host)
     yield from _swap(host)
     yield from _settings(host)
     yield from _page_cache(host)
     yield from _killers(host)
     yield from _holders(host)
     yield from _system(host)
+
+
+def _limit(host: Host) -> Iterator[Finding]:
+    limit = host.raw.get("memory_limit_bytes")
+    if limit is None or limit >= host.total_bytes:
+        return
+    evidence = f"a control group allows {gib(limit)} of the machine's {gib(host.total_bytes)}"
+    cure = "sparkd lends no more than that. To lend all, remove the container's memory limit, or MemoryMax= of the unit or slice."
+    yield host.find("memory-limit", WARN, "memory", evidence, cure)
 
 
 def _swap(host: Host) -> Iterator[Finding]:

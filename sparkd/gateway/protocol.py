@@ -27,8 +27,9 @@ from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, jso
 CONNECTION = "sparkd.connection"
 
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
-# RFC 9112 3.2: uri-host [":" port]. It excludes the bytes that some servers take for a path (CVE-2026-48710).
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+# RFC 9112 3.2: uri-host [":" port], with the scope of a link-local address (RFC 6874), which some clients send along. It excludes the bytes
+# that some servers take for a path (CVE-2026-48710).
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?")
 # asyncio reads at most 256 KiB at once. A read may hold the end of the headers and that much of the body.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024

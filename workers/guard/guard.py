@@ -191,6 +191,8 @@ class Sentry:
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
             "at_s": time.time(),
+            "mem_total_bytes": look.total,
+            "mem_available_bytes": look.available,
             "unaccounted_bytes": look.unaccounted,
             "slope_bytes_per_s": trend.short,
             "floor_in_s": trend.seconds_to(look.available, limits.floor),

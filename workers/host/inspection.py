@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.host import regular_file
+from workers.host import cgroups, regular_file
 from workers.host.bounded_child import ask
 from workers.host.hub_cache import hub_cache
 from workers.host.identity import plugin
@@ -85,6 +85,7 @@ def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
         "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
         **_installed(runtime),
         "plugin": plugin() if here else "",
+        "memory_limit_bytes": cgroups.limit_bytes(root / "proc", root / "sys/fs/cgroup"),
     }
 
 

@@ -254,6 +254,7 @@ class Shim:
             "stop_ordered": self._stop_ordered,
             "survivors": self._survivors,
             "subreaper": self._subreaper,
+            "epoch_s": self._epoch_s,
             "dropped_lines": self._log.dropped_lines,
             "progress": self._parser.progress,
             "diagnosis": asdict(self._parser.diagnosis) if self._parser.diagnosis else None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
 
@@ -38,6 +38,8 @@ DEAD = replace(ALIVE, alive=False, processes=0, exit_code=0)
 OTHER = replace(ALIVE, handle=replace(HANDLE, rank_id="r0"))
 OUTDATED = replace(ALIVE, handle=replace(HANDLE, rank_id="r0", config_hash="ffffffffffffffff"))
 CHANGED = replace(UP, handle=replace(HANDLE, config_hash="ffffffffffffffff"))
+
+SOCKET_LOST = Fail("m", "SocketLost", "Its socket /run/x.sock was removed, so no request reaches it; sparkd starts it again.")
 
 RUNNING = ModelFacts("m", Want.RUNNING, 1, S.STOPPED, NOW_S - 5, HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
 STOPPED = replace(RUNNING, want=Want.STOPPED)
@@ -89,6 +91,9 @@ TABLE = {
         [Fail("m", "PlacementLost", "The placement ended without a result; it is tried again.")],
     ),
     "an unconfigured model is never placed": (replace(RUNNING, config_hash=None), []),
+    "an engine whose socket was removed is started again": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
+    "also one that was adopted": (running(S.LOADING, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
+    "one that has just removed it may be ending": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S - 0.1), []),
     # progress
     "the log says warming": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="warming"))), [Move("m", S.WARMING)]),
     "the log says sizing": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="sizing"))), [Move("m", S.SIZING)]),

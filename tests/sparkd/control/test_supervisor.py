@@ -173,6 +173,22 @@ async def test_the_next_daemon_adopts_what_runs(tmp_path: Path) -> None:
         assert second.supervisor.snapshot().models["m"].ranks[0].pid == 42
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_engine_whose_socket_was_removed_is_started_again(tmp_path: Path, restarted: bool) -> None:
+    async with stage(tmp_path) as scene:
+        await make_ready(scene)
+        scene.cluster.ranks = {name: replace(fact, deaf=True) for name, fact in (scene.cluster.ranks or {}).items()}
+        scene.cluster.names = None
+        scene.cluster.log.clear()
+        if restarted:
+            scene.take_over()
+        await scene.tick(12)
+        assert (scene.state(), scene.supervisor.snapshot().models["m"].reason) == ("FAILED", "SocketLost")
+
+        await scene.tick(20)
+        assert [entry for entry in scene.cluster.log if entry[0] in "dps"] == ["destroy m", "place m", "spawn m"]
+
+
 async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tmp_path: Path) -> None:
     async with stage(tmp_path, min_residency_s=5) as first:
         first.supervisor.want("m", Want.RUNNING, "admin")

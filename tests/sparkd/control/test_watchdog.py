@@ -428,6 +428,28 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
             assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
 
 
+async def test_after_a_clock_was_set_back_the_stalls_of_then_hold_nothing_for_ever(tmp_path: Path) -> None:
+    """They are at least as old as what happened after them."""
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.clock.now_s += 86_400
+        for _ in range(3):
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+        made.cluster.ranks = {}
+        made.clock.now_s -= 86_400
+        made.supervisor.ledger.say("config", None, "The clock was set back.")
+    made.store.close()
+
+    for later_s, state in ((60.0, "FAILED"), (960.0, "LOADING")):
+        async with stage(tmp_path) as again:
+            again.clock.now_s = made.clock.now_s + later_s
+            again.take_over()
+            await again.tick(3)
+            assert again.state() == state
+            again.cluster.ranks = {}
+        again.store.close()
+
+
 async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
