@@ -239,7 +239,7 @@ class Sentry:
                 log.exception("a look at the memory failed")
                 sample = None
             wait_s = pace_s(*sample, self._limits, self.sample_s) if sample and self._limits and self._mode != OFF else self.sample_s
-            if sample and (self._mode != ON or not self.claims or self._may_act()):
+            if sample and (self._mode != ON or self._may_act() or not self.claims):
                 self._guarded_at_s = time.monotonic()
         self._let_go()
 
