@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sparkd.errors import ConfigError, SparkdError, error_body, place_of
+from sparkd.execution.container_init import run_below_init
 
 if TYPE_CHECKING:
     import typer
@@ -72,7 +73,9 @@ def main(argv: list[str] | None = None) -> None:
         # A terminal that cannot show a character gets a question mark rather than an error.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
+    if argv[:1] in (["serve"], ["ray-node"], ["join"]):
+        run_below_init()
+    else:
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
         gc.set_threshold(500_000)
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -40,6 +39,7 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
 from sparkd.engine.upstream import Upstream
@@ -94,7 +94,7 @@ def serve(config: Config, options: Options) -> None:
     _allow_many_files()
     if unlocked := memlock.lock():
         log.warning("the daemon's memory may be swapped out: %s", unlocked)
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with unblocked(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(_serve(config, options))
 
 
@@ -258,17 +258,16 @@ class Daemon:
         """Again after Ray was joined: it puts handlers of its own in place."""
         loop.add_signal_handler(signal.SIGINT, self._end_soon, True)
         loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
-        # On a terminal, SIGHUP is the terminal that was closed; anywhere else it asks for a reload.
-        if sys.stdin is not None and sys.stdin.isatty():
-            loop.add_signal_handler(signal.SIGHUP, self._end_soon, True, False)
-        else:
-            loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        # A terminal that is closed sends it, too: clients and engines do not depend on who looks on.
+        loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # Other daemons reopen their logs for them. Their default is the end of the process.
+            loop.add_signal_handler(number, log.info, "%s means nothing to sparkd", number.name)
 
-    def _end_soon(self, stop_engines: bool, insists: bool = True) -> None:
-        """insists: once more means at once. Kernel and shell both tell of a terminal that is closed."""
+    def _end_soon(self, stop_engines: bool) -> None:
+        """Once more means at once."""
         if self._ending.is_set():
-            if insists:
-                self._at_once.set()
+            self._at_once.set()
             return
         self._stop_engines = stop_engines
         self._ending.set()

@@ -191,8 +191,9 @@ class Reading:
 
     unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
     guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
-    critical, and why. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock
-    down (workers.guard.gpu_meter), empty where nothing does.
+    critical, and why. guarded: whether a guard watches that kills where it must; None where none is to, or of an agent that does not
+    say. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock down
+    (workers.guard.gpu_meter), empty where nothing does.
     """
 
     node_id: str
@@ -215,6 +216,7 @@ class Reading:
     swapped_per_s: float = 0.0
     level: str = "ok"
     level_why: str | None = None
+    guarded: bool | None = None
     device_trouble: str | None = None
     gpu_at_s: float | None = None
     gpu_power_w: float | None = None

@@ -61,7 +61,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         self.unlocked = memlock.lock() if actor else None
         if self.unlocked:
             log.warning("this agent's memory may be paged out: %s", self.unlocked)
-        self.sentry = Sentry(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache)
+        self.sentry = Sentry(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache, actor=actor)
         self._opening, self._plugin_dir = threading.Lock(), ""
         try:
             self.open()

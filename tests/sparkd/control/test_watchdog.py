@@ -380,6 +380,13 @@ async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     assert await scene.after(ALONE_IDLE_S) is not None, "the ranks' own idleness still counts"
 
 
+async def test_a_node_that_no_guard_watches_is_said_to() -> None:
+    scene = Scene()
+    scene.readings = {node: replace(READING, guarded=guarded) for node, guarded in (("n", False), ("o", True), ("p", None))}
+    await scene.after(0)
+    assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GuardAbsent", "n")]
+
+
 async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         waits = []
