@@ -21,7 +21,7 @@ from sparkd.config.config import load_config
 from sparkd.daemon.console import Console as ServeConsole
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
-from tests.golden import refusals
+from tests.golden import refusals, widths
 from tests.support import doctor_tree
 from tests.support.checkpoints import mixture
 from tests.support.checkpoints import write as write_model
@@ -333,6 +333,7 @@ KINDS: Mapping[str, Callable[[Path], str]] = {
     "help": _help,
     "plan": _plan,
     "tables": _tables,
+    "widths": widths.text,
     "doctor": _doctor,
     "fabric": _fabric,
     "errors": _errors,
