@@ -354,8 +354,8 @@ code_here.__module__ = "__main__"
 def _code_differs(node_ip: str, code: Code) -> CodeDiffers:
     return CodeDiffers(
         f"Ray on node {node_ip} runs sparkd {code.release} with agent {code.agent}, the daemon sparkd {__version__} with agent {VERSION}: "
-        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install . -c deploy/constraints.txt` there, in the "
-        "checkout that the daemon was installed from, then `systemctl restart sparkd-ray`."
+        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install . -c "
+        "deploy/constraints.txt` there, in the checkout that the daemon was installed from, then `systemctl restart sparkd-ray`."
     )
 
 
