@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, FastAPI, Query, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -83,6 +84,7 @@ MAX_WAIT_S = 3600.0
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
+MAX_IGNORED_BYTES = 4096
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -123,6 +125,7 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
 def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
+        dependencies=[Depends(_refuse_unknown)],
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
@@ -167,7 +170,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         return _accepted(measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
-    register_requests(api, parts.requests)
+    register_requests(api, parts.requests, registry)
     register_live(api, parts.live)
     disk = Disk(supervisor, registry, journal, cluster)
     register_disk(api, disk, f"{PREFIX}/operations")
@@ -353,6 +356,24 @@ def _known(registry: Roster, name: str) -> bool:
     except UnknownModel:
         return False
     return True
+
+
+async def _refuse_unknown(request: Request) -> None:
+    """Refuse by name what the route would ignore: a query parameter that it lacks, and the keys of a body where it takes none."""
+    route = request.scope["route"]
+    known = {field.alias for field in route.dependant.query_params}
+    if unknown := next((name for name in request.query_params if name not in known), None):
+        takes = f"takes {', '.join(sorted(known))}" if known else "takes none"
+        raise BadRequest(f"{unknown[:SHOWN_CHARS]} is not a known query parameter: this path {takes}.", param=unknown[:SHOWN_CHARS])
+    if route.body_field is None and (body := await request.body()):
+        try:
+            keys = json.loads(body) if len(body) <= MAX_IGNORED_BYTES else None
+        except ValueError:
+            keys = None
+        # An empty object asks for nothing.
+        if keys != {}:
+            key = str(next(iter(keys)))[:SHOWN_CHARS] if isinstance(keys, dict) else "body"
+            raise BadRequest(f"{key} is not known: this path takes no body. Remove it.", param=key)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

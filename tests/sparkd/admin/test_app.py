@@ -550,6 +550,19 @@ async def test_queries_that_do_not_fit(tmp_path: Path) -> None:
             assert f"{error['param']}=" in path and SECRET not in error["message"]
 
 
+async def test_what_a_route_would_ignore_is_refused_by_name(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        routes = [(path, method) for path, methods in made.app.openapi()["paths"].items() for method in methods]
+        assert len(routes) > 30
+        for path, method in routes:
+            error = await made.refused(method.upper(), f"{path.removeprefix(PREFIX)}?fooled=1", 400)
+            assert error["param"] == "fooled" and "fooled" in error["message"], path
+
+        assert (await made.refused("POST", "/models/m/unload", 400, json={"force": True}))["param"] == "force"
+        assert (await made.refused("POST", "/models/m/unload", 400, content=b"x" * 5000))["param"] == "body"
+        await made.ask("POST", "/models/m/unload", 202, json={})
+
+
 async def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for path in ("/nope", "/models//load", "/models/%2e%2e/load"):
