@@ -82,7 +82,7 @@ def environment(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console: Console, double: str) -> None:
-    console.print(Text.assemble((node["node"], "bold"), f"  {node['address']}" if node["address"] else ""))
+    console.print(Text.assemble((node["node"], "bold"), f"  {node['host']}" if node["host"] != node["node"] else ""))
     if not node["cages"]:
         console.print("  no ConnectX-7 on the PCI bus: no cable is plugged, or the card is off", style="dim")
     for cage in node["cages"]:
