@@ -23,6 +23,7 @@ from sparkd.admin.answers import (
     FabricReport,
     FitAnswer,
     LogPage,
+    Meaning,
     Memory,
     ModelBody,
     Models,
@@ -54,6 +55,7 @@ from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, planned_here, planning_hardware
+from sparkd.capacity.plan_request import MODEL_CHARACTERS
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.journal import Ledger
@@ -74,7 +76,6 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
-from sparkd.schema.model import ModelConfig
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import Snapshot
@@ -260,6 +261,10 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
+    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a known model, a recipe, or a folder or hub id to add")
+    async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
+        return await asyncio.to_thread(registry.meaning, source)
+
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
         return await asyncio.to_thread(_recipes, registry.config.recipes_dir)
@@ -285,13 +290,11 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
     )
     async def fit(question: QuestionHere) -> dict[str, Any]:
-        def find(name: str) -> ModelConfig | None:
-            return registry.find(name).spec if _known(registry, name) else None
-
         refuse_calibration(question.quantize)
+        spec = await asyncio.to_thread(registry.spec_to_plan, question.model)
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         places = registry.model_places()
-        return await planned_here(question, find, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        return await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
 
     @api.get(
         "/events",

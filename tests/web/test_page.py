@@ -212,6 +212,20 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
     assert len(tab.refused) == 6
 
 
+def test_a_recipe_is_one_before_the_list_of_recipes_has_come(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    page.route("**/admin/v1/recipes", lambda _: None)
+    tab.open("models")
+    page.get_by_role("button", name="Add model").click()
+    page.get_by_label("Hub id, folder or recipe").fill("gpt-oss-120b")
+    with page.expect_response("**/admin/v1/plan"):
+        page.get_by_role("button", name="Check whether it fits").click()
+
+    expect(page.get_by_label("Key", exact=True)).to_have_value("recipe")
+    expect(page.get_by_label("Value", exact=True)).to_have_value("gpt-oss-120b")
+    tab.picture("models-add-recipe")
+
+
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("models")
