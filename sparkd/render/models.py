@@ -180,8 +180,12 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _say(console, f"{model['name']}: its quantized weights were not cached: {reason}", "yellow")
         if message := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
+            failed = f" failed {duration(now_s - model['since_s'])} ago" if model["state"] == "FAILED" else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
-            _say(console, f"{model['name']}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
+            _say(console, f"{model['name']}{failed}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
+        if last := model.get("last_failure"):
+            ago = duration(now_s - last["at_s"])
+            _say(console, f"{model['name']} failed {ago} ago ({last['reason']}): {last['message']}", "red")
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:

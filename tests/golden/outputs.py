@@ -162,6 +162,7 @@ def _views() -> list[dict[str, Any]]:
         "f": {"state": "READY", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
         "g": {"state": "DRAINING", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
         "h": {"state": "READY", "memory_gib": 4.0, "progress": {"phase": "serving", "kv_tokens": 5, "kv": stock}},
+        "i": {"state": "PLANNED", "last_failure": {"reason": "EngineExited", "message": "Its engine ended (exit code 1).", "at_s": 40.0}},
     }
     return [{"name": name, **rest, **change} for name, change in changes.items()]
 
