@@ -11,6 +11,7 @@ PREFIX=${PREFIX:-/usr/local}
 VENV=${VENV:-/opt/sparkd}
 DESTDIR=${DESTDIR:-}
 etc=$DESTDIR/etc/sparkd
+bin=$DESTDIR$PREFIX/bin
 lib=$DESTDIR$PREFIX/lib
 libexec=$DESTDIR$PREFIX/libexec
 share=$DESTDIR$PREFIX/share/sparkd
@@ -20,6 +21,8 @@ completions='sparkd.bash:bash-completion/completions/sparkd _sparkd:zsh/site-fun
 samples='README.md nftables.conf sparkd.service.d/relax.conf.example sparkd.service.d/systemd-255.conf.example
     sparkd-ray.service.d/relax.conf.example'
 reference=$here/../configs/sparkd.yaml
+# The engine and the versions that `make serve` installs on a machine with a GPU.
+environment="python3 -m venv $VENV && $VENV/bin/pip install . vllm==0.32.0 -c deploy/constraints.txt"
 
 die() {
     echo "install.sh: $1" >&2
@@ -28,7 +31,7 @@ die() {
 
 install_all() {
     [ -f "$reference" ] || die "$reference is missing: run this from a complete checkout of sparkd."
-    install -d -m 755 "$etc" "$lib/systemd/system" "$lib/sysusers.d" "$lib/tmpfiles.d" "$libexec" \
+    install -d -m 755 "$etc" "$bin" "$lib/systemd/system" "$lib/sysusers.d" "$lib/tmpfiles.d" "$libexec" \
         "$share/sparkd.service.d" "$share/sparkd-ray.service.d"
     for unit in $units; do
         sed -e "s|/usr/local/|$PREFIX/|g" -e "s|/opt/sparkd/|$VENV/|g" "$here/$unit" >"$lib/systemd/system/$unit"
@@ -37,6 +40,8 @@ install_all() {
     install -m 644 "$here/sysusers.d/sparkd.conf" "$lib/sysusers.d/sparkd.conf"
     install -m 644 "$here/tmpfiles.d/sparkd.conf" "$lib/tmpfiles.d/sparkd.conf"
     install -m 755 "$here/sparkd-dropcache" "$libexec/sparkd-dropcache"
+    # sudo and ssh look there. A program that somebody else put there stays.
+    [ -e "$bin/sparkd" ] && [ ! -L "$bin/sparkd" ] || ln -sfn "$VENV/bin/sparkd" "$bin/sparkd"
     for sample in $samples; do
         install -m 644 "$here/$sample" "$share/$sample"
     done
@@ -55,8 +60,8 @@ activate() {
     [ ! -d /run/systemd/system ] || systemctl daemon-reload
     cat <<TEXT
 Installed. What is left:
-  python3 -m venv $VENV && $VENV/bin/pip install . vllm     as root, from the checkout
-  \$EDITOR $etc/sparkd.yaml && $VENV/bin/sparkd check $etc/sparkd.yaml
+  $environment     as root, from the checkout
+  \$EDITOR $etc/sparkd.yaml && sparkd check $etc/sparkd.yaml
   make -C deploy check
   systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sparkd join HEAD instead
 TEXT
@@ -73,6 +78,7 @@ uninstall_all() {
         rm -f "$lib/systemd/system/$unit"
     done
     rm -f "$lib/sysusers.d/sparkd.conf" "$lib/tmpfiles.d/sparkd.conf" "$libexec/sparkd-dropcache"
+    [ "$(readlink "$bin/sparkd")" != "$VENV/bin/sparkd" ] || rm -f "$bin/sparkd"
     if [ -f "$share/sparkd.yaml" ] && cmp -s "$share/sparkd.yaml" "$etc/sparkd.yaml"; then
         rm -f "$etc/sparkd.yaml"
     fi
@@ -98,7 +104,8 @@ check_all() {
     problems=0
     version=$(systemctl --version 2>/dev/null | sed -n '1s/^systemd \([0-9]*\).*/\1/p')
     [ "${version:-0}" -ge 252 ] || problem "systemd ${version:-is missing}: 252 or newer is needed."
-    [ -x "$DESTDIR$VENV/bin/sparkd" ] || problem "$VENV/bin/sparkd is missing: python3 -m venv $VENV && $VENV/bin/pip install . vllm"
+    [ -x "$DESTDIR$VENV/bin/sparkd" ] || problem "$VENV/bin/sparkd is missing: $environment"
+    [ "$(readlink "$bin/sparkd")" = "$VENV/bin/sparkd" ] || problem "$bin/sparkd is no link to $VENV/bin/sparkd: make -C deploy install"
     for path in "$DESTDIR$VENV" "$libexec/sparkd-dropcache"; do
         [ ! -e "$path" ] || owned_by_root "$path" ||
             problem "$path can be changed by somebody else than root: chown -R root:root $path && chmod -R go-w $path"

@@ -247,6 +247,14 @@ class Operations(BaseModel):
     operations: list[Operation]
 
 
+class Meaning(BaseModel):
+    """known: the model that has this name or alias; else name and spec are what `POST /models` takes to add it."""
+
+    known: str | None
+    name: str
+    spec: dict[str, str]
+
+
 class RecipeSummary(BaseModel):
     name: str
     description: str
@@ -329,6 +337,7 @@ class PlanChoice(PlanOption):
     configured: bool | None = None
     container: dict[str, Any] | None = None
     said: list[str] | None = None
+    notes: list[str] | None = None
 
 
 class PlanRefusal(BaseModel):

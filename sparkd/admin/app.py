@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, FastAPI, Query, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -22,6 +23,7 @@ from sparkd.admin.answers import (
     FabricReport,
     FitAnswer,
     LogPage,
+    Meaning,
     Memory,
     ModelBody,
     Models,
@@ -53,6 +55,7 @@ from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import QuestionHere, planned_here, planning_hardware
+from sparkd.capacity.plan_request import MODEL_CHARACTERS
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.journal import Ledger
@@ -73,7 +76,6 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
-from sparkd.schema.model import ModelConfig
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import Snapshot
@@ -83,6 +85,7 @@ MAX_WAIT_S = 3600.0
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
+MAX_IGNORED_BYTES = 4096
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -124,6 +127,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     api = APIRouter(
         prefix=PREFIX,
         route_class=BoundedRoute,
+        dependencies=[Depends(_refuse_unknown)],
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
@@ -168,7 +172,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         return _accepted(measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
-    register_requests(api, parts.requests)
+    register_requests(api, parts.requests, registry)
     register_live(api, parts.live)
     disk = Disk(supervisor, registry, journal, cluster)
     register_disk(api, disk, f"{PREFIX}/operations")
@@ -258,6 +262,10 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
+    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a known model, a recipe, or a folder or hub id to add")
+    async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
+        return await asyncio.to_thread(registry.meaning, source)
+
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
         return await asyncio.to_thread(_recipes, registry.config.recipes_dir)
@@ -283,13 +291,11 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
     )
     async def fit(question: QuestionHere) -> dict[str, Any]:
-        def find(name: str) -> ModelConfig | None:
-            return registry.find(name).spec if _known(registry, name) else None
-
         refuse_calibration(question.quantize)
+        spec = await asyncio.to_thread(registry.spec_to_plan, question.model)
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         places = registry.model_places()
-        return await planned_here(question, find, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        return await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
 
     @api.get(
         "/events",
@@ -354,6 +360,24 @@ def _known(registry: Roster, name: str) -> bool:
     except UnknownModel:
         return False
     return True
+
+
+async def _refuse_unknown(request: Request) -> None:
+    """Refuse by name what the route would ignore: a query parameter that it lacks, and the keys of a body where it takes none."""
+    route = request.scope["route"]
+    known = {field.alias for field in route.dependant.query_params}
+    if unknown := next((name for name in request.query_params if name not in known), None):
+        takes = f"takes {', '.join(sorted(known))}" if known else "takes none"
+        raise BadRequest(f"{unknown[:SHOWN_CHARS]} is not a known query parameter: this path {takes}.", param=unknown[:SHOWN_CHARS])
+    if route.body_field is None and (body := await request.body()):
+        try:
+            keys = json.loads(body) if len(body) <= MAX_IGNORED_BYTES else None
+        except ValueError:
+            keys = None
+        # An empty object asks for nothing.
+        if keys != {}:
+            key = str(next(iter(keys)))[:SHOWN_CHARS] if isinstance(keys, dict) else "body"
+            raise BadRequest(f"{key} is not known: this path takes no body. Remove it.", param=key)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from sparkd.admin.answers import RequestBody, Requests, answers
+from sparkd.control.registry import Roster
 from sparkd.errors import UnknownRoute
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
@@ -25,7 +26,7 @@ State = Literal["in_flight", "finished", "answered", "failed"]
 _FAILED: dict[State | None, bool] = {"answered": False, "failed": True}
 
 
-def register_requests(api: APIRouter, log: RequestLog | None) -> None:
+def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) -> None:
     def recorded() -> RequestLog:
         if log is None:
             raise UnknownRoute("This daemon records no requests.")
@@ -47,6 +48,8 @@ def register_requests(api: APIRouter, log: RequestLog | None) -> None:
         most = limit or (REQUESTS_KEPT if as_csv else SHOWN)
         in_flight = log.in_flight(model) if state in (None, "in_flight") else []
         finished = await log.finished(before, most, model, _FAILED.get(state)) if state != "in_flight" else []
+        if model and not in_flight and not finished:
+            registry.find(model)  # else a name that was mistyped has no request, as one that nobody asked for
         if as_csv:
             return Response(await asyncio.to_thread(_csv, finished), media_type="text/csv; charset=utf-8")
         following = finished[-1].number if len(finished) == most else None

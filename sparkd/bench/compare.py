@@ -19,7 +19,6 @@ from sparkd.bench.figures import (
     one_line,
     ordered,
     shown,
-    spread_text,
     why_unmeasured,
 )
 from sparkd.bench.result import BenchResult, Cell, CellResult
@@ -98,24 +97,6 @@ def compare(a: BenchResult, b: BenchResult) -> Comparison:
         changes += [_change(where, rows_a[where], rows_b[where]) for where in rows_a if where in rows_b]
     first, second = labels([a, b])
     return Comparison((first, second), tuple(_differences(a, b)), tuple(changes), tuple(_missing(a, b)), tuple(_missing(b, a)))
-
-
-def text(comparison: Comparison) -> str:
-    """Plain text: the differences of the subjects, a table of the changes, then the cells that only one has."""
-    first, second = comparison.of
-    lines = [f"A: {first}", f"B: {second}"]
-    if comparison.differences:
-        lines += ["", *_aligned([("", "A", "B"), *((one.what, one.a, one.b) for one in comparison.differences)])]
-    if comparison.changes:
-        head = ("", "figure", "A", "B", "change", "")
-        lines += ["", *_aligned([head, *(_row(change, comparison.changes, index) for index, change in enumerate(comparison.changes))])]
-        lines += ["", "~: no more than the spread of the repetitions. ⚠: the clock was held down in one of the cells."]
-    else:
-        lines += ["", "The results have no figure in common."]
-    for name, missing in (("A", comparison.only_a), ("B", comparison.only_b)):
-        if missing:
-            lines += ["", f"Only {name} has:", *(f"  {one.where}: {one.why}" for one in missing)]
-    return "\n".join(lines) + "\n"
 
 
 def verdict(change: FigureChange) -> str:
@@ -212,15 +193,3 @@ def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[MissingFigur
                 error = next((row.error for row in lacking.quality if row.format == where), None)
                 why = "the other did not measure it" if error is None else f"in the other: {one_line(error)}"
                 yield MissingFigures(where, why, error is not None)
-
-
-def _row(change: FigureChange, changes: tuple[FigureChange, ...], index: int) -> tuple[str, ...]:
-    where = change.where if index == 0 or changes[index - 1].where != change.where else ""
-    a, b = spread_text(change.a, change.unit), spread_text(change.b, change.unit)
-    return where, change.figure, a, b, relative_text(change), verdict(change)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns of one width, without blanks at the ends of lines."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -99,22 +99,21 @@ def planning_hardware(name: str, config: Config | None = None) -> Hardware:
 
 async def planned_here(
     question: QuestionHere,
-    find: Callable[[str], ModelConfig | None],
+    spec: ModelConfig | None,
     unlinked: Unlinked,
     config: Config | None = None,
     in_sight: int = 1,
     places: Collection[str] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain JSON. find: the entry of a configured model. unlinked: by number of nodes, why that many of the daemon's nodes
-    cannot share a model. in_sight: the number of nodes that answer, over which the daemon would spread an entry without a size. places: see
-    model_folder.unusable. elsewhere: raises ClusterError where no node has the runtime. Raises ConfigError, CheckpointError, and
-    Unavailable after LIMIT_S or where too many plans are in progress."""
+    """The plan as plain JSON. spec: the entry of a configured model or a recipe. unlinked: by number of nodes, why that many of the
+    daemon's nodes cannot share a model. in_sight: the number of nodes that answer, over which the daemon would spread an entry without a
+    size. places: see model_folder.unusable. elsewhere: raises ClusterError where no node has the runtime. Raises ConfigError,
+    CheckpointError, and Unavailable after LIMIT_S or where too many plans are in progress."""
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await _PLANS.run(planning_hardware, question.hardware, config)
             # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
-            spec = find(question.model)
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
             ours = question.hardware == "node" and _nodes(question, spec) > 1

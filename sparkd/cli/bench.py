@@ -19,9 +19,12 @@ from sparkd.cli.models import NoWait, Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
 from sparkd.render import models as show
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sparkd.bench.compare import Comparison
     from sparkd.bench.figures import Metric
 
 RUN = "run"
@@ -128,14 +131,16 @@ def ls(session: Session) -> None:
     if session.json:
         show.say_json(answer)
         return
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("BENCH", "MODEL", "FORMAT", "PROFILE", "STATE", "CELLS", "TOKENS/S"):
-        table.add_column(title, overflow="fold", no_wrap=title == "BENCH", justify="right" if title in ("CELLS", "TOKENS/S") else "left")
+    columns = ("BENCH", "MODEL", "FORMAT", "PROFILE", "STATE", "CELLS", "TOKENS/S")
+    table = Table(*columns, right={"CELLS", "TOKENS/S"}, spare=("CELLS", "PROFILE", "STATE", "FORMAT"))
     for row in answer["benches"]:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f}"
         cells = f"{row['done']}/{row['cells']}"
-        table.add_row(row["id"], show.printable(row["model"]), row["format"] or "-", row["profile"], row["state"], cells, rate)
-    session.out.print(table if answer["benches"] else "Nothing was measured yet: `sparkd bench MODEL`.")
+        table.add(row["id"], row["model"], row["format"] or "-", row["profile"], row["state"], cells, rate)
+    if answer["benches"]:
+        table.show(session.out)
+    else:
+        session.out.print("Nothing was measured yet: `sparkd bench MODEL`.")
 
 
 def show_one(session: Session, bench_id: Annotated[str, BENCH]) -> None:
@@ -163,7 +168,7 @@ def compare(
     if session.json:
         show.say_json(asdict(comparison))
     else:
-        session.out.print(comparing.text(comparison), markup=False, highlight=False, soft_wrap=True)
+        _compared(comparison, session.out)
     if share is not None and not comparison.changes:
         raise RankError(f"{first} and {second} have no figure in common, so none was judged: compare two benches of one kind and profile.")
     if worst is not None:
@@ -311,13 +316,13 @@ def _show(session: Session, result: BenchResult) -> None:
     if result.text is not None:
         session.out.print(f"text: {show.printable(result.text)}", markup=False, highlight=False)
     if result.loads:
-        session.out.print(_loads(result))
+        _loads(result).show(session.out)
         for load in result.loads:
             session.out.print(_phases(load), markup=False, highlight=False, soft_wrap=True)
     if result.quality:
-        session.out.print(_formats(result))
+        _formats(result).show(session.out)
     if result.cells:
-        session.out.print(_cells(result))
+        _cells(result).show(session.out)
     errors = [(cell.cell.name, cell.error) for cell in result.cells] + [(row.format, row.error) for row in result.quality]
     for name, error in errors:
         if error:
@@ -326,25 +331,49 @@ def _show(session: Session, result: BenchResult) -> None:
         session.out.print(f"{name}: {ours}; `sparkd plan` predicted {predicted} ({error})", markup=False, highlight=False)
 
 
-def _cells(result: BenchResult) -> Ragged:
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("CELL", "PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN"):
-        table.add_column(title, overflow="fold", justify="left" if title == "CELL" else "right")
+def _compared(comparison: Comparison, console: Console) -> None:
+    """The differences of the subjects, a table of the changes, then the cells that only one has."""
+    from sparkd.bench.compare import relative_text, verdict
+    from sparkd.bench.figures import spread_text
+
+    differences, changes = Table("DIFFERS", "A", "B"), Table("CELL", "FIGURE", "A", "B", "CHANGE", "VERDICT", right={"A", "B", "CHANGE"})
+    differences.add("bench", *comparison.of)
+    for difference in comparison.differences:
+        differences.add(difference.what, difference.a, difference.b)
+    for change in comparison.changes:
+        spreads = (spread_text(change.a, change.unit), spread_text(change.b, change.unit))
+        changes.add(change.where, change.figure, *spreads, relative_text(change), verdict(change))
+    differences.show(console)
+    console.print()
+    if comparison.changes:
+        changes.show(console)
+        console.print("~: no more than the spread of the repetitions. ⚠: the clock was held down in one of the cells.", style="dim")
+    else:
+        console.print("The results have no figure in common.")
+    for name, missing in (("A", comparison.only_a), ("B", comparison.only_b)):
+        if missing:
+            console.print(f"\nOnly {name} has:")
+        for figures in missing:
+            console.print(f"  {figures.where}: {show.printable(figures.why)}", markup=False, soft_wrap=True)
+
+
+def _cells(result: BenchResult) -> Table:
+    titles = ("PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN")
+    table = Table("CELL", *titles, right=titles, spare=("W", "J/TOKEN"))
     for cell in result.cells:
-        table.add_row(*_texts(cell))
+        table.add(*_texts(cell))
     return table
 
 
-def _loads(result: BenchResult) -> Ragged:
+def _loads(result: BenchResult) -> Table:
     from sparkd.bench.figures import WAYS, against_predicted, number, weights_s
 
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("LOAD", "MODEL", "READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("LOAD", "MODEL") else "right")
+    titles = ("READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S")
+    table = Table("LOAD", "MODEL", *titles, right=titles, spare=("DISK GB/S", "PREDICTED S", "WEIGHTS S"))
     for load in result.loads:
         rates = (None if rate is None else rate / 1e9 for rate in (load.bytes_per_s, load.disk_bytes_per_s))
         times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s", number(weights_s(load)), against_predicted(result, load))
-        table.add_row(WAYS[load.way], show.printable(load.model), *times, *(number(rate) for rate in rates))
+        table.add(WAYS[load.way], load.model, *times, *(number(rate) for rate in rates))
     return table
 
 
@@ -354,15 +383,14 @@ def _phases(load: LoadRow) -> str:
     return f"{WAYS[load.way]}: {', '.join(f'{phase.phase} {number(phase.seconds)} s' for phase in load.phases)}"
 
 
-def _formats(result: BenchResult) -> Ragged:
+def _formats(result: BenchResult) -> Table:
     from sparkd.bench.tables import quality_rows
 
     head, rows = quality_rows(result)
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in head:
-        table.add_column(title.upper(), overflow="fold", justify="left" if title == "format" else "right")
+    titles = [title.upper() for title in head]
+    table = Table(*titles, right=set(titles) - {"FORMAT"})
     for row in rows:
-        table.add_row(*(show.printable(text) for text in row))
+        table.add(*row)
     return table
 
 

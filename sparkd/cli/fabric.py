@@ -63,8 +63,7 @@ def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None)
     """To its end; Ctrl-C and the time-out cancel it. Raises RankError where it failed, Conflict where it was cancelled, Unavailable."""
     client = session.client
     names = [name.strip() for name in nodes.split(",") if name.strip()]
-    addresses = {node["node"]: node["address"] or node["node"] for node in client.get("/fabric")["nodes"]}
-    between = "all" if names == ["all"] else [addresses.get(name, name) for name in names]
+    between = "all" if names == ["all"] else names
     if between != "all" and len(between) < 2:
         raise ConfigError("--measure names two or more nodes, separated by commas, or all.")
     operation = client.post("/fabric/measure", {"nodes": between, "force": force})
@@ -93,7 +92,9 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
     for root in roots:
         if not (root / "sys").is_dir():
             raise ConfigError(f"--root {root}: it has no folder sys, so it is not the root of a node.")
-    return report({str(root): sample(root) for root in roots})
+    read = {root: sample(root) for root in roots}
+    hosts = [raw["host"] for raw in read.values()]
+    return report({str(raw["host"] if hosts.count(raw["host"]) == 1 else root): raw for root, raw in read.items()})
 
 
 def _of_this_node() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument
 from sparkd.errors import Unavailable, UnknownIncident
 from sparkd.render import models as show
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
 GIB = 1 << 30
 STATE_DIR = "/var/lib/sparkd"
@@ -49,13 +49,11 @@ def ls(session: Session) -> None:
     if session.json:
         show.say_json(answer)
         return
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("INCIDENT", "MODEL", "NODE", "PHASE", "WHY"):
-        table.add_column(title, overflow="fold", no_wrap=title == "INCIDENT")
+    table = Table("INCIDENT", "MODEL", "NODE", "PHASE", "WHY", folds={"WHY"}, spare=("PHASE", "NODE"))
     for incident in answer["incidents"]:
-        table.add_row(*(show.printable(str(incident.get(name) or "")) for name in ("id", "model", "node", "phase", "why")))
+        table.add(*(str(incident.get(name) or "") for name in ("id", "model", "node", "phase", "why")))
     if answer["incidents"]:
-        session.out.print(table)
+        table.show(session.out)
     else:
         session.out.print("The guard has killed no engine.")
     for node in answer["silent"]:
@@ -116,15 +114,14 @@ def _readings(bundle: Mapping[str, Any], console: Console) -> None:
         return
     step = max(1, (len(rows) - ROWS // 2) // (ROWS // 2))
     shown = [*rows[: max(0, len(rows) - ROWS // 2) : step], *rows[-(ROWS // 2) :]]
-    table = Ragged(box=None, pad_edge=False, header_style="bold")
-    for title in ("SECONDS", "AVAILABLE", "FREE", "CACHED", "SCANNED", "SWAPPED"):
-        table.add_column(title, justify="right")
+    titles = ("SECONDS", "AVAILABLE", "FREE", "CACHED", "SCANNED", "SWAPPED")
+    table = Table(*titles, right=titles)
     for row in shown:
         value = dict(zip(columns, row, strict=True))
         sizes = (f"{value[name] / GIB:.2f}" for name in ("available", "free", "cached"))
-        table.add_row(f"{value['at_s'] - rows[-1][0]:.1f}", *sizes, f"{value['scanned']:.0f}", f"{value['swapped']:.0f}")
+        table.add(f"{value['at_s'] - rows[-1][0]:.1f}", *sizes, f"{value['scanned']:.0f}", f"{value['swapped']:.0f}")
     console.print()
-    console.print(table)
+    table.show(console)
 
 
 def _here(session: Session) -> list[dict[str, Any]]:

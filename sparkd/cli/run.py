@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from sparkd.admin.client import Client, model_path
 from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
-from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
+from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel
 from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import name_of, source_of
+from sparkd.models.source import source_of
 from sparkd.nearest import nearest
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args
@@ -51,8 +50,9 @@ def run(
     check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
     settings = {key: value for key, value in chosen.items() if value}
-    existing = _known(session.client, model, name, bool(settings))
-    operation = session.client.post(f"{model_path(existing)}/load") if existing else _bring_in(session.client, model, name, settings)
+    meant = session.client.get("/entry", source=source_of(model))
+    existing = _known(session.client, model, name, meant, bool(settings))
+    operation = session.client.post(f"{model_path(existing)}/load") if existing else _bring_in(session.client, name, meant, settings)
     operation = session.wait(operation, brought_in=existing is None)
     canonical = str(operation["model"])
     question = prompt
@@ -73,18 +73,19 @@ def print_how_to_call(session: Session, model: str) -> None:
     session.out.print(show.curl(session.client.base_url, model, GREETING, session.client.has_key), markup=False, soft_wrap=True)
 
 
-def _known(client: Client, model: str, name: str | None, has_settings: bool) -> str | None:
-    """The known model that is meant, or None for one to bring in. Raises where it is neither, and for settings that come too late."""
-    views, source = client.models(), source_of(model)
+def _known(client: Client, model: str, name: str | None, meant: dict[str, Any], has_settings: bool) -> str | None:
+    """The known model that is meant, or None for one to bring in. meant: the daemon's answer to what MODEL is. Raises where it is neither,
+    and for settings that come too late."""
+    views, source, is_recipe = client.models(), source_of(model), "recipe" in meant["spec"]
     names = {alias: view for view in views for alias in (view["name"], *view["aliases"])}
     match = names.get(name or model)
     if match is None and name is None:
-        match = next((view for view in views if view["source"] == source), None) or names.get(name_of(source))
+        match = next((view for view in views if view["source"] == source), None) or names.get(meant["name"])
     if match is None:
-        if name is None and "/" not in source and not _is_recipe(client, source):
+        if name is None and "/" not in source and not is_recipe:
             raise _unknown(model, list(names))
         return None
-    if model not in names and match["source"] != source and not _is_recipe(client, source):
+    if model not in names and match["source"] != source and not is_recipe:
         raise Conflict(f"A model called {match['name']} exists already, with the source {match['source']}. Choose another --name.")
     if has_settings:
         cure = f"Run `sparkd rm {match['name']}` first if `sparkd run` added it, change its entry in sparkd.yaml, or choose another --name"
@@ -101,24 +102,11 @@ def _unknown(model: str, names: list[str]) -> SparkdError:
     return error
 
 
-def _is_recipe(client: Client, source: str) -> bool:
-    """Whether the daemon has a recipe of this name; its recipes count, not those of the machine that asks."""
-    if "/" in source and "@" not in source:
-        return False
-    try:
-        client.get(f"/recipes/{quote(source)}")
-    except (UnknownRecipe, UnknownRoute):
-        return False
-    return True
-
-
-def _bring_in(client: Client, model: str, name: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    source = source_of(model)
-    if client.is_here:
+def _bring_in(client: Client, name: str | None, meant: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    if client.is_here and "model" in meant["spec"]:
         # The engine of the daemon may be another module than vLLM, and need no checkpoint.
-        refuse_unusable(source, vllm=False)
-    spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **settings}
-    return client.post("/models", {"name": name or name_of(source), "spec": spec})
+        refuse_unusable(meant["spec"]["model"], vllm=False)
+    return client.post("/models", {"name": name or meant["name"], "spec": {**meant["spec"], **settings}})
 
 
 def _answer_once(session: Session, model: str, question: str, operation: dict[str, Any]) -> None:

@@ -229,7 +229,7 @@ class RayLink:
             )
         except AttributeError as error:
             lacks = f"Ray at {address} cannot be joined: this node's Ray has no {error.name or error}"
-            raise RayUnavailable(f"{lacks}. Install the release that sparkd asks for: `pip install --force-reinstall sparkd`.") from error
+            raise RayUnavailable(f"{lacks}. Run `pip install . -c deploy/constraints.txt` in sparkd's checkout.") from error
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
             raise RayUnavailable(f"Ray at {address} cannot be joined: {reason}") from error
@@ -360,8 +360,8 @@ code_here.__module__ = "__main__"
 def _code_differs(node_ip: str, code: Code) -> CodeDiffers:
     return CodeDiffers(
         f"Ray on node {node_ip} runs sparkd {code.release} with agent {code.agent}, the daemon sparkd {__version__} with agent {VERSION}: "
-        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install .` there, in the checkout that "
-        "the daemon was installed from, then `systemctl restart sparkd-ray`."
+        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install . -c "
+        "deploy/constraints.txt` there, in the checkout that the daemon was installed from, then `systemctl restart sparkd-ray`."
     )
 
 

@@ -331,6 +331,7 @@ class Actions:
             delay_s = max(delay_s, LASTING_S)
             message += f" This will not recover on its own: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
+        record.last_failure = {"reason": reason, "message": message, "at_s": self._roster.wall()}
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

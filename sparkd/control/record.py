@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparkd.config.config import ModelConfig
 from sparkd.control.observed import Observed
@@ -74,6 +75,7 @@ class Record:
         "failures",
         "hash",
         "last_asked_s",
+        "last_failure",
         "looked",
         "name",
         "observed",
@@ -121,6 +123,8 @@ class Record:
         self.evicted: Evicted | None = None
         self.last_asked_s = float("-inf")
         self.failures = 0
+        # Why and when the last try failed; a new try does not forget it.
+        self.last_failure: Mapping[str, Any] | None = None
         self.stalls: tuple[float, ...] = ()
         self.restarts = 0
         self.backoff_until_s = float("-inf")

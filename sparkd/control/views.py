@@ -11,7 +11,7 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.request_queue import RequestQueue
 from sparkd.schema.model import ModelConfig
-from sparkd.state.nouns import ModelState, Progress
+from sparkd.state.nouns import STARTING, ModelState, Progress
 from sparkd.state.snapshot import ModelView
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -70,6 +70,7 @@ def view(registry: Roster, record: Record, now_s: float, doubt: str | None = Non
         queued=record.queue.waiting,
         failures=record.failures,
         restarts=record.restarts,
+        last_failure=record.last_failure if record.failures and record.state in (ModelState.STOPPED, *STARTING) else None,
         retry_in_s=retry_in_s,
         load_s=None if record.state is ModelState.FAILED else record.attempt.load_s,
         memory_gib=None if gone else record.attempt.memory_gib,

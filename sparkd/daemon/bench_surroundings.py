@@ -33,7 +33,6 @@ from sparkd.models.remote_headers import checkpoint_of as headers_of
 from sparkd.models.source import folder_of
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.fields import is_name
-from sparkd.schema.model import ModelConfig
 from sparkd.schema.quantize import is_best, recipe
 from sparkd.state.nouns import Want
 from sparkd.state.snapshot import Snapshot
@@ -165,13 +164,10 @@ def take_back(want: Callable[[str, Want, str], object], registry: Roster, lent: 
 
 async def predicted(registry: Roster, cluster: Cluster, snapshot: Callable[[], Snapshot], name: str) -> Predicted | None:
     """The figures of the plan that `sparkd plan` shows first; None where nothing fits. Raises SparkdError for a model without a plan."""
-
-    def find(model: str) -> ModelConfig | None:
-        return registry.find(model).spec
-
     in_sight = sum(node.agent for node in snapshot().nodes)
     siting, places = cluster.siting, registry.model_places()
-    plan = await planned_here(QuestionHere(model=name), find, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+    spec = registry.find(name).spec
+    plan = await planned_here(QuestionHere(model=name), spec, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
     if plan["choice"] is None:
         return None
     figures = plan["choice"]["footprint"]

@@ -31,8 +31,12 @@ _WAITING = STARTING | {ModelState.STOPPED}
 class Console:
     """A live line for each model on a terminal, one line for each change elsewhere (a journal, a pipe)."""
 
-    def __init__(self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool, has_page: bool = True) -> None:
+    def __init__(
+        self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool, has_page: bool = True, lan_url: str | None = None
+    ) -> None:
+        """lan_url: how other machines reach the gateway, where they do so by another address."""
         self._base_url = base_url
+        self._lan_url = lan_url
         self._supervisor = supervisor
         self._asker = asker
         self._needs_key = needs_key
@@ -50,7 +54,8 @@ class Console:
             await self._tell(question)
 
     async def _tell(self, question: str | None) -> None:
-        self._say(f"sparkd listens on [bold]{self._base_url}[/]")
+        lan = f", for other machines on [bold]{self._lan_url}[/]" if self._lan_url else ""
+        self._say(f"sparkd listens on [bold]{self._base_url}[/]{lan}")
         names = await self._follow()
         ready = next((view.name for view in self._wished() if view.state is ModelState.READY), None)
         if question is not None and ready:

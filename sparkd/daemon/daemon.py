@@ -192,7 +192,8 @@ class Daemon:
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
         needs_key = not self._edge.settings.keys.open
-        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=needs_key, has_page=config.web)
+        lan_url = _lan_url(listening[0])
+        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=needs_key, has_page=config.web, lan_url=lan_url)
 
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""
@@ -529,19 +530,32 @@ def _private_folder(path: Path) -> None:
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
-    check_bind(config.model_copy(update={"listen": _address(listening)}), environ)
+    check_bind(config.model_copy(update={"listen": _url(*_numeric(listening.getsockname())).removeprefix("http://")}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
-    address = _address(listening)
-    for wildcard, loopback in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
-        if address.startswith(wildcard):
-            address = loopback + address.removeprefix(wildcard)
-    return f"http://{address}"
+    host, port = _numeric(listening.getsockname())
+    return _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
-def _address(listening: socket.socket) -> str:
+def _lan_url(listening: socket.socket) -> str | None:
+    """How other machines reach a gateway on a wildcard address: by the address of the default route. None where there is none."""
+    host, port = _numeric(listening.getsockname())
+    if host not in ("0.0.0.0", "::"):
+        return None
+    with socket.socket(listening.family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("2001:db8::1" if host == "::" else "192.0.2.1", 9))  # of documentation; a datagram socket sends nothing for it
+        except OSError:
+            return None
+        return _url(_numeric(probe.getsockname())[0], port)
+
+
+def _numeric(address: Any) -> tuple[str, str]:
     """Host and port, with the interface of a link-local address."""
-    host, port = socket.getnameinfo(listening.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+
+
+def _url(host: str, port: str) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -173,10 +173,8 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
 
 
 def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
-    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart."""
-    hosts = [str(raw["host"]) for raw in readings.values()]
-    names = {node: host if hosts.count(host) == 1 else node for node, host in zip(readings, hosts, strict=True)}
-    return {node: fabric_of(names[node], raw, node) for node, raw in readings.items()}
+    """By a node's name: its address in the cluster, as everywhere else, or what the caller calls it."""
+    return {node: fabric_of(node, raw, node) for node, raw in readings.items()}
 
 
 def with_proofs(nodes: Mapping[str, Fabric], passed: Collection[frozenset[str]]) -> dict[str, Fabric]:

@@ -82,10 +82,9 @@ def proofs(rates: Iterable[Rate], nodes: Mapping[str, Fabric]) -> frozenset[froz
     return frozenset(rate.pair for rate in rates if rate.pair <= nodes.keys() and rate.passed and holds(rate, nodes))
 
 
-def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = True) -> Finding:
-    """names: of the nodes, by address. held: whether it holds for the links that the nodes have now."""
-    names_of = names or {}
-    where = f"{names_of.get(rate.a, rate.a)} - {names_of.get(rate.b, rate.b)}"
+def finding(rate: Rate, *, held: bool = True) -> Finding:
+    """held: whether it holds for the links that the nodes have now."""
+    where = f"{rate.a} - {rate.b}"
     called = "NCCL" if rate.backend == NCCL else "Gloo"
     if not held:
         evidence = f"{rate.gb_s:.2f} GB/s measured over other links" if rate.links else f"{rate.gb_s:.2f} GB/s measured over unknown links"
@@ -107,24 +106,23 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = 
     return judged
 
 
-def shown(rate: Rate, names: Mapping[str, str], *, held: bool = True) -> dict[str, Any]:
-    """A rate as plain JSON, with the verdict; nodes by name. held: see `finding`."""
-    judged = finding(rate, names, held=held)
-    own = {"a": names.get(rate.a, rate.a), "b": names.get(rate.b, rate.b), "idle": list(rate.idle)}
-    own |= {"links": list(rate.links), "sockets": list(rate.sockets)}
+def shown(rate: Rate, *, held: bool = True) -> dict[str, Any]:
+    """A rate as plain JSON, with the verdict. held: see `finding`."""
+    judged = finding(rate, held=held)
+    own = {"idle": list(rate.idle), "links": list(rate.links), "sockets": list(rate.sockets)}
     return asdict(rate) | own | {"normal_gb_s": rate.normal, "holds": held, "verdict": judged.verdict, "told": judged.evidence}
 
 
-def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[str, str]) -> tuple[Finding, ...]:
+def with_loss(proved: Iterable[Finding], rates: Iterable[Rate]) -> tuple[Finding, ...]:
     """Findings on ranks that run; one that is not ok, of a node with a measured rate, says it."""
     slowest: dict[str, Rate] = {}
     for rate in sorted(rates, key=lambda proof: -proof.gb_s):
-        slowest |= {names.get(rate.a, rate.a): rate, names.get(rate.b, rate.b): rate}
+        slowest |= {rate.a: rate, rate.b: rate}
     findings = []
     for proof in proved:
         slowest_rate = slowest.get(proof.node)
         if slowest_rate is not None and proof.verdict != OK and proof.check in _TRANSPORT:
-            other = next(names.get(end, end) for end in (slowest_rate.b, slowest_rate.a) if names.get(end, end) != proof.node)
+            other = next(end for end in (slowest_rate.b, slowest_rate.a) if end != proof.node)
             beside = f" of {slowest_rate.normal}" if slowest_rate.normal else ""
             proof = replace(proof, evidence=f"{proof.evidence}; {slowest_rate.gb_s:.1f}{beside} GB/s measured to {other}")
         findings.append(proof)

@@ -28,7 +28,6 @@ def report(
     """
     fabrics = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
     fabrics = with_proofs(fabrics, proofs(rates, fabrics))
-    names = {address: node.node for address, node in fabrics.items()}
     held = {rate: holds(rate, fabrics) for rate in rates if rate.pair <= fabrics.keys()}
     nodes = [*fabrics.values()]
     silent = [node for node, raw in readings.items() if raw is None]
@@ -37,19 +36,15 @@ def report(
         *map(unanswered, silent),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
-        *(rated(rate, names, held=there) for rate, there in held.items()),
-        *with_loss(
-            (Finding(**{**proof, "node": names.get(proof["node"], proof["node"])}) for proof in proved),
-            [rate for rate in held if held[rate]],
-            names,
-        ),
+        *(rated(rate, held=there) for rate, there in held.items()),
+        *with_loss((Finding(**proof) for proof in proved), [rate for rate in held if held[rate]]),
     )
     together, reason = rails(nodes, rdma=rdma)
     return {
         "nodes": [_node(node) for node in nodes],
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
-        "rates": [shown(rate, names, held=there) for rate, there in held.items()],
+        "rates": [shown(rate, held=there) for rate, there in held.items()],
         "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes, silent)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(finding) for finding in judged],

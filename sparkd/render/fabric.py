@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sparkd.render.page import all_printable
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
 # A Spark's two sockets, as seen from behind it.
 PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
@@ -39,22 +39,21 @@ def fabric(report: Mapping[str, Any], console: Console) -> None:
 def nodes(report: Mapping[str, Any], console: Console) -> None:
     """`sparkd nodes`: what `GET /admin/v1/nodes` answers."""
     report = all_printable(report)
-    grid = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("NODE", "AGENT", "MEMORY", "FREE", "LENT", "HELD"):
-        grid.add_column(column, no_wrap=True, justify="left" if column in ("NODE", "AGENT") else "right")
+    sizes = ("MEMORY", "FREE", "LENT", "HELD")
+    table = Table("NODE", "AGENT", *sizes, right=sizes, spare=("LENT",))
     for node in report["nodes"]:
         reading = node["reading"] or {}
         agent = Text("answers", style="green") if node["agent"] else Text("does not answer", style="red")
-        sizes = (reading.get("mem_total_bytes"), reading.get("mem_available_bytes"))
+        amounts = (reading.get("mem_total_bytes"), reading.get("mem_available_bytes"))
         lent = node["unified_memory_gib"]
-        grid.add_row(
-            Text(node["address"] + (" (daemon)" if node["local"] else "")),
+        table.add(
+            node["address"] + (" (daemon)" if node["local"] else ""),
             agent,
-            *("-" if size is None else f"{size / (1 << 30):.1f} GiB" for size in sizes),
+            *("-" if amount is None else f"{amount / (1 << 30):.1f} GiB" for amount in amounts),
             "-" if lent is None else f"{lent:g} GiB",
             f"{node['reserved_gib']:g} GiB",
         )
-    console.print(grid)
+    table.show(console)
     offers(report["offered"], console, report["head"])
 
 
@@ -83,7 +82,7 @@ def environment(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console: Console, double: str) -> None:
-    console.print(Text.assemble((node["node"], "bold"), f"  {node['address']}" if node["address"] else ""))
+    console.print(Text.assemble((node["node"], "bold"), f"  {node['host']}" if node["host"] != node["node"] else ""))
     if not node["cages"]:
         console.print("  no ConnectX-7 on the PCI bus: no cable is plugged, or the card is off", style="dim")
     for cage in node["cages"]:
@@ -101,9 +100,7 @@ def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console:
 
 
 def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
-    grid = Ragged.grid(padding=(0, 2, 0, 0))
-    for _ in range(7):
-        grid.add_column(no_wrap=True)
+    table = Table(*[""] * 6)
     for twin in twins:
         state = "" if twin["carrier"] and twin["up"] else "off" if not twin["up"] else "no link"
         rdma = twin["rdma"] or "no RDMA"
@@ -111,8 +108,8 @@ def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
             rdma += f" {twin['rdma_state']}"
         addresses = " ".join(twin["addresses"]) or "no address"
         gid = "" if twin["gid_index"] is None else f"GID {twin['gid_index']}"
-        grid.add_row("   ", *map(Text, (twin["name"], rdma, state or _speed(twin), f"MTU {twin['mtu']}", addresses, gid)))
-    console.print(grid)
+        table.add(f"     {twin['name']}", rdma, state or _speed(twin), f"MTU {twin['mtu']}", addresses, gid)
+    table.show(console)
 
 
 def _others(title: str, interfaces: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -134,16 +131,13 @@ def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> lis
 def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
     ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
     console.print(Text.assemble(ends, ("" if cable["seen"] else "  (by subnets, not seen yet)", "dim")))
-    grid = Ragged.grid(padding=(0, 2, 0, 0))
-    for _ in range(4):
-        grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+    table = Table(*[""] * 4)
     for rail in cable["rails"]:
         word = rail["problem"] or ("RDMA" if rail["rdma"] else "sockets only")
         style = "red" if rail["problem"] else "green" if rail["rdma"] else "yellow"
-        grid.add_row("   ", *map(Text, (rail["a"], f"{single} {rail['b']}", rail["network"])), Text(word, style=style))
+        table.add(f"     {rail['a']}", f"{single} {rail['b']}", rail["network"], Text(word, style=style))
     if cable["rails"]:
-        console.print(grid)
+        table.show(console)
     else:
         console.print("    no subnet in common", style="red")
 
@@ -163,9 +157,7 @@ def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
 def findings(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Worst first; what is fine and needs nothing is one line for each node."""
     rows = all_printable(list(rows))
-    grid = Ragged.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
+    table = Table("", "", folds={""})
     fine: dict[str, list[str]] = {}
     listed = []
     for finding in rows:
@@ -177,10 +169,10 @@ def findings(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
         names = dict.fromkeys((finding["node"], finding["about"], finding["check"]))
         text = Text(f"{', '.join(names)}: {finding['evidence']}")
         text.append(f"\n{finding['cure']}", style="dim" if finding["verdict"] == "ok" else "italic")
-        grid.add_row(Text(finding["verdict"], style=_STYLES[finding["verdict"]]), text)
+        table.add(Text(finding["verdict"], style=_STYLES[finding["verdict"]]), text)
     for node, checks in fine.items():
-        grid.add_row(Text("ok", style=_STYLES["ok"]), Text(f"{node}: {', '.join(dict.fromkeys(checks))}"))
-    console.print(grid)
+        table.add(Text("ok", style=_STYLES["ok"]), f"{node}: {', '.join(dict.fromkeys(checks))}")
+    table.show(console, _WRAP if console.is_terminal else None)
 
 
 def _speed(interface: Mapping[str, Any]) -> str:

@@ -16,14 +16,13 @@ from rich.text import Text
 
 from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["duration", "printable", "say_json"]
 
 GIB = 1 << 30
 MIB = 1 << 20
-NARROW = 100
 # Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
 # Columns for the engine's parsers, chosen by sparkd or set in the entry.
@@ -144,16 +143,15 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
-    # Where there is no room for all, a process number is missed least; which node a model is on says where to look.
-    with_pid = console.width >= NARROW
     numbers = ["FOR", "LOAD", "MEMORY", *(["CONTEXT"] if wide else []), "KV TOKENS"]
-    numbers += [*([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS"]
-    numbers += ["PID"] if with_pid else []
-    table = _table(["MODEL", "STATE", *numbers, "NODE", *(["SOURCE"] if wide else [])], right=numbers)
+    numbers += [*([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS", "PID"]
+    # A process number is missed least; which node a model is on says where to look.
+    spare = () if wide else ("PID", "LOAD", "KV TOKENS", "FOR", "MEMORY")
+    table = Table("MODEL", "STATE", *numbers, "NODE", *(["SOURCE"] if wide else []), right=numbers, spare=spare)
     for model in shown:
         progress = model["progress"] or {}
-        table.add_row(
-            escape(model["name"]),
+        table.add(
+            model["name"],
             _state(model["state"], progress, model.get("turn"), bool(model.get("doubt"))),
             duration(now_s - model["since_s"]),
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
@@ -162,11 +160,11 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
             *([*_kv_cells(progress.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
-            *([str(model["ranks"][0]["pid"]) if model["ranks"] else "-"] if with_pid else []),
-            escape(", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-"),
-            *([escape(model.get("source") or "-")] if wide else []),
+            str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
+            ", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-",
+            *([model.get("source") or "-"] if wide else []),
         )
-    console.print(table)
+    table.show(console)
     for model in shown:
         progress = model["progress"] or {}
         if model["state"] == "PLANNED" or (model["state"] in ("LOADING", "WARMING", "SIZING") and progress):
@@ -182,8 +180,12 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _say(console, f"{model['name']}: its quantized weights were not cached: {reason}", "yellow")
         if message := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
+            failed = f" failed {duration(now_s - model['since_s'])} ago" if model["state"] == "FAILED" else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
-            _say(console, f"{model['name']}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
+            _say(console, f"{model['name']}{failed}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
+        if last := model.get("last_failure"):
+            ago = duration(now_s - last["at_s"])
+            _say(console, f"{model['name']} failed {ago} ago ({last['reason']}): {last['message']}", "red")
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -192,25 +194,27 @@ def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
     if not rows:
         console.print("No model is known. Configure one in sparkd.yaml, or add one with `sparkd run FOLDER_OR_HUB_ID`.")
         return
-    table = _table(["MODEL", "STATE", "WANT", "CONTEXT", "SOURCE", "ALIASES"], right={"CONTEXT"})
+    spare = ("CONTEXT", "WANT", "ALIASES", "SOURCE")
+    table = Table("MODEL", "STATE", "WANT", "CONTEXT", "SOURCE", "ALIASES", right={"CONTEXT"}, folds={"ALIASES"}, spare=spare)
     for model in rows:
-        table.add_row(
-            escape(model["name"]),
+        table.add(
+            model["name"],
             _state(model["state"], model["progress"] or {}),
             model["want"],
             _or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}"),
-            escape(model["source"]),
-            escape(", ".join(model["aliases"]) or "-"),
+            model["source"],
+            ", ".join(model["aliases"]) or "-",
         )
-    console.print(table)
+    table.show(console)
 
 
 def layers(listing: Mapping[str, Any], console: Console) -> None:
     """`sparkd ls --layers`: the classes of tensors, what is made of each, and the sums."""
-    table = _table(["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"], right={"COUNT", "BYTES", "RESULT"})
+    columns = ("NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT")
+    table = Table(*columns, right={"COUNT", "BYTES", "RESULT"}, spare=("SHAPE", "DTYPE", "CLASS"))
     for layer in listing["layers"]:
-        table.add_row(
-            escape(printable(layer["name"])),
+        table.add(
+            layer["name"],
             layer["class"],
             f"{layer['count']:,}",
             "x".join(map(str, layer["shape"])) or "1",
@@ -221,8 +225,8 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
         )
     total = listing["result_bytes"]
     share = "-" if total is None else f"{total / listing['bytes'] if listing['bytes'] else 1.0:.0%}"
-    table.add_row("all", "", f"{listing['count']:,}", "", "", size(listing["bytes"]), share, _or_dash(total, size), style="bold")
-    console.print(table)
+    table.add("all", "", f"{listing['count']:,}", "", "", size(listing["bytes"]), share, _or_dash(total, size), style="bold")
+    table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
     if (held := listing["held"]) is not None:
@@ -251,19 +255,20 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
         hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
         console.print(f"No quantized weights are kept in {answer['folder']}. {hint}", markup=False, soft_wrap=True)
         return
-    table = _table(["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"], right={"SIZE", "MADE", "USED"})
+    columns = ("MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE")
+    table = Table(*columns, right={"SIZE", "MADE", "USED"}, folds={"FORMAT"}, spare=("MADE", "SOURCE"))
     for row in rows:
         slice_of = "" if row["tensor_parallel"] is None else f" {row['tensor_parallel'][0] + 1}/{row['tensor_parallel'][1]}"
-        table.add_row(
-            escape(row["model"] or row["name"]),
+        table.add(
+            row["model"] or row["name"],
             f"{row['format'] or '-'}{slice_of}{_calibrated(row)}",
             size(row["size_bytes"]),
             _or_dash(row["created_s"], lambda at: duration(now_s - at)),
             duration(now_s - row["used_s"]),
             Text("yes", style="green") if row["valid"] else Text("no", style="red"),
-            escape(printable(row["source"] or "-")),
+            row["source"] or "-",
         )
-    console.print(table)
+    table.show(console)
     for row in (row for row in rows if not row["valid"]):
         _say(console, f"{row['name']}: {row['fault']}", "yellow")
     limit = "" if answer["limit_bytes"] is None else f" of {size(answer['limit_bytes'])}"
@@ -273,7 +278,7 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
 def _calibrated(row: Mapping[str, Any]) -> str:
     """Entries of one format may differ in the text over which they were calibrated."""
     path = (row["quantize"] or {}).get("calibration")
-    return "" if path is None else f" over {escape(printable(path))}"
+    return "" if path is None else f" over {path}"
 
 
 def swept(size_bytes: int) -> str:
@@ -291,24 +296,26 @@ def size(count: int) -> str:
 def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None:
     """`sparkd status`: the daemon, its conditions, nodes, Ray and models, one line each."""
     health = "going down" if status["draining"] else "serving" if status["settled"] else "starting"
-    rows = Ragged(box=None, show_header=False, padding=(0, 2, 0, 0))
-    rows.add_column(no_wrap=True, style="bold")
-    rows.add_column(overflow="fold")
+    rows = Table("", "", folds={""})
     costs = status["costs"]
-    rows.add_row("sparkd", f"{status['version']} at {escape(base_url)}, [{'green' if health == 'serving' else 'yellow'}]{health}[/]")
+
+    def add(name: str, text: str | Text) -> None:
+        rows.add(Text(name, "bold"), text)
+
+    add("sparkd", Text.assemble(f"{status['version']} at {base_url}, ", (health, "green" if health == "serving" else "yellow")))
     for condition in status["conditions"]:
-        rows.add_row("condition", Text(printable(condition), style="red"))
+        add("condition", Text(printable(condition), style="red"))
     for node in status["nodes"]:
-        rows.add_row("node", _node(node))
-    rows.add_row("models", _count(status["models"]))
-    rows.add_row("cost", _cost(costs))
+        add("node", _node(node))
+    add("models", _count(status["models"]))
+    add("cost", _cost(costs))
     cluster = status["cluster"]
     joined = "not connected" if not cluster.get("connected") else f"connected to {cluster.get('address')}"
-    rows.add_row("Ray", escape(f"{'own head' if cluster.get('own_head') else 'another head'}, {joined}"))
+    add("Ray", f"{'own head' if cluster.get('own_head') else 'another head'}, {joined}")
     for listener in costs["ray_listeners"]:
         address, _, name = listener.partition(" ")
-        rows.add_row("", f"listens on {escape(address)}  [dim]{escape(name)}[/]")
-    console.print(rows)
+        add("", Text.assemble(f"listens on {address}  ", (name, "dim")))
+    rows.show(console)
 
 
 def event_line(event: Mapping[str, Any], console: Console) -> None:
@@ -338,15 +345,6 @@ def bar(fraction: float, width: int, console: Console) -> str:
     return full * filled + empty * (width - filled)
 
 
-def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Ragged:
-    """Only the first column, names, and SOURCE may fold; numbers never do."""
-    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        folds = column in ("MODEL", "SOURCE", "ALIASES", "NAME")
-        table.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in right else "left", min_width=len(column))
-    return table
-
-
 def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
     sized_by = "vLLM" if kv.get("phase") == "stock" else kv.get("source") or "-"
     return [
@@ -360,7 +358,7 @@ def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
 
 
 def _parser_cells(parsers: Mapping[str, Any]) -> list[str]:
-    return [escape(str(parsers.get(kind) or "-")) for kind in ("tool", "reasoning")]
+    return [str(parsers.get(kind) or "-") for kind in ("tool", "reasoning")]
 
 
 def _sized_why(word: str, reason: str) -> str:
@@ -420,7 +418,7 @@ def _count(states: Mapping[str, str]) -> str:
 def _cost(costs: Mapping[str, Any]) -> str:
     ray = ", ".join(f"{process['name']} {process['pss_bytes'] // MIB}" for process in costs["ray"])
     daemon = f"daemon {costs['daemon']['pss_bytes'] // MIB} MiB"
-    return escape(f"{daemon}, Ray {costs['ray_pss_bytes'] // MIB} MiB ({ray})" if ray else daemon)
+    return f"{daemon}, Ray {costs['ray_pss_bytes'] // MIB} MiB ({ray})" if ray else daemon
 
 
 def _or_dash(value: Any, shown: Any) -> str:

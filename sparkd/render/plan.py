@@ -13,7 +13,8 @@ from sparkd.capacity.weights import AHEAD
 from sparkd.hardware import GIB
 from sparkd.models.source import name_of
 from sparkd.render.page import duration, printable
-from sparkd.render.terminal import Columns, Page
+from sparkd.render.table import Table
+from sparkd.render.terminal import Page
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (
@@ -103,7 +104,8 @@ def _unloaded(sizes: Mapping[str, int]) -> str:
 
 
 def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
-    table = Columns(("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES), frozenset({"NODES", *_FIGURES}))
+    right, spare = {"NODES", *_FIGURES}, ("FIRST LOAD", "NEXT", "REST", "SURE", "SPLIT", "FREE")
+    table = Table("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES, right=right, spare=spare)
     rejected = []
     measured = "bandwidth_bytes_s" in answer["hardware"].get("learned", ())
     sign = "~" if measured else "<"
@@ -127,8 +129,8 @@ def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
             *(_seconds(parts[key]) for key in ("first_load_s", "next_load_s")),
             style="bold green" if number == 0 else "",
         )
-    if table.rows:
-        page.columns(table)
+    if len(rejected) < len(answer["options"]):
+        page.table(table)
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in answer["options"])
         bound = "TOKENS/S: upper bound for one request, from memory bandwidth"
         if measured:
@@ -138,7 +140,7 @@ def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
         page.line(f"Weights, cache and rest are for one node. {bound}.", "dim")
         page.line(_sureness(answer["options"]), "dim")
         page.line(_answered(answer.get("vllm")) + "\n", "dim")
-    _rejected(rejected, page, every or not table.rows)
+    _rejected(rejected, page, every or len(rejected) == len(answer["options"]))
 
 
 def _seconds(seconds: float | None) -> str:
@@ -254,12 +256,12 @@ def _told(value: Any) -> Any:
 def _floor(answer: Mapping[str, Any], page: Page) -> None:
     page.line("With vLLM's own --gpu-memory-utilization instead:", "bold")
     figures = ("UTILIZATION", "ALLOWED", "FOR THE CACHE")
-    table = Columns((*figures, ""), frozenset(figures))
+    table = Table(*figures, "", right=figures)
     for row in answer["floor"]:
         verdict = "the smallest that works" if row["smallest"] else "works" if row["works"] else "fails"
         style = "bold green" if row["smallest"] else "" if row["works"] else "red"
         table.add(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)
-    page.columns(table)
+    page.table(table)
 
 
 def _split(option: Mapping[str, Any]) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from sparkd.models.source import name_of
 from sparkd.render.models import printable
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
 # Figure -> words and unit.
 _FIGURES = {
@@ -33,45 +32,38 @@ _FIGURES = {
 
 def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """`sparkd recipes ls`."""
-    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column, right in (("RECIPE", False), ("MODEL", False), ("NODES", True), ("TOKENS/S", True), ("SPECULATION", False)):
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    columns = ("RECIPE", "MODEL", "NODES", "TOKENS/S", "SPECULATION")
+    table = Table(*columns, right={"NODES", "TOKENS/S"}, folds={"SPECULATION"}, spare=("SPECULATION", "TOKENS/S"))
     for row in rows:
         speed = row["decode_tokens_per_s"]
         others = [method for method in row["methods"] if method not in ("off", "ngram", "suffix", row["speculative"])]
-        table.add_row(
-            escape(row["name"]),
-            escape(row["model"]),
-            str(row["nodes"]),
-            "-" if speed is None else f"{speed:g}",
-            escape(", ".join([row["speculative"], *others])),
-        )
+        shown = "-" if speed is None else f"{speed:g}"
+        table.add(row["name"], row["model"], str(row["nodes"]), shown, ", ".join([row["speculative"], *others]))
         for variant in row["variants"]:
-            table.add_row(escape(f"  @{variant}"), "", "", "", "", style="dim")
-    console.print(table)
+            table.add(f"  @{variant}", "", "", "", "", style="dim")
+    table.show(console)
     console.print("TOKENS/S is the first published figure for one stream. `sparkd recipes show NAME` tells its source.", style="dim")
 
 
 def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """`sparkd recipes ls --registry`. A row has `signed`, the signature in words, too."""
     entries = list(rows)
-    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column, right in (("REGISTRY", False), ("RECIPES", True), ("COMMIT", False), ("OF", False), ("SIGNATURE", False), ("FROM", False)):
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    columns = ("REGISTRY", "RECIPES", "COMMIT", "OF", "SIGNATURE", "FROM")
+    table = Table(*columns, right={"RECIPES"}, folds={"SIGNATURE"}, spare=("OF", "RECIPES"))
     for row in entries:
-        cells = (row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
-        table.add_row(*(escape(printable(cell)) for cell in cells))
-    console.print(table if entries else "No registry is configured. `sparkd recipes add-registry URL` adds one.", markup=False)
+        table.add(row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
+    if entries:
+        table.show(console)
+    else:
+        console.print("No registry is configured. `sparkd recipes add-registry URL` adds one.", markup=False)
 
 
 def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> None:
     """`sparkd recipes ls --registry NAME`."""
-    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("RECIPE", "MODEL", "RUNTIME"):
-        table.add_column(column, overflow="fold")
+    table = Table("RECIPE", "MODEL", "RUNTIME", spare=("RUNTIME",))
     for row in rows:
-        table.add_row(*(escape(printable(row[key] or "-")) for key in ("name", "model", "runtime")))
-    console.print(table)
+        table.add(*(row[key] or "-" for key in ("name", "model", "runtime")))
+    table.show(console)
 
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:

@@ -11,9 +11,11 @@ from rich.text import Text
 
 from sparkd.render.models import size
 from sparkd.render.page import duration, printable
-from sparkd.render.ragged_table import Ragged
+from sparkd.render.table import Table
 
-_LEFT = frozenset({"ID", "MODEL", "KEY", "ROUTE", "PHASE", "ENDED", "STATUS"})
+_NUMBERS = ("AGE", "QUEUED", "TTFT", "SENT", "TOOK", "IN", "CACHED", "OUT", "TOKENS/S")
+# The columns that are missed least in a narrow terminal come first. An id is all that `requests cancel` takes.
+_SPARE = ("CACHED", "QUEUED", "TTFT", "KEY", "ROUTE", "SENT", "TOKENS/S", "TOOK")
 
 
 def listed(answer: Mapping[str, Any], console: Console) -> None:
@@ -22,16 +24,16 @@ def listed(answer: Mapping[str, Any], console: Console) -> None:
         table = _table("ID", "MODEL", "KEY", "ROUTE", "PHASE", "AGE", "QUEUED", "TTFT", "SENT")
         for row in answer["in_flight"]:
             seconds = (_seconds(row["seconds"]), _seconds(row["queued_s"]), _seconds(row["ttft_s"]))
-            table.add_row(*map(Text, (row["request_id"], *_names(row), row["phase"], *seconds, size(row["bytes_out"]))))
-        console.print(table)
+            table.add(row["request_id"], *_names(row), row["phase"], *seconds, size(row["bytes_out"]))
+        table.show(console)
     else:
         console.print("No request is in flight.")
     if answer["finished"]:
         console.print()
         table = _table("ENDED", "MODEL", "KEY", "ROUTE", "STATUS", "TOOK", "QUEUED", "TTFT", "IN", "CACHED", "OUT", "TOKENS/S")
         for row in reversed(answer["finished"]):
-            table.add_row(*_cells(row))
-        console.print(table)
+            table.add(*_cells(row))
+        table.show(console)
 
 
 def line(row: Mapping[str, Any], console: Console) -> None:
@@ -41,11 +43,8 @@ def line(row: Mapping[str, Any], console: Console) -> None:
     console.print(Text.assemble(ended, "  ", model, "  ", key, "  ", route, "  ", status, facts), soft_wrap=True)
 
 
-def _table(*columns: str) -> Ragged:
-    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=column != "ID", overflow="fold", justify="left" if column in _LEFT else "right")
-    return table
+def _table(*columns: str) -> Table:
+    return Table(*columns, right=_NUMBERS, spare=[name for name in _SPARE if name in columns])
 
 
 def _names(row: Mapping[str, Any]) -> Sequence[str]:

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(slots=True)
-class Columns:
-    """names: of the columns, those in `right` are numbers. rows: (cells, style of all of them)."""
-
-    names: Sequence[str]
-    right: frozenset[str]
-    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-
-    def add(self, *cells: str, style: str = "") -> None:
-        self.rows.append((cells, style))
+from sparkd.render.table import Table
 
 
 class Page:
@@ -42,17 +31,8 @@ class Page:
 
         self._console.print(Text.assemble(*pieces))
 
-    def columns(self, table: Columns) -> None:
-        from rich.text import Text
-
-        from sparkd.render.ragged_table import Ragged
-
-        grid = Ragged(box=None, pad_edge=False, header_style="bold")
-        for name in table.names:
-            grid.add_column(name, justify="right" if name in table.right else "left", no_wrap=True)
-        for cells, style in table.rows:
-            grid.add_row(*map(Text, cells), style=style or None)
-        self._console.print(grid)
+    def table(self, table: Table) -> None:
+        table.show(self._console)
 
 
 @contextmanager

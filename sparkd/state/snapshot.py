@@ -22,6 +22,7 @@ class ModelView:
     origin: where the entry comes from: `file`, the configuration, or `api`, the admin API.
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
     wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
+    last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`.
     transport: for ranks on several nodes, what NCCL's log lines prove: the fields of fabric_findings.Finding, worst first.
     """
 
@@ -61,6 +62,7 @@ class ModelView:
     parsers: Mapping[str, str | None] | None = None
     stores_responses: bool = False
     wait: Mapping[str, Any] | None = None
+    last_failure: Mapping[str, Any] | None = None
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

@@ -6,6 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from deploy.setup import CONSTRAINTS, CUDA_ENGINE
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
 
@@ -32,6 +35,13 @@ def test_make_serve_hands_its_variables_on() -> None:
 
     assert '--engine "vllm==0.31.0" --port "4001"' in shown
     assert re.search(r'sparkd" serve .*--port "4001" .*--model "/models/Qwen3-8B"', shown, re.DOTALL)
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/service.md", "deploy/README.md", "deploy/install.sh"])
+def test_the_service_gets_the_versions_that_make_serve_installs(file: str) -> None:
+    (arguments,) = re.findall(r"bin/pip install (.*?)\"?$", (ROOT / file).read_text(), re.MULTILINE)
+
+    assert arguments == f". {CUDA_ENGINE} -c {CONSTRAINTS['cuda'][0]}"
 
 
 def test_the_first_configuration_is_taken(tmp_path: Path) -> None:

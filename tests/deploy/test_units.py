@@ -167,6 +167,19 @@ def test_installing_twice_is_installing_once_and_uninstalling_leaves_nothing(sta
     assert stage.make("uninstall").returncode == 0
 
 
+def test_sparkd_is_on_the_path_of_root_and_ssh_and_nobody_elses_program_is_touched(stage: Stage) -> None:
+    link = stage.root / stage.prefix.relative_to("/") / "bin/sparkd"
+    assert link.readlink() == stage.venv / "bin/sparkd"
+    assert stage.make("uninstall").returncode == 0
+    assert not link.is_symlink()
+
+    link.write_text("#!/bin/sh\n")
+    assert stage.make("install").returncode == 0
+    assert "is no link to" in stage.make("check").stdout
+    assert stage.make("uninstall").returncode == 0
+    assert link.read_text() == "#!/bin/sh\n"
+
+
 def test_what_the_operator_wrote_is_kept(stage: Stage) -> None:
     config, key = stage.root / "etc/sparkd/sparkd.yaml", stage.root / "etc/sparkd/admin.key"
     config.write_text("log_level: debug\n")

@@ -21,7 +21,7 @@ from sparkd.config.config import load_config
 from sparkd.daemon.console import Console as ServeConsole
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
-from tests.golden import refusals
+from tests.golden import refusals, widths
 from tests.support import doctor_tree
 from tests.support.checkpoints import mixture
 from tests.support.checkpoints import write as write_model
@@ -162,6 +162,7 @@ def _views() -> list[dict[str, Any]]:
         "f": {"state": "READY", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
         "g": {"state": "DRAINING", "memory_gib": 4.0, "in_flight": 1, "doubt": "No token came for 9 s."},
         "h": {"state": "READY", "memory_gib": 4.0, "progress": {"phase": "serving", "kv_tokens": 5, "kv": stock}},
+        "i": {"state": "PLANNED", "last_failure": {"reason": "EngineExited", "message": "Its engine ended (exit code 1).", "at_s": 40.0}},
     }
     return [{"name": name, **rest, **change} for name, change in changes.items()]
 
@@ -333,6 +334,7 @@ KINDS: Mapping[str, Callable[[Path], str]] = {
     "help": _help,
     "plan": _plan,
     "tables": _tables,
+    "widths": widths.text,
     "doctor": _doctor,
     "fabric": _fabric,
     "errors": _errors,

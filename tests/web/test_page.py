@@ -212,6 +212,20 @@ def test_bad_input_gets_the_command_lines_sentence_at_its_field(
     assert len(tab.refused) == 6
 
 
+def test_a_recipe_is_one_before_the_list_of_recipes_has_come(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    page.route("**/admin/v1/recipes", lambda _: None)
+    tab.open("models")
+    page.get_by_role("button", name="Add model").click()
+    page.get_by_label("Hub id, folder or recipe").fill("gpt-oss-120b")
+    with page.expect_response("**/admin/v1/plan"):
+        page.get_by_role("button", name="Check whether it fits").click()
+
+    expect(page.get_by_label("Key", exact=True)).to_have_value("recipe")
+    expect(page.get_by_label("Value", exact=True)).to_have_value("gpt-oss-120b")
+    tab.picture("models-add-recipe")
+
+
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("models")
@@ -240,6 +254,26 @@ def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: D
     assert tab.refused == []
 
 
+def test_where_no_model_is_loaded_the_overview_offers_some_and_foretells_no_end(tab: Tab, served: DaemonProcess) -> None:
+    with served.client.stream("GET", "/admin/v1/live") as stream:
+        document = json.loads(next(line for line in stream.iter_lines() if line.startswith("data: ")).removeprefix("data: "))
+    for model in document["models"].values():
+        model |= {"state": "STOPPED", "want": "STOPPED", "ranks": [], "operation": None, "message": None, "reason": None}
+    for node in document["nodes"].values():
+        node["reading"] |= {"level": "ok", "floor_in_s": 75.0, "slope_bytes_per_s": -4.0e9}
+    event = f"id: {document['boot']}-1\nevent: snapshot\ndata: {json.dumps(document)}\n\n"
+    tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
+    tab.open()
+
+    resident = tab.page.locator(".table-block").filter(has=tab.page.get_by_role("region", name="Resident models"))
+    expect(resident).to_contain_text("No model is loaded.")
+    expect(resident.get_by_role("button", name="Load quick")).to_be_visible()
+    expect(tab.page.locator("dt", has_text="to the floor").locator("+ dd")).to_have_text("-")
+    expect(tab.page.locator("dt", has_text="slope").locator("+ dd")).to_have_text("-")
+    assert tab.serious() == []
+    tab.picture("overview-none-loaded")
+
+
 def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("models", "crash")
@@ -253,7 +287,10 @@ def test_a_failed_model_says_why(tab: Tab, served: DaemonProcess) -> None:
     expect(page.locator(".toast.bad")).to_have_count(0)
     tab.open()
     expect(page.get_by_role("region", name="Resident models")).to_contain_text("crash")
-    expect(page.get_by_role("heading", name="Waiting")).to_have_count(0)
+    waits = page.locator("section").filter(has=page.get_by_role("heading", name="Waiting")).last
+    expect(waits).to_contain_text("It failed at")
+    expect(waits).to_contain_text("Next try in")
+    tab.picture("overview-failed")
     expect(page.get_by_role("link", name="All known models (4)")).to_be_visible()
 
 

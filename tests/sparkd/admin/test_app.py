@@ -490,6 +490,27 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
 
 
+async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", plan_for_node._answer)
+    folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
+    for name in ("mine", "m"):
+        (tmp_path / f"{name}.yaml").write_text(f"description: d\nmodel: {folder}\nsources: {{s: s}}\nsettings: {{max_model_len: 64}}\n")
+    async with admin_of(tmp_path, recipes_dir=str(tmp_path)) as made:
+        for source, known, spec in (
+            ("mine", None, {"recipe": "mine"}),
+            ("gpt-oss-120b@x", None, {"recipe": "gpt-oss-120b@x"}),
+            ("o/Mine", None, {"model": "o/Mine"}),
+            (str(folder), None, {"model": str(folder)}),
+            ("m", "m", {"recipe": "m"}),
+        ):
+            meant = await made.ask("GET", "/entry", 200, params={"source": source})
+            assert (meant["known"], meant["spec"]) == (known, spec)
+        planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark"})
+        assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
+        assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"
+
+
 async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_path: Path) -> None:
     recipe = "description: d\nmodel: o/m\nsources: {s: s}\nsettings: {max_num_seqs: 8, trust_remote_code: true, extra_args: [%s]}\n"
     texts = {"4x/mine": recipe % "", "loads": recipe % "--worker-cls, evil.Worker"}
@@ -550,6 +571,19 @@ async def test_queries_that_do_not_fit(tmp_path: Path) -> None:
         ):
             error = await made.refused("GET", path, 400)
             assert f"{error['param']}=" in path and SECRET not in error["message"]
+
+
+async def test_what_a_route_would_ignore_is_refused_by_name(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        routes = [(path, method) for path, methods in made.app.openapi()["paths"].items() for method in methods]
+        assert len(routes) > 30
+        for path, method in routes:
+            error = await made.refused(method.upper(), f"{path.removeprefix(PREFIX)}?fooled=1", 400)
+            assert error["param"] == "fooled" and "fooled" in error["message"], path
+
+        assert (await made.refused("POST", "/models/m/unload", 400, json={"force": True}))["param"] == "force"
+        assert (await made.refused("POST", "/models/m/unload", 400, content=b"x" * 5000))["param"] == "body"
+        await made.ask("POST", "/models/m/unload", 202, json={})
 
 
 async def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
@@ -740,7 +774,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
             ("/models/{name}", "put"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
-            ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
+            ("/models/{name}/pull", "post"), ("/entry", "get"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
             ("/requests", "get"), ("/requests/{request_id}", "delete"),
             ("/bench", "get"), ("/bench", "post"), ("/bench/profiles", "get"), ("/bench/compare", "get"),

@@ -166,7 +166,7 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         found = report(ring.readings, rates=made.measures.rates())
         assert found["tensor_parallel"]["all"] is True
         assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
-            (a, b, 21.5, "20 to 24") for a, b in (("spark-1", "spark-2"), ("spark-1", "spark-3"), ("spark-2", "spark-3"))
+            (a, b, 21.5, "20 to 24") for a, b in ((A, B), (A, C), (B, C))
         ]
 
 
@@ -204,7 +204,7 @@ async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(change: Ca
         found = report(readings, rates=made.measures.rates())
         (told,) = [one for one in found["findings"] if one["check"] == "rate"]
         assert (found["rates"][0]["holds"], told["verdict"]) == (False, OK)
-        assert lacking(told["cure"], "`sparkd fabric --measure spark-1,spark-2`") == []
+        assert lacking(told["cure"], f"`sparkd fabric --measure {A},{B}`") == []
 
         # Back as it was, a ring serves again without a hand.
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
@@ -263,7 +263,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             made.supervised.cluster.readings = {node: dict(raw) for node, raw in made.nodes.readings.items()}
             shown = (await client.get("/fabric")).json()
             assert [(one["a"], one["b"], one["gb_s"], one["told"]) for one in shown["rates"]] == [
-                ("spark-1", "spark-2", 21.5, "21.5 GB/s over 2 rails, 20 to 24 is normal")
+                (A, B, 21.5, "21.5 GB/s over 2 rails, 20 to 24 is normal")
             ]
 
 
@@ -287,9 +287,9 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
     ],
 )
 def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: list[str]) -> None:
-    judged = finding(rate, {A: "spark-1", B: "spark-2"})
+    judged = finding(rate)
 
-    assert (judged.verdict, lacking(judged.evidence, *told), judged.node) == (verdict, [], "spark-1 - spark-2")
+    assert (judged.verdict, lacking(judged.evidence, *told), judged.node) == (verdict, [], f"{A} - {B}")
     assert judged.evidence.count("%") == "".join(told).count("%")
     assert bool(judged.cure) is (verdict != OK)
     assert rate.passed is (verdict != FAIL and rate.rails > 0)

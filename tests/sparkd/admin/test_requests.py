@@ -46,6 +46,15 @@ def finished(log: RequestLog, *numbers: int, **facts: Any) -> None:
         log.end(asked(log, number, **({"status": 200} | facts)))
 
 
+async def test_a_model_that_is_not_known_is_refused_with_the_names_that_are(admin: Admin, log: RequestLog) -> None:
+    finished(log, 1, model="removed-since")
+
+    assert (await admin.ask("GET", "/requests?model=m"))["finished"] == []
+    assert len((await admin.ask("GET", "/requests?model=removed-since"))["finished"]) == 1
+    error = await admin.refused("GET", "/requests?model=nope", 404)
+    assert error["code"] == "model_not_found" and error["message"].endswith("m.")
+
+
 async def test_the_list(admin: Admin, log: RequestLog) -> None:
     finished(log, 1, 2, 3)
     finished(log, 4, status=404, code="model_not_found", model="unknown")

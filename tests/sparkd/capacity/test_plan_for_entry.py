@@ -422,7 +422,7 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
 
     async def nodes(**asked: Any) -> int:
         question = plan_for_node.QuestionHere(**asked)
-        found = await plan_for_node.planned_here(question, config.lookup, unlinked, config, in_sight=2)
+        found = await plan_for_node.planned_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
         if question.hardware == "node":
             assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
         return int(found["asked"]["nodes"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.state.nouns import Progress, Want
+from sparkd.state.nouns import STARTING, Progress, Want
 from tests.support.fakes import Scene, stage
 
 UP = Progress(phase="serving", server_up=True)
@@ -27,6 +27,19 @@ async def serve_and_fail(made: Scene, served_s: float) -> int:
     assert view.state == "FAILED"
     await made.tick(2, seconds=view.retry_in_s or 0)
     return view.failures
+
+
+async def test_the_last_failure_stays_in_sight_until_it_is_ready_again(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await serve_and_fail(made, 10.0)
+        view = made.supervisor.snapshot().models["m"]
+        assert view.state in STARTING and view.last_failure is not None
+        assert view.last_failure["reason"] == "EngineExited" and view.last_failure["at_s"] > 0
+
+        made.cluster.show(progress=UP)
+        await made.tick(3)
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.last_failure) == ("READY", None)
 
 
 @pytest.mark.parametrize(("served_s", "counted"), [(500.0, 2), (700.0, 1)])

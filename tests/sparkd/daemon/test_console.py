@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,17 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from sparkd.daemon import console as module
 from sparkd.daemon.console import Console
+from sparkd.daemon.daemon import _lan_url
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
 from sparkd.state.nouns import Progress, Want
 from tests.sparkd.control.test_supervisor import UP, stage
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock, Scene
 
-URL = "http://127.0.0.1:4000"
+URL, LAN_URL = "http://127.0.0.1:4000", "http://192.168.1.10:4000"
 QUESTION = "What is the capital of France?"
 
 
@@ -82,7 +85,7 @@ async def showing(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     async with stage(tmp_path, **flags) as scene:
         asker = FakeAsker(answer)
-        made = Show(scene, asker, Console(URL, scene.supervisor, asker, needs_key=needs_key), capsys)  # type: ignore[arg-type]
+        made = Show(scene, asker, Console(URL, scene.supervisor, asker, needs_key=needs_key, lan_url=LAN_URL), capsys)  # type: ignore[arg-type]
         yield made
         if made.task:
             made.task.cancel()
@@ -99,7 +102,7 @@ async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         await made.begin(QUESTION)
         listens, begins = await made.said()
-        assert lacking(listens, URL) == [] and begins.startswith("m: ") and begins.endswith("  (0 s)")
+        assert lacking(listens, URL, LAN_URL) == [] and begins.startswith("m: ") and begins.endswith("  (0 s)")
         await made.scene.tick()
         assert await made.said() == ["m: loading  (0 s)"]
         made.scene.cluster.show(progress=Progress(phase="loading", fraction=0.5))
@@ -120,6 +123,15 @@ async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.
             "  -H 'Content-Type: application/json' \\",
             f"""  -d '{{"model": "m", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 512, "temperature": 0}}'""",
         ]
+
+
+def test_a_wildcard_address_is_also_told_as_other_machines_reach_it() -> None:
+    addresses = {address.address for each in psutil.net_if_addrs().values() for address in each}
+    with socket.create_server(("0.0.0.0", 0)) as wide, socket.create_server(("127.0.0.1", 0)) as here:
+        port = wide.getsockname()[1]
+
+        assert _lan_url(here) is None
+        assert _lan_url(wide) in {None, *(f"http://{address}:{port}" for address in addresses)}
 
 
 async def test_a_journal_is_told_of_loads_and_nothing_more(

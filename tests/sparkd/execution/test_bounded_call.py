@@ -122,11 +122,11 @@ async def test_a_plan_that_hangs_gives_its_place_back(
     question = plan_for_node.QuestionHere(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
     for _ in range(2):
         with pytest.raises(Unavailable, match="no answer"):
-            await plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)
+            await plan_for_node.planned_here(question, None, FakeCluster().unlinked)
     assert [process.poll() for process in hanging] == [-signal.SIGKILL] * 2
     monkeypatch.undo()
 
-    plan = await plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)
+    plan = await plan_for_node.planned_here(question, None, FakeCluster().unlinked)
 
     assert plan["choice"]["config"]["max_model_len"] == 64
 
@@ -140,7 +140,7 @@ async def test_the_process_of_a_plan_gets_no_key_and_no_other_model_s_entry(tmp_
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models, "keys": keys}))
     config = load_config(file, environ={})
 
-    await plan_for_node.planned_here(plan_for_node.QuestionHere(model="mine"), config.lookup, FakeCluster().unlinked, config)
+    await plan_for_node.planned_here(plan_for_node.QuestionHere(model="mine"), config.lookup("mine"), FakeCluster().unlinked, config)
 
     (text,) = sent
     present = {secret: secret.encode() in text for secret in ("hf_of_mine", "hf_of_other", *keys.values())}

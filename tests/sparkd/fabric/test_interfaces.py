@@ -164,7 +164,7 @@ def test_this_machine_can_be_read() -> None:
 
     assert (raw["host"], raw["trouble"]) == (socket.gethostname(), [])
     assert "lo" not in {one["name"] for one in raw["interfaces"]}
-    assert [node["node"] for node in found["nodes"]] == [raw["host"]]
+    assert [(node["node"], node["host"]) for node in found["nodes"]] == [("here", raw["host"])]
     assert found["topology"] == "alone"
 
 

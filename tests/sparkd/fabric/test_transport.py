@@ -182,7 +182,7 @@ async def test_the_verdict_is_an_event_and_stands_in_the_model_and_in_the_fabric
         assert (told["verdict"], told["about"]) == (FAIL, "NCCL of m")
         found = await fabric_of(made.supervisor.registry, made.cluster)  # type: ignore[arg-type]
         assert found["verdict"] == FAIL
-        assert [one["node"] for one in found["findings"] if one["about"] == "NCCL of m"] == ["spark-2"]
+        assert [one["node"] for one in found["findings"] if one["about"] == "NCCL of m"] == [B]
 
 
 async def test_a_model_on_one_node_has_nothing_to_prove(tmp_path: Path) -> None:

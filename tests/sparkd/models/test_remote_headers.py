@@ -368,7 +368,7 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
     try:
         for number in range(20):
             question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
-            asking.append(asyncio.create_task(plan_for_node.planned_here(question, lambda _: None, FakeCluster().unlinked)))
+            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked)))
             await eventually(lambda number=number: len(running) == min(number + 1, 2))
         await eventually(lambda: sum(task.done() for task in asking) == 16)
 
@@ -388,6 +388,6 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
     monkeypatch.setattr(plan_for_node, "LIMIT_S", 0.0)
 
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        await plan_for_node.planned_here(plan_for_node.QuestionHere(model=ID), lambda _: None, FakeCluster().unlinked)
+        await plan_for_node.planned_here(plan_for_node.QuestionHere(model=ID), None, FakeCluster().unlinked)
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
         plan_for_node._answer(plan_for_node.QuestionHere(model=ID), plan_for_node.hardware_here("spark"), None, {})

@@ -11,13 +11,6 @@ import { Fit } from "./fit.js";
 import { Check, Field } from "./form.js";
 import { act, sentence } from "./toast.js";
 
-/** The name of a model that comes from a hub id or a folder, as sparkd/models/source.py makes it. @param {string} source */
-function nameOf(source) {
-  const last = source.replace(/\/+$/, "").split("/").pop() ?? "";
-  const safe = last.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/^[-._]+|[-._]+$/g, "");
-  return safe.slice(0, 128) || "model";
-}
-
 /** @param {{onClose: () => void}} props */
 export function AddModel({ onClose }) {
   const [source, setSource] = useState("");
@@ -42,22 +35,21 @@ export function AddModel({ onClose }) {
     setPlanRefusal(null);
     setRefusal(null);
     setAnswer(null);
-    const recipe = recipes.find((one) => one.name === asked.split("@")[0]);
     try {
-      const question = recipe ? { model: recipe.model, ...(typeof recipe.quantize === "string" ? { quantize: recipe.quantize } : {}) } : { model: asked };
-      if (recipe) setRows(rowsOf({ recipe: asked }));
+      // The daemon decides what the words mean, here and for the plan.
+      const meant = await get(`${ADMIN}/entry?${new URLSearchParams({ source: asked })}`);
       if (!name || name === given) {
-        const next = nameOf(asked.split("@")[0] ?? asked);
-        setName(next);
-        setGiven(next);
+        setName(meant.name);
+        setGiven(meant.name);
       }
-      const plan = await post(`${ADMIN}/plan`, question);
+      // A model whose headers cannot be read may be added all the same.
+      const { model, recipe } = specOf(rows ?? []);
+      if (model !== meant.spec.model || recipe !== meant.spec.recipe) setRows(rowsOf(meant.spec));
+      const plan = await post(`${ADMIN}/plan`, { model: asked });
       setAnswer(plan);
-      if (!recipe) setRows(rowsOf(plan.choice?.config ?? { model: asked }));
+      setRows(rowsOf((meant.spec.model && !plan.choice?.configured && plan.choice?.config) || meant.spec));
     } catch (error) {
       setPlanRefusal(error);
-      // A model whose headers cannot be read may be added all the same: the daemon decides.
-      if (!recipe && specOf(rows ?? []).model !== asked) setRows(rowsOf({ model: asked }));
     }
     setBusy("");
   };

@@ -2,7 +2,7 @@
 
 import { html, useComputed } from "../lib.js";
 import { now } from "../store.js";
-import { duration, percent, stage } from "../units.js";
+import { duration, moment, percent, stage } from "../units.js";
 
 /** @type {Record<string, string>} */
 const TONES = { READY: "good", FAILED: "bad", STOPPED: "idle", ok: "good", warn: "busy", fail: "bad", tight: "busy", pressed: "busy", critical: "bad" };
@@ -25,6 +25,13 @@ export function State({ model }) {
 /** What a start is about, how far it is, and for how long. @param {{name: string, model: LiveModel}} props */
 export const Start = ({ name, model }) => html`<${Progress} fraction=${model.progress?.fraction} label="Progress of ${name}" />
   <span class="quiet-text figure" role="status">${stage(model.state, model.progress)}, <${Since} atS=${model.since_s} /> so far</span>`;
+
+/** When a model failed, and when it is tried again. @param {{model: LiveModel}} props */
+export const Tries = ({ model }) =>
+  model.state === "FAILED" && html`${" "}It failed at ${moment(model.since_s)}.${model.retry_in_s != null && html` Next try in <span class="figure">${duration(model.retry_in_s)}</span>.`}`;
+
+/** How the try before this one ended. @param {{failure: any}} props */
+export const LastFailure = ({ failure }) => html`It failed at ${moment(failure.at_s)}: <b>${failure.reason}</b>: ${failure.message}`;
 
 /** For how long, by the daemon's clock; drawn again only when its text changes. @param {{atS: number | null | undefined}} props */
 export function Since({ atS }) {

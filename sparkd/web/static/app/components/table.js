@@ -28,13 +28,13 @@ function TableRow({ row, columns }) {
 }
 
 /**
- * rows: their order is kept where no column is chosen. search: a label puts a search field above. more: what stands beside it.
+ * rows: their order is kept where no column is chosen. none: what stands there where rows are, but `matches` takes none of them. search: a label puts a search field above. more: what stands beside it.
  * @param {{
- *   label: string, rows: any[], columns: Column<any>[], rowKey: (row: any) => string | number, search?: string, empty?: any, more?: any,
+ *   label: string, rows: any[], columns: Column<any>[], rowKey: (row: any) => string | number, search?: string, empty?: any, none?: any, more?: any,
  *   matches?: (row: any) => boolean, first?: {column: number, down?: boolean}, limit?: number
  * }} props
  */
-export function Table({ label, rows, columns, rowKey, search, empty = "Nothing here.", more, matches, first, limit = 500 }) {
+export function Table({ label, rows, columns, rowKey, search, empty = "Nothing here.", none = "Nothing matches.", more, matches, first, limit = 500 }) {
   const text = useSignal("");
   const order = useSignal(/** @type {{column: number, down: boolean} | null} */ (first ? { column: first.column, down: first.down ?? false } : null));
   // The rows in order; the same array for as long as nothing changed places.
@@ -91,7 +91,7 @@ export function Table({ label, rows, columns, rowKey, search, empty = "Nothing h
         </tbody>
       </table>
     </div>
-    ${shown.length === 0 && html`<p class="quiet-text">${rows.length ? "Nothing matches." : empty}</p>`}
+    ${shown.length === 0 && html`<p class="quiet-text">${rows.length ? (text.value ? "Nothing matches." : none) : empty}</p>`}
     ${shown.length > limit && html`<p class="quiet-text">The first ${limit} of ${shown.length} are shown. Search to narrow them.</p>`}
   </div>`;
 }

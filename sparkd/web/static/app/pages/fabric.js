@@ -69,7 +69,7 @@ export function Fabric() {
         <p>${answer.tensor_parallel.all ? "All nodes may share a model." : `Not all nodes may share a model: ${answer.tensor_parallel.reason}`}</p>
       </section>
       ${answer.offered.length > 0 && html`<section><h2>Could join</h2><ul class="notes">${answer.offered.map((/** @type {any} */ one) => html`<li key=${one.node + one.cage}>${one.told}</li>`)}</ul></section>`}
-      ${answer.nodes.map((/** @type {any} */ node) => html`<section key=${node.node}><h2>${node.node}</h2>
+      ${answer.nodes.map((/** @type {any} */ node) => html`<section key=${node.node}><h2>${node.node}${node.host !== node.node && html` <span class="quiet-text">${node.host}</span>`}</h2>
         <${Table} label="Interfaces of ${node.node}" rows=${interfacesOf(node)} columns=${INTERFACES} rowKey=${(/** @type {any} */ one) => one.name} empty="No interface is known." />
         ${(answer.environment[node.node] ?? []).length > 0 && html`<details><summary>Variables for its engines</summary>
           <pre>${environmentText(answer.environment[node.node])}</pre><${Copy} text=${environmentText(answer.environment[node.node])} /></details>`}

@@ -1,7 +1,7 @@
 // Owns the page of one model: its head, and the tabs below.
 
 import { ModelActions } from "../components/model_actions.js";
-import { isStarting, Since, Start, State } from "../components/state.js";
+import { isStarting, LastFailure, Since, Start, State, Tries } from "../components/state.js";
 import { html } from "../lib.js";
 import { route, to } from "../router.js";
 import { models } from "../store.js";
@@ -40,7 +40,8 @@ function Head({ name }) {
   const model = models.of(name).value;
   if (!model) return html`<h1>${name}</h1><p class="error" role="alert">sparkd knows no model of this name. <a href=${to("models")}>All models</a></p>`;
   return html`<div class="page-head"><h1>${name}</h1><${State} model=${model} /><${ModelActions} name=${name} /><${MoreActions} name=${name} /></div>
-    ${model.message && html`<p class=${model.state === "FAILED" ? "error" : ""}>${model.reason && html`<b>${model.reason}</b>: `}${model.message}</p>`}
+    ${model.message && html`<p class=${model.state === "FAILED" ? "error" : ""}>${model.reason && html`<b>${model.reason}</b>: `}${model.message}<${Tries} model=${model} /></p>`}
+    ${model.last_failure && html`<p class="error"><${LastFailure} failure=${model.last_failure} /></p>`}
     ${model.doubt && html`<p class="error">${model.doubt}</p>`}
     ${isStarting(model) && html`<div class="stack"><${Start} name=${name} model=${model} /></div>`}
     <dl class="figures wide-figures">

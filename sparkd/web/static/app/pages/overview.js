@@ -3,7 +3,7 @@
 import { ADMIN, get } from "../api.js";
 import { MemoryBar } from "../components/memory_bar.js";
 import { ModelActions } from "../components/model_actions.js";
-import { isStarting, Since, State, Word } from "../components/state.js";
+import { isStarting, LastFailure, Since, State, Tries, Word } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { html, signal, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { to } from "../router.js";
@@ -49,6 +49,7 @@ function NodeCard({ address }) {
   const visible = useVisible(ref);
   const entry = nodes.of(address);
   const node = visible.value ? entry.value : entry.peek();
+  const overMinute = useSlope(node?.reading);
   if (!node) return html`<article class="card" ref=${ref}></article>`;
   const reading = node.reading;
   return html`<article class="card" ref=${ref} aria-label="Node ${node.host ?? address}">
@@ -62,8 +63,8 @@ function NodeCard({ address }) {
     ${reading?.level_why && html`<p class="error">${reading.level_why}</p>`}
     <dl class="figures">
       <${Pair} name="available" value=${gib(reading?.mem_available_bytes)} />
-      <${Pair} name="slope" value=${slope(slopeOf(node))} />
-      <${Pair} name="to the floor" value=${reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
+      <${Pair} name="slope" value=${slope(reading?.level === "ok" ? overMinute : slopeOf(node))} />
+      <${Pair} name="to the floor" value=${reading?.level === "ok" || reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
       <${Pair} name="PSI some / full" value=${`${psi(reading?.psi_some_avg10)} / ${psi(reading?.psi_full_avg10)}`} />
       <${Pair} name="GPU" value=${percent(fractionOf(node.gpu?.busy_percent ?? reading?.gpu_busy_percent))} />
       <${Pair} name="power" value=${watts(node.gpu?.power_w ?? reading?.gpu_power_w)} />
@@ -99,6 +100,16 @@ const Pair = ({ name, value }) => html`<div><dt>${name}</dt><dd class="figure">$
 const fractionOf = (value) => (value == null ? null : value / 100);
 /** @param {number | null | undefined} value */
 const psi = (value) => (value == null ? UNKNOWN : `${value.toFixed(1)}%`);
+/** The change of available memory over the last minute that was seen, bytes a second: a second of page cache is no trend. @param {any} reading */
+function useSlope(reading) {
+  const seen = useRef(/** @type {{atS: number, bytes: number}[]} */ ([]));
+  if (!reading) return null;
+  const last = { atS: reading.at_s, bytes: reading.mem_available_bytes };
+  seen.current = [...seen.current.filter((one) => one.atS < last.atS && one.atS >= last.atS - MINUTE_S), last];
+  const first = seen.current[0] ?? last;
+  return last.atS - first.atS < MINUTE_S / 4 ? null : (last.bytes - first.bytes) / (last.atS - first.atS);
+}
+
 /** The slope that the time to the floor stands for: the steeper of two spans where memory shrinks. @param {LiveNode} node */
 function slopeOf({ reading, limits }) {
   const [available, floor, inS] = [reading?.mem_available_bytes, limits?.floor, reading?.floor_in_s];
@@ -125,6 +136,8 @@ function Cables() {
   </ul>`;
 }
 
+const MINUTE_S = 60;
+
 const seen = (/** @type {string} */ name) => models.of(name).value;
 /** @param {LiveModel | null} model */
 const resident = (model) => model !== null && (model.state !== "STOPPED" || model.want === "RUNNING");
@@ -150,19 +163,23 @@ const placeOf = (model) => (model?.ranks ?? []).map((rank) => rank.node).join(",
 /** @param {string} name */
 const isResident = (name) => resident(seen(name));
 
+/** So many models are offered to be loaded where none is. */
+const OFFERED = 5;
+
 function Resident() {
   const names = models.keys.value;
   return html`<section>
     <h2>Models</h2>
     <${Table} label="Resident models" rows=${names} columns=${COLUMNS} rowKey=${(/** @type {string} */ name) => name} matches=${isResident}
       search=${names.length > 20 ? "Search models" : undefined}
-      empty=${html`No model is known. <a href=${to("models")}>Add one</a>.`} />
+      empty=${html`No model is known. <a href=${to("models")}>Add one</a>.`}
+      none=${html`No model is loaded.${names.slice(0, OFFERED).map((name) => html` <span key=${name} class="offered">${name} <${ModelActions} name=${name} /></span>`)}`} />
     <p><a href=${to("models")}>All known models (${names.length})</a></p>
   </section>`;
 }
 
 /** @param {LiveModel} model */
-const isWaiting = (model) => model.turn != null || (model.state !== "FAILED" && (model.wait != null || model.queued > 0 || model.retry_in_s != null || isStarting(model)));
+const isWaiting = (model) => model.turn != null || model.wait != null || model.queued > 0 || (model.want === "RUNNING" && model.state === "FAILED") || isStarting(model);
 
 function Waiting() {
   // A text, so that the list is drawn again only where its names or their order change.
@@ -186,7 +203,7 @@ function WaitingModel({ name }) {
   return html`<li ref=${ref}>
     <a href=${to("models", name)}>${name}</a> <${State} model=${model} />${" "}
     ${model.message ?? `${stage(model.state, model.progress)}.`}
-    ${model.retry_in_s != null && html` Next try in <span class="figure">${duration(model.retry_in_s)}</span>.`}
+    <${Tries} model=${model} />${model.last_failure && html` <${LastFailure} failure=${model.last_failure} />`}
     ${model.queued > 0 && html` <span class="figure">${count(model.queued)}</span> ${model.queued === 1 ? "request waits" : "requests wait"}.`}
   </li>`;
 }

@@ -64,7 +64,7 @@ export function Plan() {
     <p class="quiet-text">Whether a model fits, from its headers alone; no weights are read.</p>
     <form class="panel" onSubmit=${submit}>
       ${!!refusal && !NAMES.includes(wrong) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
-      <${Field} label="Model" value=${model} onInput=${setModel} required mono list=${models.keys.value} error=${errorAt("model")} hint="A known model, a folder or a hub id." />
+      <${Field} label="Model" value=${model} onInput=${setModel} required mono list=${models.keys.value} error=${errorAt("model")} hint="A known model, a recipe, a folder or a hub id." />
       <div class="fields">
         <${Field} label="Hardware" value=${hardware} onInput=${setHardware} options=${HARDWARE.map(([name, text]) => [name, text])} error=${errorAt("hardware")} />
         ${FIELDS.map(([name, label, { hint, options }]) => html`<${Field} key=${name} label=${label} value=${values[name] ?? ""} hint=${hint} options=${options} error=${errorAt(name)}
