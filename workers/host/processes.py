@@ -82,6 +82,12 @@ def read_stat(pid: int, proc: str = PROC) -> Stat | None:
     return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])), name)
 
 
+def anonymous_bytes(pid: int, proc: str = PROC) -> int:
+    """The memory that the end of a process frees; 0 of one that has ended, or is another user's. Mapped files are page cache."""
+    lines = _read(pid, "status", proc).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"RssAnon:")), 0)
+
+
 def table() -> dict[int, Stat]:
     """Every process that is not over, by pid."""
     stats = (read_stat(pid) for pid in _pids())
