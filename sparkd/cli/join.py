@@ -374,12 +374,6 @@ def _interrupt(joined: Joined) -> None:
 
 
 def _keeper(joined: Joined) -> Identity | None:
-    """The recorded process, if it lives and is a `sparkd join`; pids are reused, so the record may name another one."""
+    """The recorded process, if it lives."""
     keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id)
-    if not processes.is_alive(keeper):
-        return None
-    try:
-        words = Path(f"/proc/{joined.pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return keeper if b"join" in words and any(b"sparkd" in word for word in words) else None
+    return keeper if processes.is_alive(keeper) else None

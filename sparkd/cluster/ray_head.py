@@ -354,11 +354,11 @@ def _members(sessions: Collection[int]) -> list[Stat]:
     return [stat for stat in processes.table().values() if stat.session in sessions] if sessions else []
 
 
-def _holds_open(pid: str, inside: str) -> bool:
+def _holds_open(pid: int, inside: str) -> bool:
     return any(target.startswith(inside) for target in _open_files(pid))
 
 
-def _open_files(pid: str) -> list[str]:
+def _open_files(pid: int) -> list[str]:
     """The targets of a process's descriptors, as far as it is there and ours to see."""
     targets = []
     try:
@@ -380,7 +380,7 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 def _listening(pid: int) -> set[str]:
     """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    addresses, inodes = set(), {target[8:-1] for target in _open_files(str(pid)) if target.startswith("socket:[")}
+    addresses, inodes = set(), {target[8:-1] for target in _open_files(pid) if target.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]

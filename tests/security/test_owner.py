@@ -66,9 +66,9 @@ def hand_over(path: Path) -> None:
 
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this user, which for root is out of the lesser user's reach; it calls itself a `sparkd join`."""
+    """A process of this user, which for root is out of the lesser user's reach."""
     code = "import signal\nprint(1, flush=True)\nsignal.pause()"
-    process = subprocess.Popen([sys.executable, "-IS", "-c", code, "sparkd", "join"], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-IS", "-c", code], stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline()
     yield process
     process.kill()
