@@ -102,6 +102,17 @@ def test_the_programs_that_are_started_are_those_that_are_tried_here() -> None:
     assert {path: len(found) for path, tree in _sources() if (found := _starts(tree))} == SITES
 
 
+def test_python_goes_on_in_a_forked_child_only_where_the_program_is_its_own_and_has_one_thread() -> None:
+    """A lock that another thread holds stays held in the child for ever, and Ray has many threads."""
+    forks = {"os.fork", "os.forkpty", "multiprocessing.Process", "multiprocessing.Pool", "ProcessPoolExecutor"}
+    found = {path for path, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in forks}
+    before_exec = [path for path, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "preexec_fn"]
+
+    # The verbs `join`, `leave`, `token`, `ls` and `rm`; the shim; the program that asks vLLM.
+    assert found == {"sparkd/execution/as_owner.py", "workers/rank/shim.py", "workers/engine/model_answer.py"}
+    assert before_exec == []
+
+
 def test_every_start_says_what_environment_the_program_gets() -> None:
     silent = []
     for path, tree in _sources():
