@@ -339,8 +339,10 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
         cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
         return Fail(facts.name, "StartTimeout", cause + cure)
-    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in present)), None):
+    failures = [(_since_s(fact), fact.handle.rank, failed) for fact in present if (failed := _reported_failure(facts.name, fact))]
+    if failures:
         # The engine may take long to end, or hang, but its load has failed already.
+        *_, failed = min(failures)
         return Fail(facts.name, *failed)
     phase = _PHASES.get(progress.phase)
     if phase and _ORDER.index(phase) > _ORDER.index(facts.state):
@@ -355,7 +357,7 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _why(present: list[RankFact]) -> str:
-    diagnosis = next((fact.diagnosis for fact in present if fact.diagnosis), None)
+    diagnosis = next((fact.diagnosis for fact in sorted(present, key=_since_s) if fact.diagnosis), None)
     return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 

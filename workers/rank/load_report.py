@@ -59,6 +59,8 @@ def read_load(path: Path, now_s: float) -> dict[str, Any]:
         "cache_why": next((report["cache_why"] for report in files if report["cache_why"]), None),
         "failure": failed["failure"] if failed else None,
         "failure_lasts": bool(failed and failed["failure_lasts"]),
+        # Above that of the log, whose errors come after it.
+        **({"error_at_s": failed["at"]} if failed else {}),
     }
 
 

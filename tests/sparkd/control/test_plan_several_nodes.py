@@ -140,6 +140,15 @@ def test_a_loader_that_fails_on_any_rank_fails_all_with_its_sentence() -> None:
     assert (reason, message.startswith(second.progress.failure or "-")) == ("LoadFailed", True)
 
 
+def test_of_several_loaders_that_fail_the_first_speaks() -> None:
+    first = replace(FIRST, progress=Progress(failure="the connection was closed", error_at_s=101.0))
+    second = replace(SECOND, progress=Progress(failure="model.safetensors is cut off", error_at_s=100.0))
+
+    assert failed(first, second, state=S.LOADING)[1].startswith("model.safetensors is cut off")
+    whole = progress_of((first, second))
+    assert whole is not None and whole.failure == "model.safetensors is cut off"
+
+
 def test_strangers_are_destroyed_start_by_start() -> None:
     (action,) = plan({}, (FIRST, SECOND), True, NOW_S)
     assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")

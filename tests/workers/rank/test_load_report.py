@@ -61,7 +61,8 @@ def test_several_ranks_add_up_and_the_slowest_counts(path: Path) -> None:
 def test_the_first_failure_is_the_cause(path: Path) -> None:
     write(path, phase="failed", error={"message": "the peer is gone"}, at=AT_S + 1)
     write(Path(f"{path}.tp1"), phase="failed", error={"message": "NaN in a.weight", "lasting": True})
-    assert (read_load(path, AT_S)["failure"], read_load(path, AT_S)["failure_lasts"]) == ("NaN in a.weight", True)
+    report = read_load(path, AT_S)
+    assert (report["failure"], report["failure_lasts"], report["error_at_s"]) == ("NaN in a.weight", True, AT_S)
 
     Path(f"{path}.tp1").unlink()
     write(path, phase="failed", error=None)
