@@ -278,7 +278,7 @@ class RayHead:
         """Sessions of this head: those of servers that have a file of its folder open. Ray's other processes do not leave them; a daemon
         that has joined, and an engine's shim, have others.
         """
-        inside = f"{self.folder}/"
+        inside = f"{os.path.realpath(self.folder)}/"
         return {stat.session for stat in processes.table().values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
 
 

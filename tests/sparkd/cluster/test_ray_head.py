@@ -226,10 +226,13 @@ def server(processes: list[subprocess.Popen[str]], name: str, log: Path, *how: s
 
 
 def test_stop_ends_the_sessions_of_the_folders_servers_and_nobody_else(
-    head: RayHead, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, stuck_driver: list[str]
+    folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, stuck_driver: list[str]
 ) -> None:
     """Also while a driver holds a process of Ray's, or any other of this machine."""
     monkeypatch.setattr(ray_head, "STOP_GRACE_S", 0.2)
+    (folder / "real").mkdir()
+    (folder / "run").symlink_to(folder / "real")  # as /var/run is to /run
+    head = head_of(folder / "run")
     log = head.folder / "session" / "raylet.out"
     ours = [server(processes, "raylet", log), server(processes, "gcs_server", log, "stubborn", "apart")]
     others = [
