@@ -126,7 +126,7 @@ class RayHead:
             )
         if self._keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
-            write_private(self._record, json.dumps({"address": None, "keeper": True}))
+            write_private(self._record, json.dumps({**self._recorded(), "address": None, "keeper": True}))
         self._end()
         return self._start()
 
@@ -252,6 +252,7 @@ class RayHead:
         self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
         record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
+        record |= {"sessions": sorted(self._sessions()), "boot_id": processes.boot_id()}
         write_private(self._record, json.dumps(record))
         return address
 
@@ -275,11 +276,15 @@ class RayHead:
             return None
 
     def _sessions(self) -> set[int]:
-        """Sessions of this head: those of servers that have a file of its folder open. Ray's other processes do not leave them; a daemon
-        that has joined, and an engine's shim, have others.
+        """Sessions of this head: those of servers that have a file of its folder open, and those of its start, whose servers may have been
+        killed. Ray's other processes do not leave them; a daemon that has joined, and an engine's shim, have others.
         """
-        inside = f"{os.path.realpath(self.folder)}/"
-        return {stat.session for stat in processes.table().values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
+        stats, inside, record = processes.table(), f"{os.path.realpath(self.folder)}/", self._recorded()
+        sessions = {stat.session for stat in stats.values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
+        if record.get("boot_id") == processes.boot_id():
+            # `ray start`, which began the session, has ended: a process with its number now is another.
+            sessions |= {session for session in record["sessions"] if session not in stats}
+        return sessions
 
 
 def living_head(runtime_dir: Path) -> str | None:

@@ -28,7 +28,7 @@ from tests.support.daemon_process import alive
 from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, until
 from workers.host.node_variables import NODE_LINKS
-from workers.host.processes import descendants, table
+from workers.host.processes import boot_id, descendants, table
 
 stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
@@ -255,6 +255,27 @@ def test_stop_ends_the_sessions_of_the_folders_servers_and_nobody_else(
     assert stuck_driver == []
     for leader in (engine, *(process.pid for process in others)):
         os.killpg(leader, signal.SIGKILL)
+
+
+def test_what_servers_that_were_killed_leave_is_of_the_head_that_recorded_its_sessions(
+    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """Ray's agents outlive their raylet; a number that another process has now is not of the head."""
+    log = head.folder / "raylet.out"
+    killed, another = server(processes, "raylet", log), server(processes, "tail", log)
+    record: dict[str, Any] = {"address": "127.0.0.1:1", "sessions": [killed.pid, another.pid], "boot_id": boot_id()}
+    (folder / "ray.json").write_text(json.dumps(record))
+    (left,) = descendants([killed.pid], table())
+    killed.kill()
+    killed.wait()
+
+    assert [process.pid for process in head.costs()] == [left]
+    (folder / "ray.json").write_text(json.dumps(record | {"boot_id": "another"}))
+    assert head.costs() == []
+    (folder / "ray.json").write_text(json.dumps(record))
+    head.stop()
+    assert left not in table() and alive(another.pid)
+    os.killpg(another.pid, signal.SIGKILL)
 
 
 # What it costs, and where it listens
