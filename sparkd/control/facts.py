@@ -8,8 +8,8 @@ from sparkd.control.residency import Stay
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import STARTING, ModelState, RankFact, Want
 
-# A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
-ENDS_S = 60.0
+# After the engine's own time (stop_timeout_s) a stop takes so long at most, with SIGKILL.
+ENDS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ModelFacts:
     backoff_until_s: float = float("-inf")
     start_deadline_s: float = 1800.0
     drain_deadline_s: float = 60.0
+    stop_deadline_s: float = 60.0
     ttl_s: float = 0.0
     claims: bool = False
     asked_since_s: float = 0.0
@@ -72,6 +73,6 @@ class ModelFacts:
         """Something of it is being ended, or has to be. A rank that will not die keeps its memory in the book, and others need not wait for
         it."""
         if self.state is ModelState.STOPPING:
-            return now_s - self.state_since_s < ENDS_S
+            return now_s - self.state_since_s < self.stop_deadline_s
         away = self.state in (ModelState.STOPPED, ModelState.FAILED)
         return self.busy == "destroy" or any(fact.alive and (away or fact.handle.start != self.rank_id) for fact in self.ranks or ())

@@ -362,7 +362,7 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _why(present: list[RankFact]) -> str:
-    diagnosis = next((fact.diagnosis for fact in present if fact.diagnosis), None)
+    diagnosis = next((fact.diagnosis for fact in sorted(present, key=attrgetter("cause_order")) if fact.diagnosis), None)
     return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 

@@ -19,7 +19,7 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ModelFacts
+from sparkd.control.facts import ENDS_S, ModelFacts
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
@@ -314,13 +314,12 @@ class Supervisor:
         for name, record in self.registry.records.items():
             with around("facts", name):
                 facts[name] = observed.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
-        strangers = tuple(fact for fact in observed.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):
-            bar = bar_of(observed.observation, self._gate, strangers)
+            bar = bar_of(observed.observation, self._gate, observed.strangers)
             whose = self._swap.turn(facts, bar)
             can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, strangers, can_place, now_s, whose), whose
+        return plan(facts, observed.strangers, can_place, now_s, whose), whose
 
     def _give_up(self, model: str, sentence: str) -> None:
         if record := self.registry.records.get(model):
@@ -328,7 +327,7 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id):
+            if self._endings.rests(action.rank_id) or action.rank_id in self._actions.strays:
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
@@ -423,6 +422,7 @@ class Found:
             backoff_until_s=record.backoff_until_s,
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
+            stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
             claims=record.claims,
             asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,

@@ -159,8 +159,9 @@ def _holders(host: Host) -> Iterator[Finding]:
     gap = unaccounted_bytes(host.meminfo)
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
-            command = "sudo fuser -v /dev/nvidia*"
-            cure = f"A dead engine may have left it in the driver: `{command}` names its holders. Without any, restart."
+            # Not fuser, which reads every process's maps: those of a process that a driver holds do not come.
+            command = "sudo find /proc/[0-9]*/fd -lname '/dev/nvidia*'"
+            cure = f"A dead engine may have left it in the driver: `{command}` names its holders by number. Without any, restart."
             yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure, command)
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")

@@ -18,7 +18,8 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
     """The progress of the ranks of one start: bytes, units and rates add up, the phase is the slowest rank's, the ETA the latest; None
     without ranks.
 
-    Rank 0 alone serves. The smallest rank tells of the KV cache, since it decides for all; sizes in GiB stay those of one rank.
+    Rank 0 alone serves. The first error is told, whichever rank's. The smallest rank tells of the KV cache, since it decides for all; sizes
+    in GiB stay those of one rank.
     """
     facts = sorted(ranks, key=lambda fact: fact.handle.rank)
     progresses = [fact.progress for fact in facts]

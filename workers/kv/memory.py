@@ -13,7 +13,7 @@ from pathlib import Path
 
 from workers.host.cgroups import CGROUP, RECLAIMABLE_SHARE
 from workers.host.meminfo import read_fields
-from workers.host.processes import read_stat
+from workers.host.processes import anonymous_bytes, table
 
 PROC = Path("/proc")
 EVERY_S = 0.05
@@ -107,21 +107,9 @@ def peak_resident_bytes(proc: Path = PROC) -> int:
 
 
 def taken_by_session(proc: Path = PROC) -> int:
-    """Bytes of all processes of this process's session, which is the engine's own; shared pages count once (Pss)."""
+    """Anonymous memory of all processes of this process's session, which is the engine's own, or its Ray worker's, in bytes."""
     session = os.getsid(0)
-    total = 0
-    for folder in proc.iterdir():
-        if not folder.name.isdecimal():
-            continue
-        stat = read_stat(int(folder.name), str(proc))
-        if stat is None or stat.session != session:
-            continue
-        try:
-            rollup = (folder / "smaps_rollup").read_text()
-        except OSError:
-            continue  # it has ended, or belongs to another user
-        total += next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
-    return total
+    return sum(anonymous_bytes(pid, str(proc)) for pid, stat in table(str(proc)).items() if stat.session == session)
 
 
 def forget_peak(proc: Path = PROC) -> bool:

@@ -251,6 +251,42 @@ def test_nothing_is_placed_while_another_model_loads() -> None:
     assert plan(models, (), True, NOW_S) == []
 
 
+# Ways in which an engine may yet take memory that another would count as free.
+TAKES_MEMORY = {
+    "it is being placed": replace(RUNNING, state=S.PLANNED, busy="place", ranks=None),
+    "it is being placed again after a crash": replace(RUNNING, state=S.FAILED, busy="place", ranks=None),
+    "it loads": running(S.LOADING, ALIVE),
+    "it warms": running(S.WARMING, ALIVE),
+    "it sizes": running(S.SIZING, ALIVE),
+    "its server is asked": running(S.SIZING, UP, busy="ask"),
+    "it loads on two nodes, one of which is not seen": running(S.LOADING, ALIVE, world=2, unseen=True),
+    "it loads on a node that is not seen": replace(running(S.LOADING), ranks=None),
+    "it was adopted as it loads": running(S.LOADING, ALIVE, busy="hold"),
+    "it is adopted in this moment": replace(RUNNING, ranks=(ALIVE,)),
+    "an earlier daemon started it and nobody wants it": replace(STOPPED, ranks=(ALIVE,)),
+    "it failed and a rank of its start lives": running(S.FAILED, ALIVE),
+    "it failed on two nodes and one rank lives": running(S.FAILED, ALIVE, DEAD, world=2),
+    "a rank of an earlier start lives beside it": running(S.READY, UP, OTHER),
+    "what is left of it is being removed": replace(running(S.FAILED), busy="destroy", ranks=None),
+    "it gives way and its load is being ended": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 59),
+    "its engine may take longer to end": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 320, stop_deadline_s=330),
+    "it is no longer configured": None,
+}
+
+
+@pytest.mark.parametrize("other", TAKES_MEMORY.values(), ids=TAKES_MEMORY)
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_two_engines_never_size_from_the_same_free_memory(other: ModelFacts | None, name: str) -> None:
+    """Whichever comes first in the plan, and whichever nodes they share: each counts as free what the other is about to take."""
+    beside = {} if other is None else {name: replace(other, name=name, last_asked_s=NOW_S)}
+    strangers = (ALIVE,) if other is None else ()
+
+    actions = plan({"b": replace(RUNNING, name="b", queued=3), **beside}, strangers, True, NOW_S)
+    assert not [action for action in actions if isinstance(action, Place)]
+    serves = {name: replace(running(S.READY, UP), name=name)}
+    assert plan({"b": replace(RUNNING, name="b", queued=3), **serves}, (), True, NOW_S) == [Place("b")]
+
+
 def test_a_load_does_not_keep_others_from_stopping() -> None:
     models = {"a": replace(stopped(S.READY, UP), name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ from sparkd.errors import (
 from sparkd.models.folder import unusable
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
-from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, Want
+from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
@@ -187,6 +188,27 @@ async def test_an_engine_whose_socket_was_removed_is_started_again(tmp_path: Pat
 
         await scene.tick(20)
         assert [entry for entry in scene.cluster.log if entry[0] in "dps"] == ["destroy m", "place m", "spawn m"]
+
+
+async def test_nothing_is_placed_while_an_engine_that_is_no_longer_configured_ends(tmp_path: Path) -> None:
+    """It loads until it has gone: the next would count as free what that one is about to take."""
+    async with stage(tmp_path) as first:
+        first.supervisor.want("m", Want.RUNNING, "admin")
+        await first.tick()
+        cluster, may_end, destroy = first.cluster, asyncio.Event(), first.cluster.destroy
+    cluster.log.clear()
+
+    async def held(fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
+        await may_end.wait()
+        return await destroy(fact, hangs=hangs)
+
+    cluster.destroy = held  # type: ignore[method-assign]
+    async with stage(tmp_path, cluster=cluster, models={"other": {"model": "/nowhere", "preload": True}}) as second:
+        await second.tick(3)
+        assert (cluster.log, second.state("other")) == ([], "STOPPED")
+        may_end.set()
+        await second.tick(2)
+        assert cluster.log == ["destroy m", "release m", "place other", "spawn other"]
 
 
 async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tmp_path: Path) -> None:

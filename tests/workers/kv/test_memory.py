@@ -81,7 +81,7 @@ def test_what_a_session_holds(tmp_path):
     for pid, of, kib in ((11, session, 300), (12, session, 20), (13, session + 1, 5000)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) S 1 {pid} {of} 0 -1{' 0' * 20}")
-        (tmp_path / str(pid) / "smaps_rollup").write_text(f"00-ff ---p 00 00:00 0 [rollup]\nRss: 9999 kB\nPss: {kib} kB\nPss_Anon: 1 kB\n")
+        (tmp_path / str(pid) / "status").write_text(f"Name:\ta\nVmRSS:\t 9999 kB\nRssAnon:\t {kib} kB\nRssFile:\t 1 kB\n")
     (tmp_path / "14").mkdir()
     (tmp_path / "meminfo").write_text("")
 
