@@ -108,7 +108,7 @@ def test_python_goes_on_in_a_forked_child_only_where_the_program_is_its_own_and_
     found = {path for path, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in forks}
     keywords = (node for _, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.keyword))
 
-    assert found == {"workers/rank/shim.py", "workers/engine/model_answer.py"}
+    assert found == {"sparkd/execution/container_init.py", "workers/rank/shim.py", "workers/engine/model_answer.py"}
     assert not [keyword for keyword in keywords if keyword.arg == "preexec_fn"]
 
 
