@@ -67,6 +67,7 @@ from sparkd.errors import (
     UnknownRecipe,
     UnknownRoute,
     error_body,
+    unexpected,
 )
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
@@ -356,7 +357,7 @@ def _known(registry: Roster, name: str) -> bool:
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    refusal = error if isinstance(error, SparkdError) else SparkdError("sparkd made an error; its log has more.")
+    refusal = error if isinstance(error, SparkdError) else unexpected(error)
     return JSONResponse(error_body(refusal, request.scope.get(REQUEST_ID)), status_code=refusal.status, headers=refusal.headers())
 
 
