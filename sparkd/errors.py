@@ -47,6 +47,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +57,10 @@ from typing import Any, ClassVar
 _PACKAGE = Path(__file__).parent
 # In the body of an error: a list of 20 problems has some 4,000.
 MOST_MESSAGE_CHARS = 8000
+# EAGAIN: of fork(), where pids.max or ulimit -u is reached.
+_LACKS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+)
 
 
 class SparkdError(Exception):
@@ -259,6 +265,24 @@ class ModelUnusable(RankError):
 
 # A model that failed so does not exist, or cannot be reached.
 ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
+
+
+def lack_of_machine(error: BaseException) -> str | None:
+    """The system's words where the machine refused something: disk, memory, descriptors, processes; None for an error of another kind."""
+    if isinstance(error, OSError) and error.errno in _LACKS:
+        return os.strerror(error.errno)
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    # CPython's words (Modules/_threadmodule.c) for what clone() refused: ulimit -u, or pids.max of the control group.
+    return "no more threads or processes" if isinstance(error, RuntimeError) and str(error) == "can't start new thread" else None
+
+
+def unexpected(error: BaseException) -> SparkdError:
+    """The error to tell for one that no code expected: the machine's by its name, or else sparkd's own. Never the error's own text,
+    which may hold anything."""
+    if (lack := lack_of_machine(error)) is not None:
+        return NodeRefused(f"This node refused what sparkd needs: {lack}. Run `df` and `sparkd doctor` there.")
+    return SparkdError(f"sparkd made an error ({type(error).__name__}); its log has more.")
 
 
 def refused_by(error: OSError, who: str) -> NodeRefused:

@@ -70,6 +70,7 @@ from sparkd.errors import (
     UnknownRecipe,
     UnknownRoute,
     error_body,
+    unexpected,
 )
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
@@ -381,7 +382,7 @@ async def _refuse_unknown(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    refusal = error if isinstance(error, SparkdError) else SparkdError("sparkd made an error; its log has more.")
+    refusal = error if isinstance(error, SparkdError) else unexpected(error)
     return JSONResponse(error_body(refusal, request.scope.get(REQUEST_ID)), status_code=refusal.status, headers=refusal.headers())
 
 

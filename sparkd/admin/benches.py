@@ -157,7 +157,7 @@ class Benches:
         state, messages = OperationState.FAILED, list[str]()
         end = "failed"
         try:
-            with self._boundary.around(KIND, failed=messages.append):
+            with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
                 try:
                     await running.save()
                     await self._predict(running)

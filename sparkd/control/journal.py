@@ -149,7 +149,7 @@ class Ledger:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
         written = False
-        with self._boundary.around("store", failed=self._note):
+        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 self._store.history.add_event(self.wall(), kind, model, message, data)
                 written = True
@@ -164,7 +164,7 @@ class Ledger:
         return self._store.history.events(after_seq, limit)
 
     def _persist(self, write: Callable[[], object]) -> None:
-        with self._boundary.around("store", failed=self._note):
+        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 write()
                 self.trouble = None

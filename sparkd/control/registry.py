@@ -11,7 +11,7 @@ from typing import Any
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel, unexpected
 from sparkd.models.source import name_of
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
@@ -272,7 +272,7 @@ class Roster:
             except Exception as error:
                 # The last boundary of a row that another release may have written: it must not stop a start.
                 log.exception("the model %s, added earlier, cannot be read", name)
-                self._left_out[name] = f"sparkd made an error ({type(error).__name__}); its log has more."
+                self._left_out[name] = unexpected(error).message
         for name, spec in [*self._lent.items()]:
             try:
                 config = config.with_model(spec)

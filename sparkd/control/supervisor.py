@@ -35,7 +35,7 @@ from sparkd.control.swap import Swap, bar_of
 from sparkd.control.views import holders, view
 from sparkd.control.watchdog import Pulse
 from sparkd.control.wishes import Wishes
-from sparkd.errors import DoesNotFit, Unlinked
+from sparkd.errors import DoesNotFit, SparkdError, Unlinked
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
@@ -321,9 +321,9 @@ class Supervisor:
             can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
         return plan(facts, observed.strangers, can_place, now_s, whose), whose
 
-    def _give_up(self, model: str, sentence: str) -> None:
+    def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
-            self._actions.give_up(record, sentence)
+            self._actions.give_up(record, error)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):

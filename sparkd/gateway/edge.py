@@ -28,6 +28,7 @@ from sparkd.errors import (
     Unavailable,
     UnknownRoute,
     place_of,
+    unexpected,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import KeyDigests, Role
@@ -144,7 +145,7 @@ class Edge:
             await self._refuse(interruption(exchange), scope, receive, send, headers, exchange)
         except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
             _log.error("request_id=%s internal error: %s at %s", exchange.request_id, type(error).__name__, place_of(error))
-            await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
+            await self._refuse(unexpected(error), scope, receive, send, headers, exchange)
         finally:
             self._open_requests -= 1
             self._proxy.release(exchange)

@@ -46,7 +46,7 @@ command_line.main(sys.argv[1:])
 @pytest.fixture
 def container() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     if subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no unshare that makes a namespace of processes here")
+        pytest.skip("unshare is missing, or this user may make no namespaces of processes")
     made: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
