@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx
 
 from sparkd import __version__
-from sparkd.admin.running_bench import KIND, RunningBench
+from sparkd.admin.running_bench import KIND, RunningBench, loads_beside
 from sparkd.bench.figures import WAYS, one_line
 from sparkd.bench.result import Cell, LoadRow, LoadWay, Phase
 from sparkd.errors import BadRequest, Conflict, RankError
@@ -208,9 +208,7 @@ class _Loads:
             await self._stop(model)
 
     def _refuse_beside_a_load(self) -> None:
-        ours = (self._model, self._other)
-        beside = [view.name for view in self._bench.around.snapshot().models.values() if view.state in STARTING and view.name not in ours]
-        if beside:
+        if beside := loads_beside(self._bench.around.snapshot(), self._model, self._other):
             raise RankError(f"{', '.join(beside)} was loaded meanwhile, which distorts the bench: run it again.")
 
 

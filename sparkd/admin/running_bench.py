@@ -16,7 +16,7 @@ from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import RankError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import Event, ModelState, Operation, Progress, Want
+from sparkd.state.nouns import STARTING, Event, ModelState, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 
 KIND = "bench"
@@ -173,6 +173,12 @@ class BenchWork(Protocol):
 
     async def run(self, bench: RunningBench) -> str:
         """Measure, and keep each figure as soon as it is known. Returns a line about the whole. Raises SparkdError."""
+
+
+def loads_beside(snapshot: Snapshot, *ours: str | None) -> list[str]:
+    """Other models that load. One that is only PLANNED may still be refused, and has taken nothing from anybody."""
+    loading = STARTING - {ModelState.PLANNED}
+    return [view.name for view in snapshot.models.values() if view.state in loading and view.name not in ours]
 
 
 def subject_of(view: ModelView, model: BenchedModel, snapshot: Snapshot) -> BenchSubject:

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from sparkd.admin.running_bench import KIND, RunningBench, Surroundings, subject_of
+from sparkd.admin.running_bench import KIND, RunningBench, Surroundings, loads_beside, subject_of
 from sparkd.bench import benchy, other_tools
-from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
+from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, others_tokens, power_points
 from sparkd.bench.figures import one_line
 from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
@@ -20,7 +20,6 @@ from sparkd.bench.result import BenchSample, Cell, CellResult
 from sparkd.bench.tool_process import version_in
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, RankError
-from sparkd.state.nouns import STARTING
 from sparkd.vllm.installed import full_version_in
 
 SAMPLE_EVERY_S = 0.5
@@ -129,7 +128,7 @@ class SpeedBench:
         span = requests.span() or (began_s, bench.wall())
         moments = watch.between(*span)
         figures = engine_figures(before[0] if before else None, after, moments)
-        # llama-benchy counts the tokens of the pieces that it sees, which may be 1 % fewer than the engine made.
+        others = others_tokens(requests.prompt_tokens, requests.output_tokens, figures)
         output_tokens = requests.output_tokens if figures.output_tokens is None else figures.output_tokens
         tokens = computed_prompt_tokens(requests.prompt_tokens, figures), output_tokens
         put(
@@ -141,6 +140,8 @@ class SpeedBench:
                 rows=measured.rows,
                 prompt_tokens=requests.prompt_tokens,
                 output_tokens=requests.output_tokens,
+                # The other tools' own warm-up is among their counts.
+                others_tokens=others if self.runs == benchy.NAME else None,
                 energy=energy(power_points(watch.moments), span, requests.prompts(), requests.outputs(), tokens, bench.result.idle_w),
                 engine=figures,
                 machine=machine_figures(moments),
@@ -209,11 +210,7 @@ class _Watch:
     def _look(self) -> Moment:
         snapshot = self._around.snapshot()
         view = snapshot.models.get(self._model)
-        self.loads += [
-            other.name
-            for other in snapshot.models.values()
-            if other.state in STARTING and other.name != self._model and other.name not in self.loads
-        ]
+        self.loads += [name for name in loads_beside(snapshot, self._model) if name not in self.loads]
         nodes = {rank.node_id for rank in view.ranks} if view is not None else set()
         readings = [node.reading for node in snapshot.nodes if node.reading and node.node_id in nodes]
         engines = [engine for engine in snapshot.engines if engine.model == self._model]

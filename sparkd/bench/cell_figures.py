@@ -9,6 +9,8 @@ from typing import TypeVar
 from sparkd.bench.result import EngineFigures, MachineFigures
 from sparkd.engine.rates import Sample
 
+# llama-benchy counts the tokens of the pieces that it sees, which may be 1 % fewer than the engine made.
+INEXACT = 0.05
 Number = TypeVar("Number", int, float)
 
 
@@ -60,6 +62,15 @@ def engine_figures(before: Sample | None, after: Sample | None, moments: Sequenc
         drafted_tokens=None if not drafts else int(drafts) * len(accepted),
         accepted_share_by_position=[count / drafts for count in accepted] if drafts else None,
     )
+
+
+def others_tokens(prompt_tokens: int, output_tokens: int, figures: EngineFigures) -> int | None:
+    """Tokens of others' requests, by the engine's counters; None where it has none. The first two are the tool's own counts."""
+    if figures.prompt_tokens is None or figures.output_tokens is None:
+        return None
+    beyond = (figures.prompt_tokens - prompt_tokens, figures.output_tokens - output_tokens)
+    ours = all(more <= INEXACT * own for more, own in zip(beyond, (prompt_tokens, output_tokens), strict=True))
+    return 0 if ours else sum(max(0, more) for more in beyond)
 
 
 def computed_prompt_tokens(tokens: int, figures: EngineFigures) -> int:

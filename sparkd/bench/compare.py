@@ -122,7 +122,7 @@ def _by_cell(result: BenchResult) -> dict[Cell, CellResult]:
 
 
 def _of_cells(a: CellResult, b: CellResult) -> Iterator[FigureChange]:
-    comparable = not a.machine.throttled and not b.machine.throttled
+    comparable = not a.distorted and not b.distorted
     for figure in FIGURES:
         of_a, of_b = figure.read(a), figure.read(b)
         if of_a is not None and of_b is not None:

@@ -84,9 +84,19 @@ class CellResult(Value):
     rows: list[dict[str, Any]] = []
     prompt_tokens: int | None = Field(default=None, description="Sum over the measured requests by the tool's count; cached ones included")
     output_tokens: int | None = Field(default=None, description="Sum over the measured requests by the tool's count")
+    others_tokens: int | None = Field(
+        default=None, description="Tokens of others' requests that the engine read or made meanwhile; a cell that has any is not comparable"
+    )
     energy: Energy | None = None
     engine: EngineFigures = EngineFigures()
     machine: MachineFigures = MachineFigures()
+
+    @property
+    def distorted(self) -> str | None:
+        """What was not the model's alone while it was measured."""
+        if self.others_tokens:
+            return f"requests of others ran beside it, {self.others_tokens:,} tokens"
+        return f"the clock was held down ({', '.join(self.machine.throttled)})" if self.machine.throttled else None
 
 
 class Published(Value):

@@ -265,6 +265,8 @@ def _notes(result: BenchResult) -> Iterator[str]:
     throttled = [cell.cell.name for cell in measured(result) if cell.machine.throttled]
     if throttled:
         yield f"⚠ The clock was held down in {', '.join(throttled)}: do not compare these cells."
+    if beside := [cell.cell.name for cell in measured(result) if cell.others_tokens]:
+        yield f"⚠ Requests of others ran beside {', '.join(beside)}: do not compare these cells."
 
 
 STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}

@@ -35,7 +35,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
     """Nothing but its absence for a model whose files are not on this machine. env: of its engine. Blocks. Raises ConfigError for a number
     of a flag that vLLM refuses too."""
     vllm = spec.runs_vllm(config.engine)
-    if absent := unusable(spec.model, vllm=vllm):
+    if absent := unusable(spec.model, vllm=vllm, tokenizer=spec.reads_tokenizer):
         # A folder may lie on another node.
         yield EntryFault("model", absent.message, ends_start=os.path.lexists(spec.model))
         return

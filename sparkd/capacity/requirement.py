@@ -108,7 +108,8 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
     Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
     engine = config.engine
-    if absent := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
+    vllm = spec.runs_vllm(engine)
+    if absent := unusable(spec.model, vllm=vllm, places=config.model_places(), tokenizer=spec.reads_tokenizer):
         raise absent
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)

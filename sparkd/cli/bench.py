@@ -323,6 +323,9 @@ def _show(session: Session, result: BenchResult) -> None:
         _formats(result).show(session.out)
     if result.cells:
         _cells(result).show(session.out)
+    for cell in result.cells:
+        if cell.distorted:
+            session.out.print(f"{cell.cell.name}: do not compare it: {cell.distorted}", markup=False, highlight=False, style="yellow")
     errors = [(cell.cell.name, cell.error) for cell in result.cells] + [(row.format, row.error) for row in result.quality]
     for name, error in errors:
         if error:
@@ -347,7 +350,7 @@ def _compared(comparison: Comparison, console: Console) -> None:
     console.print()
     if comparison.changes:
         changes.show(console)
-        console.print("~: no more than the spread of the repetitions. ⚠: the clock was held down in one of the cells.", style="dim")
+        console.print("~: no more than the spread of the repetitions. ⚠: `bench show` says why a cell is not comparable.", style="dim")
     else:
         console.print("The results have no figure in common.")
     for name, missing in (("A", comparison.only_a), ("B", comparison.only_b)):

@@ -28,7 +28,7 @@ class ModelFiles:
     async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
         """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
         vllm, places = spec.runs_vllm(self._config().engine), self._config().model_places()
-        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
+        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places, tokenizer=spec.reads_tokenizer):
             return fault
         try:
             await self._siting.refuse_absent(spec)

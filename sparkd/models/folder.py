@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 from sparkd.errors import ConfigError, ModelUnusable
@@ -10,6 +11,9 @@ from workers.host.hub_cache import hub_cache
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
+# Any name that a tokenizer of transformers', Mistral's or the model's own code is known to read.
+_TOKENIZER = re.compile(r"tokeniz|vocab|merges\.txt|tekken|spiece|sentencepiece|\.tiktoken$|\.model$|\.gguf$")
+_TOKENIZER_CURE = "copy them there from where the model came from, or name another folder's by `--tokenizer` in extra_args"
 _CURE = "check the path in `model`, or use a hub id (owner/name)"
 
 
@@ -19,14 +23,14 @@ def places_of(sources: Iterable[str], environ: Mapping[str, str]) -> tuple[str, 
     return (*sorted(parents), os.path.abspath(hub_cache(environ)))
 
 
-def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) -> ModelUnusable | None:
+def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, tokenizer: bool = False) -> ModelUnusable | None:
     """The error to raise, with a message for clients that does not say where the folder is; None where it can be a model's, or where
-    `folder` is a hub id. vllm: what another module reads there is its own affair.
+    `folder` is a hub id. vllm: what another module reads there is its own affair. tokenizer: whether an engine needs one from there.
 
     places: the folders of `places_of`, None for anywhere. Outside of them every fault has the same message, so that a caller cannot probe
     which paths exist. Blocks.
     """
-    fault = _fault(folder, vllm=vllm)
+    fault = _fault(folder, vllm=vllm, tokenizer=tokenizer)
     if fault is None:
         return None
     if places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
@@ -45,7 +49,7 @@ def refuse_unusable(folder: str, *, vllm: bool) -> None:
         raise ConfigError(fault.message)
 
 
-def _fault(folder: str, *, vllm: bool) -> tuple[str, str] | None:
+def _fault(folder: str, *, vllm: bool, tokenizer: bool) -> tuple[str, str] | None:
     """The fault of a folder, as the rest of a sentence that begins with its path, and the cure. None where it can be used."""
     if not folder.startswith("/"):
         return None
@@ -57,8 +61,11 @@ def _fault(folder: str, *, vllm: bool) -> tuple[str, str] | None:
         names = os.listdir(folder)
     except OSError as error:
         return f"cannot be read ({error.strerror})", "let the user that sparkd runs as read it"
-    if not vllm or holds_model(names):
+    if not vllm:
         return None
+    if holds_model(names):
+        lacks = tokenizer and not any(_TOKENIZER.search(name.lower()) for name in names)
+        return ("has no tokenizer's files in it, such as tokenizer.json", _TOKENIZER_CURE) if lacks else None
     if not names:
         return "is empty, so it holds no model", _CURE
     return f"has neither {' nor '.join(_CONFIGS)} in it, so it holds no model", _meant(folder, names)

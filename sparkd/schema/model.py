@@ -254,6 +254,11 @@ class ModelConfig(Section):
         """Whether the entry's engine is vLLM, as far as the entry shows."""
         return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
 
+    @property
+    def reads_tokenizer(self) -> bool:
+        """Whether vLLM reads a tokenizer beside the model's weights: no flag names another one or none."""
+        return not any(word.partition("=")[0] in ("--tokenizer", "--skip-tokenizer-init") for word in self.extra_args)
+
     def entrypoint_of(self, engine: EngineDefaults) -> str:
         return self.entrypoint or engine.entrypoint
 

@@ -114,6 +114,8 @@ def write_shard(path: Path, tensors: Tensors) -> Path:
 def write_folder(folder: Path, shards: Mapping[str, Tensors], config: Mapping[str, Any] | None = None, *, index: bool = False) -> Path:
     """Files whose data are holes. shards: file name -> tensors; index: with a model.safetensors.index.json over all of them."""
     folder.mkdir(parents=True, exist_ok=True)
+    # vLLM is not started for a folder without one.
+    (folder / "tokenizer.json").touch()
     _write_json(folder / "config.json", config or {"model_type": "llama"})
     for file, tensors in shards.items():
         write_shard(folder / file, tensors)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from sparkd.admin import running_bench
-from sparkd.admin.running_bench import RunningBench, Surroundings
+from sparkd.admin.running_bench import RunningBench, Surroundings, loads_beside
 from sparkd.bench.figures import MOST_ERROR_CHARS, one_line
 from sparkd.bench.result import BenchResult, BenchSubject
 from sparkd.control.journal import Ledger
 from sparkd.engine.rates import Sample
 from sparkd.execution.boundary import Boundary
+from sparkd.state.nouns import ModelState
+from sparkd.state.snapshot import Snapshot
 from tests.sparkd.control.test_supervisor import make_ready
+from tests.sparkd.gateway.fakes import view
 from tests.support.fakes import Scene, stage
 from tests.support.waiting import HUNG_S
 
@@ -97,6 +101,13 @@ async def test_a_death_is_awaited_that_the_supervisor_has_not_seen(tmp_path: Pat
     engine.alive, engine.then = False, lambda: fail(ledger, "EngineExited")
     line = await bench.engine_failure("m", bench.newest_event())
     assert line is not None and "EngineExited" in line and engine.looks == 2
+
+
+def test_a_load_beside_is_one_that_began_and_not_one_that_may_be_refused() -> None:
+    states = {"ours": "LOADING", "refused": "PLANNED", "beside": "LOADING", "served": "READY"}
+    snapshot = SimpleNamespace(models={name: view(name, state=ModelState(state)) for name, state in states.items()})
+
+    assert loads_beside(cast(Snapshot, snapshot), "ours", None) == ["beside"]
 
 
 @pytest.mark.parametrize(("text", "length"), [("a\n b\t c", 5), ("x" * 5000, MOST_ERROR_CHARS)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, power_points
+import pytest
+
+from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, others_tokens, power_points
+from sparkd.bench.result import EngineFigures
 from sparkd.engine.rates import sample_of
 
 BEFORE = """vllm:prompt_tokens_total{} 100
@@ -36,6 +39,15 @@ def test_an_engine_that_began_anew_or_said_nothing_has_no_figures() -> None:
     for before, after in ((sample_of(AFTER, 1.0), sample_of(BEFORE, 2.0)), (None, sample_of(AFTER, 1.0)), (sample_of(AFTER, 1.0), None)):
         found = engine_figures(before, after, [])
         assert (found.prompt_tokens, found.output_tokens, found.prefix_hit_share) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "others"),
+    [((2048, 128), 0), ((2060, 130), 0), ((2048, 269), 141), ((9000, 128), 6952), ((None, None), None)],
+    ids=["its own", "as the tool counts", "an answer beside it", "a prompt beside it", "no counters"],
+)
+def test_tokens_of_others_requests_are_told_by_the_counters(engine: tuple[int | None, int | None], others: int | None) -> None:
+    assert others_tokens(2048, 128, EngineFigures(prompt_tokens=engine[0], output_tokens=engine[1])) == others
 
 
 def test_a_reading_of_the_meter_counts_once_and_at_its_own_time() -> None:

@@ -37,6 +37,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "model"
     folder.mkdir()
+    (folder / "tokenizer.json").touch()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     half = len(TENSORS) // 2
     for name, tensors in zip(SHARDS, (TENSORS[:half], TENSORS[half:]), strict=True):

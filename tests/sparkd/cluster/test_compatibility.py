@@ -84,7 +84,7 @@ async def test_the_first_one_is_left_out_for_want_of_files_and_not_for_what_it_h
 @pytest.mark.parametrize(
     ("asked", "error", "told"),
     [
-        (lambda: team("half-trained"), Unlinked, ["m", "2 nodes (tensor_parallel)", "spark-1 and spark-2", "a cable"]),
+        (lambda: team("half-trained"), Unlinked, ["m", "2 nodes (tensor_parallel)", f"{A} and {B}", "a cable"]),
         (lambda: team("rdma-dead"), Unlinked, ["a cable without RDMA", "`env: {NCCL_NET: Socket}`"]),
         (lambda: team("pair-different-ports", vllm="0.31.1"), RankError, ["m", f"{A} and {B}", f"0.32.0 on {A}", f"0.31.1 on {B}"]),
         (lambda: team("pair-different-ports", lost=True), AgentLost, ["B is lost."]),

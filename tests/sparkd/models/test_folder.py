@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.plan_for_node import checkpoint_here
+from sparkd.config.config import parse_model
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.folder import unusable
 from sparkd.models.remote_headers import checkpoint_of
@@ -36,6 +37,19 @@ def test_one_wording_for_each_cause(place: Path, name: str) -> None:
         checkpoint_here(folder, None)
     assert (read.value.message, planned.value.message) == (fault.message, fault.message)
     assert read.value.param == planned.value.param == "model"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.txt", "tekken.json", "spiece.model", "qwen.tiktoken"])
+def test_a_folder_without_a_tokenizer_is_refused_by_name_before_vllm_is_started(tmp_path: Path, name: str) -> None:
+    for file in ("config.json", "model.safetensors", "generation_config.json"):
+        (tmp_path / file).touch()
+    fault = unusable(str(tmp_path), vllm=True, tokenizer=True)
+    assert fault is not None and "tokenizer.json" in fault.message
+    assert unusable(str(tmp_path), vllm=True) is None, "a plan needs none"
+    assert not parse_model("m", {"model": str(tmp_path), "extra_args": ["--tokenizer", "o/m"]}, over_admin=False).reads_tokenizer
+
+    (tmp_path / name).touch()
+    assert unusable(str(tmp_path), vllm=True, tokenizer=True) is None
 
 
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:

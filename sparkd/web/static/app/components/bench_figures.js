@@ -56,7 +56,7 @@ const small = (value) => (value == null ? UNKNOWN : fixed(value, 3));
 /** @type {import("./table.js").Column<any>[]} */
 const CELLS = [
   { head: "Cell", name: true, hint: "pp: tokens of the prompt; tg: of the answer; d: of context before it; c: requests at once", cell: (one) => html`<span class="cell-name">${nameOf(one.cell)}</span>` },
-  { head: "State", cell: (one) => html`<${BenchState} state=${one.state} />${one.machine.throttled.length > 0 && html`<br /><${Word} word="throttled" tone="busy" />`}` },
+  { head: "State", cell: (one) => html`<${BenchState} state=${one.state} />${one.machine.throttled.length > 0 && html`<br /><${Word} word="throttled" tone="busy" />`}${one.others_tokens > 0 && html`<br /><${Word} word="others beside" tone="busy" />`}` },
   { head: "Prompt tokens/s", end: true, value: (one) => mean(one, "pp_throughput"), cell: (one) => rates(one, "pp_throughput") },
   { head: "Tokens/s", end: true, hint: "of all requests of the cell", value: (one) => mean(one, "tg_throughput"), cell: (one) => rates(one, "tg_throughput") },
   { head: "First token", end: true, value: (one) => mean(one, "e2e_ttft"), cell: (one) => times(one, "e2e_ttft") },
@@ -69,6 +69,7 @@ const CELLS = [
 /** @param {any} result of a cell */
 function saysOf(result) {
   if (result.error) return html`<span class="wide-text error">${result.error}</span>`;
+  if (result.others_tokens) return html`<span class="wide-text">Requests of others ran beside it, ${count(result.others_tokens)} tokens. It is not comparable.</span>`;
   return result.machine.throttled.length ? html`<span class="wide-text">The clock was held down: ${result.machine.throttled.join(", ")}. It is not comparable.</span>` : "";
 }
 

@@ -22,7 +22,7 @@ const percentOf = (relative) => (relative == null ? UNKNOWN : `${relative > 0 ? 
 
 /** A word and its colour. @param {any} one @returns {[string, string]} */
 function verdictOf(one) {
-  if (!one.comparable) return ["throttled", "idle"];
+  if (!one.comparable) return ["not comparable", "idle"];
   if (one.better == null) return ["", ""];
   if (one.beyond_spread === false) return ["within spread", "idle"];
   return one.better ? ["better", "good"] : ["worse", "bad"];
