@@ -248,9 +248,8 @@ class Operations(BaseModel):
 
 
 class Meaning(BaseModel):
-    """known: the model that has this name or alias; else name and spec are what `POST /models` takes to add it."""
+    """The body of `POST /models` that adds it."""
 
-    known: str | None
     name: str
     spec: dict[str, str]
 

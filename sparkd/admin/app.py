@@ -263,7 +263,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
-    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a known model, a recipe, or a folder or hub id to add")
+    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
     async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
         return await asyncio.to_thread(registry.meaning, source)
 

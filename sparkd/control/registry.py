@@ -102,15 +102,13 @@ class Roster:
         }
 
     def meaning(self, source: str) -> dict[str, Any]:
-        """What a user means by MODEL: {"known": a model's name or null, "name", "spec"}; the last two would take in what is not known.
-
-        A name or alias of a model goes before a recipe's name, and that before a folder or a hub id. Reads the recipes' folders.
-        """
+        """{"name", "spec"} that would add what a user means by MODEL: a recipe goes before a folder or a hub id. Reads the recipes' folders."""
         key = "recipe" if self._base.book().has(source) else "model"
-        return {"known": self._names.get(source), "name": name_of(source), "spec": {key: source}}
+        return {"name": name_of(source), "spec": {key: source}}
 
     def spec_to_plan(self, source: str) -> ModelConfig | None:
-        """The entry behind `source`, by `meaning`; None for a folder or a hub id. Raises ConfigError for a recipe that cannot be used."""
+        """The entry of a model, or else of a recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that cannot
+        be used."""
         if source in self._names:
             return self.find(source).spec
         meant = self.meaning(source)

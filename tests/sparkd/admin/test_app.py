@@ -497,15 +497,13 @@ async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch:
     for name in ("mine", "m"):
         (tmp_path / f"{name}.yaml").write_text(f"description: d\nmodel: {folder}\nsources: {{s: s}}\nsettings: {{max_model_len: 64}}\n")
     async with admin_of(tmp_path, recipes_dir=str(tmp_path)) as made:
-        for source, known, spec in (
-            ("mine", None, {"recipe": "mine"}),
-            ("gpt-oss-120b@x", None, {"recipe": "gpt-oss-120b@x"}),
-            ("o/Mine", None, {"model": "o/Mine"}),
-            (str(folder), None, {"model": str(folder)}),
-            ("m", "m", {"recipe": "m"}),
+        for source, name, spec in (
+            ("mine", "mine", {"recipe": "mine"}),
+            ("gpt-oss-120b@x", "gpt-oss-120b-x", {"recipe": "gpt-oss-120b@x"}),
+            ("o/Mine", "mine", {"model": "o/Mine"}),
+            (str(folder), "tiny", {"model": str(folder)}),
         ):
-            meant = await made.ask("GET", "/entry", 200, params={"source": source})
-            assert (meant["known"], meant["spec"]) == (known, spec)
+            assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec}
         planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark"})
         assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"

@@ -125,7 +125,7 @@ def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
     failed = {"id": "1", "model": "nope", "kind": "load", "state": "FAILED", "message": "Its hub does not answer."}
     known = [{"name": name, "aliases": [], "source": "nope/nope"} for name in views]
     answers.by_path = {
-        "/entry": [{"known": None, "name": "nope", "spec": {"model": "nope/nope"}}],
+        "/entry": [{"name": "nope", "spec": {"model": "nope/nope"}}],
         "/models": [{"models": known}, failed],
         "/models/nope/load": [failed],
         "/models/nope": [{"state": "FAILED", "reason": reason}, {"id": "2", "state": "RUNNING"}],
