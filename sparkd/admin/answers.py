@@ -248,7 +248,7 @@ class Operations(BaseModel):
 
 
 class Meaning(BaseModel):
-    """The body of `POST /models` that adds it."""
+    """The body of `POST /models` that adds what a user means."""
 
     name: str
     spec: dict[str, str]

@@ -102,13 +102,13 @@ class Roster:
         }
 
     def meaning(self, source: str) -> dict[str, Any]:
-        """{"name", "spec"} that would add what a user means by MODEL: a recipe goes before a folder or a hub id. Reads the recipes' folders."""
+        """The name and spec that add what a user means by MODEL: a recipe goes before a folder or a hub id. Reads the recipes' folders."""
         key = "recipe" if self._base.book().has(source) else "model"
         return {"name": name_of(source), "spec": {key: source}}
 
     def spec_to_plan(self, source: str) -> ModelConfig | None:
-        """The entry of a model, or else of a recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that cannot
-        be used."""
+        """The entry of the model, or else the recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that
+        cannot be used."""
         if source in self._names:
             return self.find(source).spec
         meant = self.meaning(source)
