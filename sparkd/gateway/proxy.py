@@ -87,7 +87,7 @@ class Proxy:
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
-        self._outlines = asyncio.Lock()
+        self._outlines, self._unpacking = asyncio.Lock(), asyncio.Lock()
 
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
@@ -139,11 +139,10 @@ class Proxy:
         return body
 
     async def _unpack(self, body: bytes | bytearray, encoding: bytes, exchange: Exchange) -> bytes:
-        """The body without its encoding. Its largest size counts until the true one is known: a kilobyte may stand for gigabytes."""
-        limit = self.limits.body_bytes
-        self._reserve(limit, exchange)
-        plain = await asyncio.to_thread(unpacked, bytes(body), encoding, limit)
-        self._reserve(len(plain) - len(body) - limit, exchange)
+        """The body without its encoding. One at a time, because its size is known only afterwards: a kilobyte may stand for gigabytes."""
+        async with self._unpacking:
+            plain = await asyncio.to_thread(unpacked, bytes(body), encoding, self.limits.body_bytes)
+            self._reserve(len(plain) - len(body), exchange)
         return plain
 
     def release(self, exchange: Exchange) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import Callable
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -15,7 +16,8 @@ import zstandard
 
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import Draining, ModelCannotLoad, ModelFailed, ModelLoading, TooManyRequests
-from sparkd.gateway import ClientLimits, KeyDigests
+from sparkd.gateway import ClientLimits, KeyDigests, proxy
+from sparkd.gateway.body import unpacked
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.state.nouns import ModelState
 from sparkd.vllm.parsers import Parsers
@@ -301,6 +303,24 @@ async def test_a_body_is_unpacked_within_its_limit(engine: RawEngine, encoding: 
         assert damaged.status == 400 and encoding in damaged.error["message"]
         assert gateway.edge._proxy._buffered_bytes == 0
         assert len(engine.heard) == 1
+
+
+async def test_bodies_that_are_unpacked_at_once_wait_for_each_other(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest that each could be is more than all may have together; none is refused for that."""
+    gate = threading.Event()
+
+    def held(body: bytes, encoding: bytes, limit: int) -> bytes:
+        gate.wait()
+        return unpacked(body, encoding, limit)
+
+    monkeypatch.setattr(proxy, "unpacked", held)
+    async with serving(engine, limits=ClientLimits(body_bytes=100_000, buffered_bytes=150_000)) as gateway:
+        posts = [asyncio.create_task(gateway.post(CHAT, gzip.compress(BODY), "Content-Encoding: gzip")) for _ in range(3)]
+        try:
+            await soon(lambda: gateway.edge._open_requests == 3)
+        finally:
+            gate.set()
+        assert [answer.status for answer in await asyncio.gather(*posts)] == [200, 200, 200]
 
 
 @pytest.mark.parametrize("path", [path for path, route in EXACT.items() if route.asks])
