@@ -107,8 +107,7 @@ def series_of(snapshot: Snapshot, rates: Mapping[str, Rates]) -> dict[str, float
 
 
 def cables_of(report: Mapping[str, Any]) -> list[Tree]:
-    """The cables of a fabric's report (sparkd.fabric.report), nodes by their addresses, each with its rate and its worst finding."""
-    addresses = {node["node"]: node["address"] or node["node"] for node in report["nodes"]}
+    """The cables of a fabric's report (sparkd.fabric.report), each with its rate and its worst finding."""
     rates = {frozenset((rate["a"], rate["b"])): rate for rate in report["rates"]}
     cables = []
     for cable in report["cables"]:
@@ -121,8 +120,6 @@ def cables_of(report: Mapping[str, Any]) -> list[Tree]:
         cables.append(
             {
                 **cable,
-                "a": addresses.get(cable["a"], cable["a"]),
-                "b": addresses.get(cable["b"], cable["b"]),
                 "rate_gb_s": rate["gb_s"] if rate and rate["holds"] else None,
                 "verdict": worst["verdict"] if worst else "ok",
                 "problem": f"{worst['evidence']}. {worst['cure']}".strip() if worst else None,

@@ -149,11 +149,12 @@ class Fabric:
         return next((interface for interface in self.interfaces if any(own.ip == ip for own in interface.addresses)), None)
 
 
-def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> Fabric:
-    """The answer of `workers.host.network.sample`, in this module's nouns. address: the node's in the cluster; loopback is none."""
+def fabric_of(node: str, raw: Mapping[str, Any]) -> Fabric:
+    """The answer of `workers.host.network.sample`, in this module's nouns. node: its address in the cluster, as everywhere else, or what
+    the caller calls it."""
     rdma = _rdma_of(raw["rdma"])
     interfaces = [_interface(link, rdma) for link in raw["interfaces"]]
-    own = _address(address)
+    own = _address(node)
     return Fabric(
         node=node,
         host=str(raw["host"]),
@@ -173,13 +174,12 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
 
 
 def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
-    """By a node's name: its address in the cluster, as everywhere else, or what the caller calls it."""
-    return {node: fabric_of(node, raw, node) for node, raw in readings.items()}
+    return {node: fabric_of(node, raw) for node, raw in readings.items()}
 
 
 def with_proofs(nodes: Mapping[str, Fabric], passed: Collection[frozenset[str]]) -> dict[str, Fabric]:
-    """passed: pairs of these addresses between which a live NCCL test has passed over the links that they have now."""
-    to = {node: frozenset(nodes[other].node for other in nodes if frozenset((node, other)) in passed) for node in nodes}
+    """passed: pairs of these nodes between which a live NCCL test has passed over the links that they have now."""
+    to = {node: frozenset(other for other in nodes if frozenset((node, other)) in passed) for node in nodes}
     return {node: replace(fabric, proved=to[node]) for node, fabric in nodes.items()}
 
 
