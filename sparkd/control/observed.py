@@ -65,4 +65,6 @@ class Observed:
 
 
 def _since(before_s: float | None, now_s: float, holds: bool) -> float | None:
-    return None if not holds else now_s if before_s is None else before_s
+    if not holds:
+        return None
+    return now_s if before_s is None else before_s
