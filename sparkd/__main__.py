@@ -207,7 +207,8 @@ def _known(error: BaseException) -> SparkdError | None:
         return error
     if isinstance(error, ImportError):
         problem = f"A module that sparkd needs is not there, or another program's: {error}"
-        return SparkdError(f"{problem}. Run it without PYTHONPATH and usercustomize, or run `pip install --force-reinstall sparkd`.")
+        cure = "Run it without PYTHONPATH and usercustomize, or `pip install . -c deploy/constraints.txt` in sparkd's checkout"
+        return SparkdError(f"{problem}. {cure}.")
     if lack_of_machine(error) is not None:
         return unexpected(error)
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
