@@ -42,7 +42,7 @@ class FigureChange:
     relative: (b - a) / a; None where a is 0.
     better: None where the figure is equal, or has no better direction.
     beyond_spread: whether the means are further apart than both standard deviations together; None where neither has one.
-    comparable: False where the clock was held down in one of the cells.
+    comparable: False where one of the cells is distorted.
     """
 
     where: str
@@ -78,7 +78,7 @@ class Comparison:
     def worst(self, fail_over: float) -> FigureChange | None:
         """The figure that became worse by the largest share above `fail_over` (0.05: 5 %), or None.
 
-        A change within the spread of the repetitions does not count, nor one of a cell in which the clock was held down.
+        A change within the spread of the repetitions does not count, nor one of a cell that is distorted.
         """
         worse = [change for change in self.changes if _is_worse(change, fail_over)]
         return max(worse, key=lambda change: abs(change.relative or 0), default=None)

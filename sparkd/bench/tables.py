@@ -262,11 +262,9 @@ def _range(published: Published) -> str:
 def _notes(result: BenchResult) -> Iterator[str]:
     if result.state != "done":
         yield f"**The bench {STATES[result.state]}.** {_plain(result.error or '')}".strip()
-    throttled = [cell.cell.name for cell in measured(result) if cell.machine.throttled]
-    if throttled:
-        yield f"⚠ The clock was held down in {', '.join(throttled)}: do not compare these cells."
-    if beside := [cell.cell.name for cell in measured(result) if cell.others_tokens]:
-        yield f"⚠ Requests of others ran beside {', '.join(beside)}: do not compare these cells."
+    for cell in measured(result):
+        if cell.distorted:
+            yield f"⚠ Do not compare {cell.cell.name}: {cell.distorted}."
 
 
 STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}

@@ -83,7 +83,7 @@ def _sections(results: Sequence[BenchResult], comparison: Comparison | None) -> 
 
 
 def _notices(results: Sequence[BenchResult]) -> Iterator[str]:
-    """Cells without figures, cells that throttled, and benches that did not end well: before any figure."""
+    """Cells without figures, cells not to compare, and benches that did not end well: before any figure."""
     for name, result in zip(labels(results), results, strict=True):
         of = f"{escape(name)}: " if len(results) > 1 else ""
         if result.state != "done":
@@ -94,9 +94,9 @@ def _notices(results: Sequence[BenchResult]) -> Iterator[str]:
         if failed := [row for row in result.quality if row.error]:
             lines = "".join(f"<li>{escape(row.format)}: {escape(one_line(row.error or ''))}</li>" for row in failed)
             yield f'<div class="notice bad"><strong>{of}{_many(len(failed), "format")} without figures</strong><ul>{lines}</ul></div>'
-        if throttled := [each for each in measured(result) if each.machine.throttled]:
-            lines = "".join(f"<li>{escape(each.cell.name)}: {escape(', '.join(each.machine.throttled))}</li>" for each in throttled)
-            head = f"the clock was held down in {_many(len(throttled), 'cell')}; do not compare what is drawn hollow"
+        if distorted := [(each.cell.name, each.distorted) for each in measured(result) if each.distorted]:
+            lines = "".join(f"<li>{escape(cell)}: {escape(why)}</li>" for cell, why in distorted)
+            head = f"{_many(len(distorted), 'cell')} not to compare, drawn hollow"
             yield f'<div class="notice busy"><strong>⚠ {of}{head}</strong><ul>{lines}</ul></div>'
 
 
@@ -123,7 +123,7 @@ def _glance(results: Sequence[BenchResult]) -> str:
 
 def _key_figures(result: BenchResult) -> Iterator[_Key]:
     """The few figures that a reader looks for first, each with the cell that it is from."""
-    cells = [cell for cell in measured(result) if not cell.machine.throttled] or measured(result)
+    cells = [cell for cell in measured(result) if not cell.distorted] or measured(result)
     if cells:
         first = cells[0]
         if metric := read("tg", first):
@@ -176,7 +176,7 @@ def _comparison(comparison: Comparison) -> str:
     a, b = comparison.of
     verdicts = [compare.verdict(change) for change in comparison.changes]
     counted = f"{verdicts.count('better')} figures of B are better than those of A, {verdicts.count('worse')} are worse"
-    marks = "~ marks a change that is no more than the spread of the repetitions, ⚠ one of a cell in which the clock was held down"
+    marks = "~ marks a change that is no more than the spread of the repetitions, ⚠ one of a cell that is not comparable"
     parts = [f"<p>A is {escape(a)}, B is {escape(b)}. {counted}. {marks}.</p>"]
     if comparison.differences:
         parts.append("<h3>What else is different</h3>")

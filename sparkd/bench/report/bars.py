@@ -55,7 +55,7 @@ def bars(plot: Bars) -> Drawn:
             canvas.line([(scale.at(end), y + 25) for end in (bar.value, *ends)], "spread")
     rows = [[bar.name, bar.text, "yes" if bar.marked else "no"] for bar in plot.rows]
     described = f"{plot.subtitle}. {len(plot.rows)} bars; the table below has the numbers."
-    return Drawn(plot.title, described, (("", canvas),), ["cell", plot.unit, "clock held down"], rows)
+    return Drawn(plot.title, described, (("", canvas),), ["cell", plot.unit, "not comparable"], rows)
 
 
 def quality(rows: Sequence[QualityRow], about: str) -> Drawn:

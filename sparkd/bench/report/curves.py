@@ -182,7 +182,7 @@ def _points(kind: Kind, over: str, cells: Sequence[CellResult]) -> tuple[Point |
         if reading is None or (kind.logarithmic and reading.value <= 0):
             points.append(None)
             continue
-        x, hollow = float(_place(cell, over)[0]), bool(cell.machine.throttled)
+        x, hollow = float(_place(cell, over)[0]), bool(cell.distorted)
         points.append(Point(x, reading.value, reading.low, reading.high, reading.text, short_name(cell), hollow))
     return tuple(points)
 
@@ -254,7 +254,7 @@ def _by_cell(results: Sequence[BenchResult]) -> list[Drawn]:
         highest = max((reading.high or reading.value for _, reading in readings if reading), default=0.0)
         for result in alone:
             rows = [
-                Bar(cell.cell.name, reading.value, reading.low, reading.high, reading.text, bool(cell.machine.throttled))
+                Bar(cell.cell.name, reading.value, reading.low, reading.high, reading.text, bool(cell.distorted))
                 for cell in measured(result)
                 if (reading := kind.read(cell)) is not None
             ]

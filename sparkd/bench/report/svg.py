@@ -118,14 +118,13 @@ class LinePlot:
     lines: tuple[PlotLine, ...]
     legend: str = ""
     notes: tuple[str, ...] = ()
-    hollow: str = "hollow: the clock was held down"
     size: tuple[float, float] = field(default=(WIDTH, HEIGHT))
 
 
 def draw(plot: LinePlot) -> Canvas:
     """The plot, each line labelled at its end, in its colour and with its marker."""
     points = [point for line in plot.lines for point in line.points if point is not None]
-    notes = [*plot.notes, *([plot.hollow] if any(point.hollow for point in points) else [])]
+    notes = [*plot.notes, *(["hollow: not comparable"] if any(point.hollow for point in points) else [])]
     wrapped = [line for note in notes for line in wrap(note, plot.size[0] - 28, 11)]
     width, height = plot.size[0], plot.size[1] + 14 * len(wrapped)
     canvas = Canvas(width, height, plot.title, plot.subtitle)

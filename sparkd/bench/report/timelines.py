@@ -155,7 +155,7 @@ def _bands(canvas: Canvas, spans: Sequence[tuple[CellResult, tuple[float, float]
         style = "band bad" if cell.state == "failed" else "band odd" if index % 2 else "band"
         left, wide = time.at(start), time.at(end) - time.at(start)
         canvas.box(left, top, wide, bottom - top, style, f"{cell.cell.name}, {cell.state}")
-        name = f"c{cell.cell.concurrency}{' ✕' if cell.state == 'failed' else ' ⚠' if cell.machine.throttled else ''}"
+        name = f"c{cell.cell.concurrency}{' ✕' if cell.state == 'failed' else ' ⚠' if cell.distorted else ''}"
         if wide > text_width(name, 11) + 2:
             canvas.text(left + wide / 2, top - 5, name, "soft", "middle")
     for depth, group in groupby(in_time, key=lambda each: each[0].cell.depth):

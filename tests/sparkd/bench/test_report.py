@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from sparkd.bench import tables
 from sparkd.bench.compare import compare
 from sparkd.bench.report import html
 from sparkd.bench.result import BenchResult, LoadRow
@@ -128,6 +129,17 @@ def test_a_failed_cell_is_named_and_never_drawn() -> None:
     assert len(markers(picture)) == 3 * 4 - 1
     assert not [note for note in markers(picture) if "d100000 (c10)" in note]
     assert [line for line in texts(picture) if "d100000 (c10)" in line]
+
+
+def test_a_cell_beside_others_requests_is_drawn_as_one_that_throttled_is() -> None:
+    beside = FULL.model_copy(update={"cells": [FULL.cells[0].model_copy(update={"others_tokens": 141}), *FULL.cells[1:]]})
+
+    def hollow(result: BenchResult) -> int:
+        picture = titled(html([result]), "Output tokens a second over concurrency")
+        return sum("hollow" in (element.get("class") or "") for element in picture.iter())
+
+    assert hollow(beside) == hollow(FULL) + 1
+    assert "141 tokens" in html([beside]) and "141 tokens" in tables.markdown(beside)
 
 
 def test_a_comparison_is_a_table_that_names_what_only_one_has() -> None:

@@ -61,7 +61,7 @@ export function Compared({ a, b }) {
     ${answer && html`
       ${answer.differences.length > 0 && html`<section><h2>What differs besides the figures</h2><${Table} label="Differences" rows=${answer.differences} columns=${DIFFERENCES} rowKey=${(/** @type {any} */ one) => one.what} /></section>`}
       <section><h2>Figures</h2>
-        <p class="quiet-text">B against A. “Within spread” is no more than both standard deviations together. “Throttled”: the clock was held down in one of the cells.</p>
+        <p class="quiet-text">B against A. “Within spread” is no more than both standard deviations together. “Not comparable”: in one of the cells the clock was held down, or requests of others ran.</p>
         <${Table} label="Changes" rows=${answer.changes} columns=${CHANGES} rowKey=${(/** @type {any} */ one) => `${one.where} ${one.figure}`} search="Search figures" empty="The two have no figure in common." />
       </section>
       <${Only} name="A" some=${answer.only_a} /><${Only} name="B" some=${answer.only_b} />`}
