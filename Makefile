@@ -14,7 +14,7 @@ DEMO     := smollm2-135m-instruct
 # The first word of so small a model's answer is nearly a toss-up, and a CPU's matrix unit rounds it to the wrong side in bfloat16.
 PRECISE  := $(if $(wildcard /dev/nvidia0),,-o models.$(DEMO).dtype=float32)
 
-.PHONY: help serve test test-all test-repeat lint bench wheels lock clean dev python promtool chromium page
+.PHONY: help serve test test-all test-repeat lint bench wheels lock clean dev python promtool chromium page programs
 .SILENT:
 
 help:
@@ -50,7 +50,7 @@ test test-all test-repeat: export PIP_COMPILE := 0
 test: dev promtool chromium page
 	$(PYTEST) -m "not rest"
 
-test-all: dev promtool chromium page
+test-all: dev promtool chromium page programs
 	$(PYTEST) --hypothesis-profile=search
 
 test-repeat: dev promtool chromium page
@@ -70,6 +70,10 @@ chromium:
 # What checks the page's types. A machine without npm tests everything else.
 page:
 	if command -v npm >/dev/null; then npm ci --prefix tests/web --silent --no-audit --no-fund; else echo "The page's types are not checked: npm is not here" >&2; fi
+
+# What people point at an endpoint: Codex, Claude Code, the AI SDK.
+programs:
+	if command -v npm >/dev/null; then npm ci --prefix tests/sparkd/gateway/programs --silent --no-audit --no-fund; else echo "Programs of npm are not tried: npm is not here" >&2; fi
 
 bench: dev
 	"$(BIN)/python" -m tests.bench.gateway

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparkd.errors import ConfigError, SparkdError, error_body, place_of
+from sparkd.errors import ConfigError, SparkdError, error_body, lack_of_machine, place_of, unexpected
+from sparkd.execution.container_init import run_below_init
+from workers.host.interpreter import PACKAGE_DIR
 
 if TYPE_CHECKING:
     import typer
@@ -68,11 +70,16 @@ _ELSEWHERE = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command line and exit with its code."""
+    # PYTHONPATH puts another program's modules (ROS, a checkout) before those that sparkd was installed with.
+    foreign = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
+    sys.path[:] = [path for path in sys.path if path not in foreign or path == PACKAGE_DIR]
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark rather than an error.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
+    if argv[:1] in (["serve"], ["ray-node"], ["join"]):
+        run_below_init()
+    else:
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
         gc.set_threshold(500_000)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -195,9 +202,14 @@ def _usage(error: Exception) -> str:
 
 
 def _known(error: BaseException) -> SparkdError | None:
-    """The SparkdError inside a group of a TaskGroup, if that is what ended it."""
+    """The error to tell where this one, or one in a group of a TaskGroup, is no bug of sparkd's; None for any other."""
     if isinstance(error, SparkdError):
         return error
+    if isinstance(error, ImportError):
+        problem = f"A module that sparkd needs is not there, or another program's: {error}"
+        return SparkdError(f"{problem}. Run it without PYTHONPATH and usercustomize, or run `pip install --force-reinstall sparkd`.")
+    if lack_of_machine(error) is not None:
+        return unexpected(error)
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return next((fault for fault in map(_known, inner) if fault is not None), None)
 

@@ -36,9 +36,10 @@
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
       . UnsupportedEncoding 415
     - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 426
-  + Unavailable 503             try again later; carries Retry-After, or x-should-retry: false
+  + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
+      . ModelCannotLoad 424     another try does not help
     - Draining                  the daemon or the model is going down
   + EngineError 502             the engine broke the exchange
     - EngineGone                its socket is closed or it died
@@ -46,12 +47,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 _PACKAGE = Path(__file__).parent
+# In the body of an error: a list of 20 problems has some 4,000.
+MOST_MESSAGE_CHARS = 8000
+# EAGAIN: of fork(), where pids.max or ulimit -u is reached.
+_LACKS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+)
 
 
 class SparkdError(Exception):
@@ -258,6 +267,24 @@ class ModelUnusable(RankError):
 ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
 
 
+def lack_of_machine(error: BaseException) -> str | None:
+    """The system's words where the machine refused something: disk, memory, descriptors, processes; None for an error of another kind."""
+    if isinstance(error, OSError) and error.errno in _LACKS:
+        return os.strerror(error.errno)
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    # CPython's words (Modules/_threadmodule.c) for what clone() refused: ulimit -u, or pids.max of the control group.
+    return "no more threads or processes" if isinstance(error, RuntimeError) and str(error) == "can't start new thread" else None
+
+
+def unexpected(error: BaseException) -> SparkdError:
+    """The error to tell for one that no code expected: the machine's by its name, or else sparkd's own. Never the error's own text,
+    which may hold anything."""
+    if (lack := lack_of_machine(error)) is not None:
+        return NodeRefused(f"This node refused what sparkd needs: {lack}. Run `df` and `sparkd doctor` there.")
+    return SparkdError(f"sparkd made an error ({type(error).__name__}); its log has more.")
+
+
 def refused_by(error: OSError, who: str) -> NodeRefused:
     """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
     of = f" ({error.filename})" if error.filename else ""
@@ -438,9 +465,6 @@ class RequestCancelled(RequestError):
     def __init__(self) -> None:
         super().__init__("An operator of this server cancelled the request. Ask the operator before you send it again.")
 
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
-
 
 class MethodNotAllowed(RequestError):
     status = 405
@@ -475,10 +499,10 @@ class UnsupportedMediaType(RequestError):
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """By its header clients tell it from a wrong media type, and send the body again as it is (RFC 9110 12.5.3)."""
+    """By its header clients tell it from a wrong media type, and send the body again in another encoding (RFC 9110 12.5.3)."""
 
     def headers(self) -> dict[str, str]:
-        return {"accept-encoding": "identity"}
+        return {"accept-encoding": "gzip, zstd, identity"}
 
 
 class HeadersTooLarge(RequestError):
@@ -500,16 +524,13 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(SparkdError):
-    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds.
-
-    retry_after_s: None where another try does not help, which the SDKs of OpenAI and Anthropic heed.
-    """
+    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds."""
 
     status = 503
     code = "unavailable"
     exit_code = 7
 
-    def __init__(self, message: str, *, retry_after_s: int | None = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.held_by = list(held_by)
@@ -518,7 +539,7 @@ class Unavailable(SparkdError):
         return {"held_by": self.held_by} if self.held_by else {}
 
     def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {"retry-after": str(self.retry_after_s)}
 
 
 class ModelLoading(Unavailable):
@@ -538,6 +559,15 @@ class ModelLoading(Unavailable):
 class ModelFailed(Unavailable):
     code = "model_failed"
     exit_code = 8
+
+
+class ModelCannotLoad(ModelFailed):
+    """The server is to blame, yet a status of 4xx: many programs ask again after every 5xx, whatever its headers say."""
+
+    status = 424
+
+    def headers(self) -> dict[str, str]:
+        return {}
 
 
 class Draining(Unavailable):
@@ -560,9 +590,11 @@ LATER = "sparkd.later"
 
 
 def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, Any]:
-    """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking."""
+    """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking. A message that repeats a long
+    value keeps its beginning and its end, which is the cure."""
+    message, most = error.message, MOST_MESSAGE_CHARS
     fields: dict[str, Any] = {
-        "message": error.message,
+        "message": message if len(message) <= most else f"{message[: most // 2]} ... {message[-most // 2 :]}",
         "type": error.type,
         "param": error.param,
         "code": error.code,

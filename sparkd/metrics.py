@@ -174,6 +174,12 @@ NODE_SWAPPED_PAGES = Gauge("sparkd_node_swapped_pages_per_second", "Pages swappe
 NODE_MEMORY_LEVEL = Gauge(
     "sparkd_node_memory_level", "The guard's level: 0 ok, 1 tight, 2 pressed, 3 critical.", ("node",), registry=REGISTRY
 )
+NODE_GUARDED = Gauge(
+    "sparkd_node_guarded",
+    "1 where a memory guard watches, 0 where none does; absent where none is to.",
+    ("node",),
+    registry=REGISTRY,
+)
 ENGINE_HOST_BYTES = Gauge(
     "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
 )

@@ -145,6 +145,37 @@ def test_a_url_put_together_from_the_host_header_decides_nothing() -> None:
                 assert not (node.value.id == "request" and node.attr in ("url", "base_url", "url_for")), f"{path}:{node.lineno}"
 
 
+# Files of /proc/PID that the kernel takes from a process's memory, what psutil calls them, and programs that read them.
+_OF_MEMORY = re.compile(r"(?:^|/)(cmdline|environ|s?maps|numa_maps|smaps_rollup|pagemap|map_files|auxv|mem)$")
+_OF_MEMORY_BY_PSUTIL = {"cmdline", "environ", "memory_maps", "memory_full_info", "open_files"}
+_READERS = {"ps", "fuser", "lsof", "pgrep", "pkill"}
+# A rank's own, by its guard on a thread that nothing waits for: no other file of /proc shows memory whose descriptor is closed.
+_MAY_READ = {"workers/rank/shared_memory.py: /maps"}
+
+
+def test_no_process_is_known_by_what_the_kernel_takes_from_its_memory() -> None:
+    """A process that a driver holds keeps its readers waiting for ever; `stat`, `status` and `fd` do not."""
+    assert set(_readings('a = f"/proc/{p}/environ"; b = d / "maps"; c = {"environ": 1}["environ"]')) == {"/environ", "maps"}
+    assert set(_readings('psutil.Process(p).cmdline(); run(["ps", "-ef"]); app.command("ps")')) == {".cmdline", "ps"}
+    found = {f"{path.relative_to(ROOT)}: {what}" for path in MODULES for what in _readings(path.read_text(encoding="utf-8"))}
+
+    assert found == _MAY_READ
+
+
+def _readings(text: str) -> Iterator[str]:
+    tree = ast.parse(text)
+    keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    keys |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if _OF_MEMORY.search(text) and id(node) not in keys and text != "proc/cmdline":
+                yield text  # the one that is excepted is the kernel's own
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _OF_MEMORY_BY_PSUTIL:
+                yield f".{name}"
+            case ast.List(elts=[ast.Constant(value=name), *_]) | ast.Tuple(elts=[ast.Constant(value=name), *_]) if name in _READERS:
+                yield name
+
+
 # A test that passes in silence where something is missing says less than one that is skipped and names it.
 _MISSING = "GPU|Triton|CUDA|chromium|promtool|npm|nft|systemd|cgroup|namespaces|PSI|root|kernel|machine"
 

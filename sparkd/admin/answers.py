@@ -54,9 +54,9 @@ def model_body(view: ModelView) -> dict[str, Any]:
 
 
 class Cost(BaseModel):
-    """PSS bytes and CPU seconds of one process of this node."""
+    """Anonymous memory and CPU seconds of one process of this node."""
 
-    pss_bytes: int
+    anonymous_bytes: int
     cpu_s: float
     name: str | None = None
     pid: int | None = None
@@ -67,7 +67,7 @@ class Costs(BaseModel):
 
     daemon: Cost
     ray: list[Cost]
-    ray_pss_bytes: int
+    ray_anonymous_bytes: int
     ray_listeners: list[str]
 
 

@@ -43,7 +43,7 @@ from sparkd.admin.answers import (
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
@@ -70,6 +70,7 @@ from sparkd.errors import (
     UnknownRecipe,
     UnknownRoute,
     error_body,
+    unexpected,
 )
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
@@ -126,6 +127,7 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
 def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
+        route_class=BoundedRoute,
         dependencies=[Depends(_refuse_unknown)],
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
@@ -380,7 +382,7 @@ async def _refuse_unknown(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    refusal = error if isinstance(error, SparkdError) else SparkdError("sparkd made an error; its log has more.")
+    refusal = error if isinstance(error, SparkdError) else unexpected(error)
     return JSONResponse(error_body(refusal, request.scope.get(REQUEST_ID)), status_code=refusal.status, headers=refusal.headers())
 
 

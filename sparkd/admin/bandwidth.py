@@ -137,7 +137,7 @@ class Measures:
 
     async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
         state, messages = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, failed=messages.append):
+        with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
             try:
                 messages.append("; ".join(await self._each(operation_id, list(combinations(nodes, 2)))))
                 state = OperationState.SUCCEEDED

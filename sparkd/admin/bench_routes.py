@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
@@ -22,6 +22,16 @@ from sparkd.errors import BadRequest, UnknownRoute
 MOST_PROFILE_CHARS = 65_536
 # Twice the text that llama-benchy itself takes.
 MOST_BOOK_CHARS = 1_500_000
+
+
+def _printable(value: str) -> str:
+    """A name is printed on terminals later: it holds no escape sequence and no sign that turns the direction of writing."""
+    if not value.isprintable():
+        raise ValueError("a name is expected, without control characters and invisible ones")
+    return value
+
+
+_Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
 class Benching(BaseModel):
@@ -39,13 +49,13 @@ class Benching(BaseModel):
     kind: Literal["speed", "load", "quality"] = "speed"
     tool: Literal["llama-benchy", "guidellm", "aiperf", "vllm"] = "llama-benchy"
     book: str | None = Field(default=None, min_length=1000, max_length=MOST_BOOK_CHARS)
-    book_name: str | None = Field(default=None, max_length=256)
+    book_name: _Shown | None = None
     times: int = Field(default=3, ge=1, le=50)
     other: str | None = Field(default=None, max_length=256)
-    formats: list[str] = Field(default=[], max_length=16)
+    formats: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=16)
     text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
-    text_name: str | None = Field(default=None, max_length=256)
-    profile: str = Field(default=DEFAULT, max_length=80)
+    text_name: _Shown | None = None
+    profile: Annotated[_Shown, Field(max_length=80)] = DEFAULT
     profile_text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
     resume: str | None = Field(default=None, max_length=128)
     force: bool = False

@@ -101,7 +101,7 @@ class Benches:
         result = await self.find(bench_id)
         if self._running is not None and self._running.result.id == bench_id:
             raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._running.operation.id}` ends it.")
-        await asyncio.to_thread(self.store.remove, bench_id)
+        await asyncio.to_thread(self._forget, bench_id)
         return result
 
     def cancel(self, operation_id: str) -> Operation | None:
@@ -113,6 +113,11 @@ class Benches:
         return self._ledger.operations.find(operation_id)
 
     # --- own ------------------------------------------------------------------------------------------------------------
+
+    def _forget(self, bench_id: str) -> None:
+        """With its text, unless another result names that."""
+        self.store.remove(bench_id)
+        benchy.forget_texts(self._folder, [kept.text for kept in self.store.all()])
 
     def _refuse_a_second(self) -> None:
         if self._running is not None:
@@ -152,7 +157,7 @@ class Benches:
         state, messages = OperationState.FAILED, list[str]()
         end = "failed"
         try:
-            with self._boundary.around(KIND, failed=messages.append):
+            with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
                 try:
                     await running.save()
                     await self._predict(running)

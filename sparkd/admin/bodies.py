@@ -1,13 +1,26 @@
-"""Owns the bodies that a request to the admin API may carry, and the body of a refusal. Never acts on any of it."""
+"""Owns the bodies that a request to the admin API may carry, their bounds, and the body of a refusal. Never acts on any of it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Coroutine
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from sparkd.schema.yaml_file import check_depth
+from sparkd.errors import BadRequest
+from sparkd.schema.yaml_file import MAX_DEPTH
 from workers.host.hub_cache import is_revision
+
+# In a whole body. A long entry with its mix, its variables and its arguments has some hundred.
+MOST_MARKS = 8192
+# A string without an end reaches to the end, so that no byte is looked at twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_ALL_BUT_MARKS = bytes(set(range(256)) - set(b",[]{}"))
 
 
 def _revision(value: str) -> str:
@@ -19,10 +32,31 @@ def _revision(value: str) -> str:
 MAX_NAME = 128
 
 
-def _shallow(spec: dict[str, Any]) -> dict[str, Any]:
-    """Refuse an entry that is nested more deeply than a configuration file may be."""
-    check_depth(spec)
-    return spec
+class BoundedRoute(APIRoute):
+    """A route whose body is bounded before it is parsed. It keeps the holder of an admin key from holding the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def bounded(request: Request) -> Response:
+            _check_bounds(await request.body())
+            return await handle(request)
+
+        return bounded
+
+
+def _check_bounds(body: bytes) -> None:
+    """Raise BadRequest for JSON that is nested more deeply than a configuration file may be, or of more values than any request needs."""
+    if b"\0" in body:  # Python's parser takes UTF-16 and UTF-32 too, in which another sign may hold the byte of a quotation mark
+        raise BadRequest("The body is not JSON in UTF-8: send it so.")
+    # JSON with more texts than that has more marks as well, so the rest need not be read.
+    marks = _STRING.sub(b"", body, 4 * MOST_MARKS).translate(None, _ALL_BUT_MARKS)
+    if len(marks) > MOST_MARKS:
+        raise BadRequest(f"The body has more than {MOST_MARKS:,} commas and brackets outside its texts: send less at once.")
+    if max(accumulate({"[": 1, "{": 1, ",": 0}.get(chr(mark), -1) for mark in marks), default=0) > MAX_DEPTH:
+        raise BadRequest(f"The body is nested deeper than {MAX_DEPTH} levels: send it with fewer.")
 
 
 class NewModel(BaseModel):
@@ -34,8 +68,6 @@ class NewModel(BaseModel):
     spec: dict[str, Any]
     load: bool = True
 
-    _shallow = field_validator("spec")(_shallow)
-
 
 class ChangedModel(BaseModel):
     """The keys of an added model from now on; a new name is added. load: request RUNNING. A running engine is started again."""
@@ -44,8 +76,6 @@ class ChangedModel(BaseModel):
 
     spec: dict[str, Any]
     load: bool = False
-
-    _shallow = field_validator("spec")(_shallow)
 
 
 class Loading(BaseModel):

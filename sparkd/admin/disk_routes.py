@@ -17,7 +17,7 @@ from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored, unexpected
 from sparkd.models.source import source_of
 from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
 from workers.host.hub_cache import cache_places
@@ -96,13 +96,16 @@ class Disk:
         return self._journal.operations.find(operation_id)
 
     async def _verify(self, operation_id: str, kind: str | None, name: str | None) -> None:
-        state, message = OperationState.FAILED, "sparkd made an error; its log has more."
+        state, message = OperationState.FAILED, ""
         try:
             state, message = await self._verified(operation_id, kind, name)
         except SparkdError as error:
             message = error.message
         except asyncio.CancelledError:
             state, message = OperationState.CANCELLED, "It was cancelled."
+            raise
+        except Exception as error:
+            message = unexpected(error).message
             raise
         finally:
             self._verifying.pop(operation_id, None)

@@ -294,8 +294,8 @@ class Live:
         try:
             report = await fabric_of(self._registry, self._cluster, self._measured())
             by_node = await self._cluster.everywhere("incidents")
-            ids = [str(row["id"]) for rows in by_node.values() for row in rows or ()]
-            self._asked.cables, self._asked.last_incident = cables_of(report), max(ids, default=None)
+            newest = [str(rows[-1]["id"]) for rows in by_node.values() if rows]
+            self._asked.cables, self._asked.last_incident = cables_of(report), max(newest, default=None)
         finally:
             self._asked.under_way, self._asked.at_s, self._asked.seq = False, time.monotonic(), last_seq
 

@@ -130,7 +130,7 @@ class Pulls:
 
     async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
         state, messages = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, name, messages.append):
+        with self._boundary.around(KIND, name, lambda error: messages.append(error.message)):
             try:
                 messages.append(await work())
                 state = OperationState.SUCCEEDED

@@ -12,6 +12,7 @@ from sparkd.admin.answers import Examination, Incident, Incidents, Reloaded, ans
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
+from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
 from sparkd.errors import UnknownIncident, UnknownRoute
 from sparkd.execution.shared_answer import Recent
@@ -41,7 +42,8 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), registry.config
         readings = await hosts.get(str(config.engine.runtime or sys.executable))
-        return examined(readings, config, snapshot.models.values())
+        unguarded = [condition for condition in snapshot.conditions if condition.reason == GUARD_ABSENT]
+        return examined(readings, config, snapshot.models.values(), unguarded)
 
     @api.get("/incidents", **answers(Incidents), summary="Actions of the nodes' memory guards, newest first")
     async def incidents() -> dict[str, Any]:

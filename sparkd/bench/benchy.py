@@ -136,13 +136,21 @@ def chosen_text(book: str | None = None, name: str | None = None) -> tuple[str, 
 def text_of_earlier(home: Path, label: str) -> tuple[str, str] | None:
     """(the text that a result names, its name without the digest), where `kept_text` wrote it into `home`. Blocks."""
     name = label.rpartition(" (")[0]
-    texts = (path.read_bytes().decode() for path in (home / ".cache" / "llama-benchy").glob("*.txt"))
+    texts = (path.read_bytes().decode() for path in _texts(home).glob("*.txt"))
     return next(((text, name) for text in texts if text_label(name, text) == label), None)
+
+
+def forget_texts(home: Path, labels: Iterable[str | None]) -> None:
+    """Remove every text that `kept_text` wrote into `home` and that none of these labels of results names. Blocks."""
+    named = {label.rpartition(" (")[2] for label in labels if label is not None}
+    for path in _texts(home).glob("*.txt"):
+        if text_label("", path.read_bytes().decode()).rpartition(" (")[2] not in named:
+            path.unlink(missing_ok=True)
 
 
 def kept_text(home: Path, text: str) -> str:
     """The address under which llama-benchy finds the text in `home`. Blocks."""
-    folder = home / ".cache" / "llama-benchy"
+    folder = _texts(home)
     folder.mkdir(parents=True, exist_ok=True)
     address = f"file:{hashlib.sha256(text.encode()).hexdigest()}"
     (folder / _name(address)).write_text(text, encoding="utf-8")
@@ -201,6 +209,10 @@ def _read(path: Path) -> Measured:
         return Measured(rows, content)
     except (OSError, ValueError, KeyError, TypeError):
         return Measured([], {})
+
+
+def _texts(home: Path) -> Path:
+    return home / ".cache" / "llama-benchy"
 
 
 def _name(address: str) -> str:

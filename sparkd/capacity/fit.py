@@ -370,7 +370,7 @@ def format_notes(best: Option | None) -> Iterator[str]:
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
     """A note about a guess: the keys of config.json that no formula reads. doubt: the reason why vLLM gave no answer, None without one."""
-    guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
+    guessed = not is_answered(options) and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
     source = inventory.checkpoint.quantization
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
     if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RUN = "run"
 # llama-benchy's own book has half of that.
-MOST_BOOK_CHARS = 1_500_000
+MOST_BOOK_BYTES = 1_500_000
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
 
 
@@ -257,8 +257,9 @@ def _text(path: Path) -> str:
 
 def _book(path: Path) -> str:
     text = _text(path)
-    if not 1000 <= len(text) <= MOST_BOOK_CHARS:
-        raise ConfigError(f"The book {path} has {len(text):,} characters: give a text of 1,000 to {MOST_BOOK_CHARS:,}.")
+    size = len(text.encode())
+    if not 1000 <= size <= MOST_BOOK_BYTES:
+        raise ConfigError(f"The book {path} has {size:,} bytes: give a text of 1,000 to {MOST_BOOK_BYTES:,}.")
     return text
 
 

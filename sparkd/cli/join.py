@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -171,9 +171,8 @@ def token(
     path = _token_file(loaded)
     try:
         secret = as_owner(path.parent, path.read_text).strip()
-    except (OSError, StateError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.clause
-        raise ConfigError(f"The token {path} cannot be read: {reason}. Start sparkd once, then run this as root.") from None
+    except StateError as error:
+        raise ConfigError(f"The token cannot be read: {error.clause}. Start sparkd once, then run this as root.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": address, "command": command, "token": secret})
@@ -355,12 +354,7 @@ def _systemctl(*words: Any) -> bool:
 def _joined(config: Config) -> Joined | None:
     from sparkd.cluster import membership
 
-    def read() -> dict[str, Any] | None:
-        joined = membership.read(config)
-        return None if joined is None else asdict(joined)
-
-    raw = as_owner(config.state_dir, read)
-    return None if raw is None else membership.Joined(**raw)
+    return as_owner(config.state_dir, lambda: membership.read(config))
 
 
 def _interrupt(joined: Joined) -> None:
@@ -374,12 +368,6 @@ def _interrupt(joined: Joined) -> None:
 
 
 def _keeper(joined: Joined) -> Identity | None:
-    """The recorded process, if it lives and is a `sparkd join`; pids are reused, so the record may name another one."""
+    """The recorded process, if it lives."""
     keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id)
-    if not processes.is_alive(keeper):
-        return None
-    try:
-        words = Path(f"/proc/{joined.pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return keeper if b"join" in words and any(b"sparkd" in word for word in words) else None
+    return keeper if processes.is_alive(keeper) else None

@@ -162,7 +162,7 @@ def list_registries(name: str | None, as_json: bool) -> None:
 
 
 def _on_registries(work: Any) -> Any:
-    """The result of `work`, as JSON has it, for the registries of this machine's sparkd; as the user that its state folder belongs to."""
+    """The result of `work` for the registries of this machine's sparkd; as the user that its state folder belongs to."""
     from sparkd.cli.config_file import config_of
     from sparkd.execution.as_owner import as_owner
     from sparkd.recipes.registry import Registries

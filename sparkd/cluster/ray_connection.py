@@ -236,7 +236,13 @@ class RayLink:
 
     def _ray(self) -> Any:
         """The module. Ray reads some of its variables while it is imported, so they are set before; ours never reach a child of ours."""
-        ours = {"RAY_BACKEND_LOG_LEVEL": "error", "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S)}
+        ours = {
+            "RAY_BACKEND_LOG_LEVEL": "error",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S),
+            # Where a call to its raylet fails, Ray ends the driver if this process is gone; unless it is named, if the parent is process 1
+            # (raylet_ipc_client.cc, ShutdownIfLocalRayletDisconnected), as it is under systemd. The daemon outlives its raylet.
+            "RAY_RAYLET_PID": str(os.getpid()),
+        }
         os.environ.update({name: value for name, value in self._environment.items() if name.startswith("RAY_")} | ours)
         import ray
 

@@ -11,20 +11,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
+from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.host.private_files import private_folder, write_private
-from workers.host.processes import LACKS
+from workers.host.processes import LACKS, Stat
 
-MARK = "SPARKD_RAY_DIR"
+# Names of its two servers, of which a node that joined has the second.
+SERVERS = ("gcs_server", "raylet")
 # A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
 VERSION_LABEL = "sparkd-version"
 START_TIMEOUT_S = 90.0
@@ -34,11 +36,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """The costs of one process of Ray. pss_bytes: its share of the memory it maps; cpu_s: CPU seconds since it started."""
+    """The costs of one process of Ray. anonymous_bytes: memory that its end frees; cpu_s: CPU seconds of it and its ended children."""
 
     name: str
     pid: int
-    pss_bytes: int
+    anonymous_bytes: int
     cpu_s: float
 
 
@@ -62,7 +64,8 @@ class RayOptions:
 
 
 class RayHead:
-    """The Ray head of one runtime directory. Its processes carry that directory in their environment: so they are found, and only they.
+    """The Ray head of one runtime directory. `ray start` gets a session of its own here, and its servers log into that directory: so its
+    processes are found, and only they.
 
     node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
     every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
@@ -86,14 +89,14 @@ class RayHead:
         self._port = port
         self._memory_gib = memory_gib
         self._object_store_mib = object_store_mib
-        self._join = options.join
+        self.join = options.join
         self._keeper = options.keeper
         self._starts = options.starts
         self._session = options.session
         self._rank_folders = options.rank_folders
         # A node on its loopback address has no other node to connect to.
         self._fabric = options.fabric if node_ip != LOOPBACK else None
-        self._essential = {"raylet"} if options.join else {"gcs_server", "raylet"}
+        self._essential = set(SERVERS[options.join is not None :])
         self._record = runtime_dir / "ray.json"
 
     @property
@@ -123,7 +126,7 @@ class RayHead:
             )
         if self._keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
-            write_private(self._record, json.dumps({"address": None, "keeper": True}))
+            write_private(self._record, json.dumps({**self._recorded(), "address": None, "keeper": True}))
         self._end()
         return self._start()
 
@@ -138,14 +141,14 @@ class RayHead:
         A head that does not answer now proves nothing: then its raylet waits for it, or ends by itself.
         """
         record = self._recorded()
-        if record.get("join") != self._join:
+        if record.get("join") != self.join:
             return True
-        session = self._session() if self._join and self._session else None
+        session = self._session() if self.join and self._session else None
         return session is not None and session != record.get("session")
 
     def essential(self) -> dict[str, int]:
         """Name and process id of the living ones without which there is no Ray here."""
-        return {name: pid for name, pid in self._processes() if name in self._essential}
+        return {stat.name: stat.pid for stat in _members(self._sessions()) if stat.name in self._essential}
 
     def stop(self) -> None:
         """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children.
@@ -158,11 +161,12 @@ class RayHead:
             raise RayUnavailable(f"Ray cannot be ended: {_refusal(error)}") from error
 
     def _end(self) -> None:
+        sessions = self._sessions()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for _, pid in sorted(self._processes(), key=lambda process: process[0] != "raylet"):
-                _kill(pid, number)
+            for stat in sorted(_members(sessions), key=lambda stat: stat.name != "raylet"):
+                _kill(stat.pid, number)
             deadline = time.monotonic() + STOP_GRACE_S
-            while any(self._processes()) and time.monotonic() < deadline:
+            while _members(sessions) and time.monotonic() < deadline:
                 time.sleep(0.05)
         if not self._kept:
             self.forget()
@@ -178,13 +182,13 @@ class RayHead:
         self._record.unlink(missing_ok=True)
 
     def costs(self) -> list[RayProcess]:
-        """PSS and CPU time of every process of this head, largest first."""
-        processes = [RayProcess(name, pid, _pss_bytes(pid), _cpu_s(pid)) for name, pid in self._processes()]
-        return sorted(processes, key=lambda process: -process.pss_bytes)
+        """Memory and CPU time of every process of this head, largest first."""
+        costs = [RayProcess(stat.name, stat.pid, **process_cost(stat.pid)) for stat in _members(self._sessions())]
+        return sorted(costs, key=lambda process: -process.anonymous_bytes)
 
     def listeners(self) -> list[str]:
         """`address:port name` of every TCP socket that a process of this head listens on."""
-        return sorted(f"{where} {name}" for name, pid in self._processes() for where in _listening(pid))
+        return sorted(f"{where} {stat.name}" for stat in _members(self._sessions()) for where in _listening(stat.pid))
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment of `ray start`, without the caller's own variables of Ray: another cluster's settings must not leak in."""
@@ -194,14 +198,14 @@ class RayHead:
         links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
         extra = {NODE_LINKS: ",".join(links)} if links else {}
         extra[NODE_PYTHON] = sys.executable
-        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders | links | extra
+        return clean | node_environment(self.token_path, self.node_ip) | folders | links | extra
 
     def command(self) -> list[str]:
         resources = {"unified_memory_gib": self._memory_gib}
         head = ["--head", f"--port={self._port}", "--include-dashboard=false", "--no-monitor"]
         return [
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
-            *([f"--address={self._join}"] if self._join else head),
+            *([f"--address={self.join}"] if self.join else head),
             f"--node-ip-address={self.node_ip}",
             f"--labels={VERSION_LABEL}={__version__}",
             f"--temp-dir={self.folder}",
@@ -216,7 +220,7 @@ class RayHead:
         ]
 
     def _start(self) -> str:
-        if not self._join:
+        if not self.join:
             make_token(self.token_path)
         private_folder(self.folder)
         # Before Ray starts: without its record, sparkd would start and end Ray over and over.
@@ -247,7 +251,8 @@ class RayHead:
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
         self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
-        record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
+        record = {"address": address, "keeper": self._keeper, "join": self.join, "session": session}
+        record |= {"sessions": sorted(self._sessions()), "boot_id": processes.boot_id()}
         write_private(self._record, json.dumps(record))
         return address
 
@@ -270,28 +275,16 @@ class RayHead:
         except OSError:
             return None
 
-    def _processes(self) -> Iterator[tuple[str, int]]:
-        """(name, pid) of every living process of this head: it carries sparkd's mark, or a title of Ray's and has a file of the folder.
-
-        Ray's agents and workers set a title, which may overwrite the environment that /proc shows. Other processes that have a file of the
-        folder open do not count: a daemon that has joined, or a program that shows a log.
+    def _sessions(self) -> set[int]:
+        """Sessions of this head: those of servers that have a file of its folder open, and those of its start, whose servers may have been
+        killed. Ray's other processes do not leave them; a daemon that has joined, and an engine's shim, have others.
         """
-        mark = f"{MARK}={self.folder}".encode()
-        inside = f"{self.folder}/"
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit() or int(entry) == os.getpid():
-                continue
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    ours = mark in file.read().split(b"\0") or (_is_titled(entry) and _holds_open(entry, inside))
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    stat = file.read()
-            except OSError as error:
-                if error.errno in LACKS:
-                    raise
-                continue
-            if ours and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
-                yield stat[stat.index(b"(") + 1 : stat.rindex(b")")].decode("ascii", "replace"), int(entry)
+        stats, inside, record = processes.table(), f"{os.path.realpath(self.folder)}/", self._recorded()
+        sessions = {stat.session for stat in stats.values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
+        if record.get("boot_id") == processes.boot_id():
+            # `ray start`, which began the session, has ended: a process with its number now is another.
+            sessions |= {session for session in record["sessions"] if session not in stats}
+        return sessions
 
 
 def living_head(runtime_dir: Path) -> str | None:
@@ -320,8 +313,6 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
         # /run is memory: 16 MiB of each log at most.
         "RAY_ROTATION_MAX_BYTES": str(8 << 20),
         "RAY_ROTATION_BACKUP_COUNT": "1",
-        # Ray sets titles with setproctitle, which overwrites the environment that /proc shows unless SPT_NOENV is set.
-        "SPT_NOENV": "1",
         "PYTHONPATH": PACKAGE_DIR,
     }
     if node_ip == LOOPBACK:
@@ -354,8 +345,9 @@ def make_token(path: Path) -> None:
 
 
 def process_cost(pid: int) -> dict[str, Any]:
-    """{"pss_bytes", "cpu_s"} of one process of ours."""
-    return {"pss_bytes": _pss_bytes(pid), "cpu_s": _cpu_s(pid)}
+    """{"anonymous_bytes", "cpu_s"} of one process of ours."""
+    stat = processes.read_stat(pid)
+    return {"anonymous_bytes": processes.anonymous_bytes(pid), "cpu_s": stat.cpu_ticks / os.sysconf("SC_CLK_TCK") if stat else 0.0}
 
 
 def _refusal(error: OSError) -> str:
@@ -363,16 +355,15 @@ def _refusal(error: OSError) -> str:
     return f"{error.strerror or error}{of}. Check that folder's disk, and who owns it."
 
 
-def _is_titled(pid: str) -> bool:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read(5) == b"ray::"
+def _members(sessions: Collection[int]) -> list[Stat]:
+    return [stat for stat in processes.table().values() if stat.session in sessions] if sessions else []
 
 
-def _holds_open(pid: str, inside: str) -> bool:
+def _holds_open(pid: int, inside: str) -> bool:
     return any(target.startswith(inside) for target in _open_files(pid))
 
 
-def _open_files(pid: str) -> list[str]:
+def _open_files(pid: int) -> list[str]:
     """The targets of a process's descriptors, as far as it is there and ours to see."""
     targets = []
     try:
@@ -392,26 +383,9 @@ def _kill(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _pss_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
-    except OSError:
-        return 0
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            words = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _listening(pid: int) -> set[str]:
     """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    addresses, inodes = set(), {target[8:-1] for target in _open_files(str(pid)) if target.startswith("socket:[")}
+    addresses, inodes = set(), {target[8:-1] for target in _open_files(pid) if target.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
@@ -433,17 +407,17 @@ def _address(text: str) -> str:
 
 
 def costs_of(head: RayHead | None) -> dict[str, Any]:
-    """The cost of Ray and of this process on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks.
+    """The cost of Ray and of this process on this node: memory and CPU seconds of each process, and Ray's listeners. Blocks.
 
     Ray's part is empty if this process may open no more files. An operator who looks for the reason still gets an answer.
     """
-    processes, listeners = list[RayProcess](), list[str]()
+    ray, listeners = list[RayProcess](), list[str]()
     with suppress(OSError):
         if head:
-            processes, listeners = head.costs(), head.listeners()
+            ray, listeners = head.costs(), head.listeners()
     return {
         "daemon": process_cost(os.getpid()),
-        "ray": [{"name": p.name, "pid": p.pid, "pss_bytes": p.pss_bytes, "cpu_s": p.cpu_s} for p in processes],
-        "ray_pss_bytes": sum(p.pss_bytes for p in processes),
+        "ray": [asdict(process) for process in ray],
+        "ray_anonymous_bytes": sum(process.anonymous_bytes for process in ray),
         "ray_listeners": listeners,
     }

@@ -8,13 +8,14 @@ import select
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
 from sparkd.capacity.reservation import offered_gib
 from sparkd.cluster import membership
 from sparkd.cluster.head_probe import probe_head
+from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import rank_folders, remove_empty
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, is_here
 from sparkd.config.config import Config
@@ -32,8 +33,8 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
 
     again_s: start it again so long after it ended by itself, where no service manager does. Raises ConfigError for an address that cannot
-    be used, StateError for a runtime folder that cannot be made, RayUnavailable where Ray does not start, or ends by itself and again_s
-    is None.
+    be used, StateError for a runtime folder that cannot be made or a machine that another sparkd lends, RayUnavailable where Ray does
+    not start, or ends by itself and again_s is None.
     """
     environ = dict(environ)
     systemd = Systemd.take()
@@ -45,7 +46,9 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
         problem = f"The runtime directory {runtime} cannot be made: {error.strerror}."
         raise StateError(f"{problem} Set runtime_dir to a folder of this user, on a disk with free space.") from None
     try:
-        _run(ray, systemd, again_s)
+        # The head's daemon books a joined node's memory; on the head's own node the daemon itself holds the machine.
+        with machine_lock() if ray.join else nullcontext():
+            _run(ray, systemd, again_s)
     finally:
         remove_empty(runtime)
 

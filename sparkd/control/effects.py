@@ -29,6 +29,7 @@ from sparkd.errors import (
     DoesNotFit,
     MemoryReturns,
     ModelUnusable,
+    NodeRefused,
     NoRoom,
     RankError,
     SparkdError,
@@ -357,15 +358,16 @@ class Actions:
         if state not in RESIDENT:
             record.close_upstream()
 
-    def give_up(self, record: Record, sentence: str) -> None:
-        """End the attempt of a model with which sparkd made an error; the next attempt waits.
+    def give_up(self, record: Record, error: SparkdError) -> None:
+        """End the attempt of a model over which an error came that no code expected; the next attempt waits.
 
         A model that serves or ends goes on. A model that served before it was adopted is asked again.
         """
         if record.attempt.adopted and record.state in STARTING:
-            record.attempt = replace(record.attempt, message=sentence)
+            record.attempt = replace(record.attempt, message=error.message)
         elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
-            self.fail(record, "InternalError", sentence)
+            reason = type(error).__name__ if isinstance(error, NodeRefused) else "InternalError"
+            self.fail(record, reason, error.message)
 
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
         record.busy = name

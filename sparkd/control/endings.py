@@ -38,7 +38,7 @@ class Endings:
         Each next try waits longer: a process that hangs in a driver still hangs a second later.
         """
         record = self._registry.records.get(model)
-        with self._boundary.around(kind, model, say):
+        with self._boundary.around(kind, model, lambda error: say(error.message)):
             try:
                 await self._end_all(ranks, hangs=record is not None and record.attempt.reason in HANGS)
                 await self._cluster.places.release(model)

@@ -8,8 +8,8 @@ from sparkd.control.residency import Stay
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import STARTING, ModelState, RankFact, Want
 
-# A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
-ENDS_S = 60.0
+# After the engine's own time (stop_timeout_s) a stop takes so long at most, with SIGKILL.
+ENDS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class ModelFacts:
 
     `ranks` is None where no node could be observed. For a model on several nodes it may lack the ranks of a node that does not answer:
     then `unseen` is true, and dark_s counts the seconds without a sign of life of that node; no_raylet names a node whose Ray has ended,
-    where Ray started the model's workers (executor: ray). halted_s: for how long a signal has stopped a rank. frozen: the message
-    about an engine that no longer computes (sparkd.control.watchdog). still_s: for how long no rank has read, written or computed;
-    silent_s: for how long none has read or written.
+    where Ray started the model's workers (executor: ray). halted_s: for how long a signal has stopped a rank; deaf_s: for how long
+    the engine's socket has been gone. frozen: the message about an engine that no longer computes (sparkd.control.watchdog). still_s: for
+    how long no rank has read, written or computed; silent_s: for how long none has read or written.
 
     claims: a client waits for the model or an operator has requested it, so others make room; asked_since_s: since when. lack: the memory
     that it requested when there was no room. stay: for how long it may not be evicted. yields: it is being evicted for another model.
@@ -42,6 +42,7 @@ class ModelFacts:
     dark_s: float = 0.0
     no_raylet: str | None = None
     halted_s: float = 0.0
+    deaf_s: float = 0.0
     still_s: float = float("inf")
     silent_s: float = float("inf")
     frozen: str | None = None
@@ -54,6 +55,7 @@ class ModelFacts:
     backoff_until_s: float = float("-inf")
     start_deadline_s: float = 1800.0
     drain_deadline_s: float = 60.0
+    stop_deadline_s: float = 60.0
     ttl_s: float = 0.0
     claims: bool = False
     asked_since_s: float = 0.0
@@ -71,6 +73,6 @@ class ModelFacts:
         """Something of it is being ended, or has to be. A rank that will not die keeps its memory in the book, and others need not wait for
         it."""
         if self.state is ModelState.STOPPING:
-            return now_s - self.state_since_s < ENDS_S
+            return now_s - self.state_since_s < self.stop_deadline_s
         away = self.state in (ModelState.STOPPED, ModelState.FAILED)
         return self.busy == "destroy" or any(fact.alive and (away or fact.handle.start != self.rank_id) for fact in self.ranks or ())

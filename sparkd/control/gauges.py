@@ -176,6 +176,7 @@ _OF_A_READING: tuple[tuple[Gauge, Callable[[Reading], float | None]], ...] = (
     (metrics.GPU_POWER_WATTS, lambda reading: reading.gpu_power_w),
     (metrics.GPU_BUSY_RATIO, lambda reading: _ratio(reading.gpu_busy_percent)),
     (metrics.GPU_CELSIUS, lambda reading: reading.gpu_celsius),
+    (metrics.NODE_GUARDED, lambda reading: reading.guarded),
     (metrics.NODE_MEMORY_LEVEL, lambda reading: LEVELS.index(reading.level)),
 )
 # The gateway holds these series (sparkd.gateway.exchange): a request may end, and count down, after its model has gone.

@@ -14,7 +14,7 @@ from sparkd.control.load_costs import Loads, recalled
 from sparkd.control.operations import OperationBook
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import Desired, Event, RankHandle
+from sparkd.state.nouns import Desired, Event, RankHandle, ages_s
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import EVENTS_KEPT, History, Store
@@ -135,9 +135,9 @@ class Ledger:
     def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
         """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
         ages: dict[str, list[float]] = {}
-        for event in self._store.history.events(0, EVENTS_KEPT, kind="failed"):
-            age_s = max(0.0, self.wall() - event.at_s)
-            if event.model and event.data.get("reason") == reason and age_s < window_s:
+        events = self._store.history.events(0, EVENTS_KEPT)
+        for event, age_s in zip(events, ages_s(events, self.wall()), strict=True):
+            if event.kind == "failed" and event.model and event.data.get("reason") == reason and age_s < window_s:
                 ages.setdefault(event.model, []).append(age_s)
         return ages
 
@@ -149,7 +149,7 @@ class Ledger:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
         written = False
-        with self._boundary.around("store", failed=self._note):
+        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 self._store.history.add_event(self.wall(), kind, model, message, data)
                 written = True
@@ -164,7 +164,7 @@ class Ledger:
         return self._store.history.events(after_seq, limit)
 
     def _persist(self, write: Callable[[], object]) -> None:
-        with self._boundary.around("store", failed=self._note):
+        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 write()
                 self.trouble = None

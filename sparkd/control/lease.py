@@ -17,8 +17,10 @@ from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     ABSENT,
+    BadRequest,
     DoesNotFit,
     Draining,
+    ModelCannotLoad,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
@@ -193,6 +195,9 @@ class LeaseQueue:
             record.queue.turn_away(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
+        if need is not None and need.lacks:
+            members = " or ".join(f"`{member}`" for member in need.lacks)
+            raise BadRequest(f"The body has no {members}, so {record.name} is not loaded for it.", param=need.lacks[0])
         self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
@@ -253,13 +258,13 @@ class LeaseQueue:
         return await self._shared.get((look, record.name, record.hash), partial(look, argument))
 
     async def _refuse_unusable(self, record: Record) -> None:
-        """Raise ModelFailed at once if the model's files are missing, instead of after its turn in the queue."""
+        """Raise ModelCannotLoad at once if the model's files are missing, instead of after its turn in the queue."""
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
         if fault := await self._once(record, self._unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
-            raise ModelFailed(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}", retry_after_s=None)
+            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}")
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
@@ -340,11 +345,10 @@ class LeaseQueue:
             more = "See `sparkd ps`."
         else:
             more = "See `sparkd ps` and `sparkd logs`."
-        return ModelFailed(
-            f"{failed}. {more}",
-            retry_after_s=None if lasts else max(1, math.ceil(left_s)),
-            held_by=holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else (),
-        )
+        held_by = holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
+        if lasts:
+            return ModelCannotLoad(f"{failed}. {more}", held_by=held_by)
+        return ModelFailed(f"{failed}. {more}", retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
 
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:

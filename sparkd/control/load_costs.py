@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from sparkd.control.residency import Budget
-from sparkd.state.nouns import STARTING, Event, ModelState
+from sparkd.state.nouns import STARTING, Event, ModelState, ages_s
 
 
 class Loads:
@@ -52,9 +52,10 @@ class Loads:
 def recalled(events: Sequence[Event], now_s: float, wall_s: float) -> Loads:
     """The loads that the events tell of, oldest first. now_s, wall_s: this moment, of the clock of the answer and of the events' clock."""
     begun_s: dict[str, float] = {}
-    loads = Loads(now_s - max((wall_s - event.at_s for event in events), default=0.0))
-    for event in events:
-        at_s = now_s - max(wall_s - event.at_s, 0.0)
+    ages = ages_s(events, wall_s)
+    loads = Loads(now_s - max(ages, default=0.0))
+    for event, age_s in zip(events, ages, strict=True):
+        at_s = now_s - age_s
         loads.advance(at_s)
         if event.kind == "settled":
             loads.settle()

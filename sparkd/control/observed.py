@@ -14,11 +14,12 @@ BUSY_LEAST_S = 5.0
 class Observed:
     """Times are monotonic seconds.
 
-    ranks: None before the first observation. halted_since_s: first observation at which a signal had stopped a rank; None for no such rank.
+    ranks: None before the first observation. halted_since_s, deaf_since_s: first observation at which a signal had stopped a rank, or a
+    rank's socket had been removed; None for no such rank.
     moved_at_s: when a rank last read, wrote or computed; told_at_s: when a rank last read or wrote.
     """
 
-    __slots__ = ("_moved", "halted_since_s", "log_path", "moved_at_s", "progress", "ranks", "told_at_s")
+    __slots__ = ("_moved", "deaf_since_s", "halted_since_s", "log_path", "moved_at_s", "progress", "ranks", "told_at_s")
 
     def __init__(self, now_s: float) -> None:
         self.ranks: tuple[RankFact, ...] | None = None
@@ -30,6 +31,7 @@ class Observed:
         """An attempt begins: nothing is known of its ranks yet."""
         self.progress = None
         self.halted_since_s: float | None = None
+        self.deaf_since_s: float | None = None
         # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
         self._moved: tuple[object, float] = (None, 0.0)
         self.moved_at_s = self.told_at_s = now_s
@@ -49,10 +51,8 @@ class Observed:
             if fact.handle.rank == 0:
                 self.log_path = fact.handle.log_path
         self._note_movement(ours, now_s)
-        if not any(fact.halted for fact in ours):
-            self.halted_since_s = None
-        elif self.halted_since_s is None:
-            self.halted_since_s = now_s
+        self.halted_since_s = _since(self.halted_since_s, now_s, any(fact.halted for fact in ours))
+        self.deaf_since_s = _since(self.deaf_since_s, now_s, any(fact.deaf for fact in ours))
 
     def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
         progress = [fact.progress for fact in ranks]
@@ -62,3 +62,7 @@ class Observed:
             self.told_at_s = now_s
         if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
             self._moved, self.moved_at_s = (seen, cpu_s), now_s
+
+
+def _since(before_s: float | None, now_s: float, holds: bool) -> float | None:
+    return None if not holds else now_s if before_s is None else before_s

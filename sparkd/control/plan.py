@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from sparkd.control.facts import ModelFacts
 from sparkd.control.scheduler import Turn
@@ -27,6 +28,8 @@ ALONE_DARK_S = 10.0
 _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore encountered a fatal error")
 # How long a rank may be stopped by a signal (state T; a debugger's is t), so that two observations show it.
 HALTED_S = 1.0
+# How long the socket's file of a server that is up may be gone. An engine that ends removes it, and has ended within that time.
+DEAF_S = 10.0
 # The delay reaches its cap long before this. Without a limit the 1,025th failure would overflow a float.
 MOST_DOUBLINGS = 60
 
@@ -298,20 +301,23 @@ def _present(facts: ModelFacts) -> list[RankFact]:
 
 
 def _broken(facts: ModelFacts) -> Fail | None:
-    """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable or frozen: no rank serves then."""
+    """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable, without its socket or frozen."""
     present = _present(facts)
     if not present and not facts.unseen:
         return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
-        first = min(filter(_says_why, present), key=_since_s, default=dead[0])
+        first = min(filter(_says_why, present), key=attrgetter("cause_order"), default=dead[0])
         return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
         numbers = " and ".join(map(str, missing))
         message = f"Rank {numbers} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
         return Fail(facts.name, "RankMissing", message)
+    if facts.deaf_s >= DEAF_S:
+        path = next((fact.handle.socket_path for fact in present if fact.deaf), "")
+        return Fail(facts.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
     if facts.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:
@@ -339,7 +345,8 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
         cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
         return Fail(facts.name, "StartTimeout", cause + cure)
-    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in present)), None):
+    in_order = sorted(present, key=attrgetter("cause_order"))
+    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in in_order)), None):
         # The engine may take long to end, or hang, but its load has failed already.
         return Fail(facts.name, *failed)
     phase = _PHASES.get(progress.phase)
@@ -355,7 +362,7 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _why(present: list[RankFact]) -> str:
-    diagnosis = next((fact.diagnosis for fact in present if fact.diagnosis), None)
+    diagnosis = next((fact.diagnosis for fact in sorted(present, key=attrgetter("cause_order")) if fact.diagnosis), None)
     return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 
@@ -369,12 +376,8 @@ def _says_why(fact: RankFact) -> bool:
         return True
     if diagnosis is not None and diagnosis.name == "RankGone":
         return False
-    is_recent = (progress.line_at_s or 0.0) - _since_s(fact) <= ROOT_CAUSE_WINDOW_S
+    is_recent = (progress.line_at_s or 0.0) - (progress.error_at_s or 0.0) <= ROOT_CAUSE_WINDOW_S
     return is_recent and (progress.last_error is not None or (diagnosis is not None and diagnosis.weight > HINT))
-
-
-def _since_s(fact: RankFact) -> float:
-    return fact.progress.error_at_s or 0.0
 
 
 def _epitaph(name: str, fact: RankFact, ended: RankFact) -> tuple[str, str, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel, unexpected
 from sparkd.models.source import name_of
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
@@ -20,6 +20,8 @@ from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.store import Store
 from sparkd.vllm.logging_args import remark
 
+# Each that is added costs a look at all of them: 0.2 s with so many.
+MOST_ADDED = 256
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 
@@ -129,7 +131,11 @@ class Roster:
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
         """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
         self.judged(name, raw)
-        standing = self._store.wishes.specs().get(name)
+        added = self._store.wishes.specs()
+        standing = added.get(name)
+        if standing is None and len(added) >= MOST_ADDED:
+            cure = "remove one (`sparkd rm MODEL`), or write this one into the configuration file"
+            raise Conflict(f"{MOST_ADDED} models were added already, and sparkd keeps no more: {cure}.", param="name")
         if standing is not None and _text(standing) == _text(raw):
             return None
         if standing is not None and not replace:
@@ -266,7 +272,7 @@ class Roster:
             except Exception as error:
                 # The last boundary of a row that another release may have written: it must not stop a start.
                 log.exception("the model %s, added earlier, cannot be read", name)
-                self._left_out[name] = f"sparkd made an error ({type(error).__name__}); its log has more."
+                self._left_out[name] = unexpected(error).message
         for name, spec in [*self._lent.items()]:
             try:
                 config = config.with_model(spec)

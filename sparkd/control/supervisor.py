@@ -19,7 +19,7 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ModelFacts
+from sparkd.control.facts import ENDS_S, ModelFacts
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
@@ -35,7 +35,7 @@ from sparkd.control.swap import Swap, bar_of
 from sparkd.control.views import holders, view
 from sparkd.control.watchdog import Pulse
 from sparkd.control.wishes import Wishes
-from sparkd.errors import DoesNotFit, Unlinked
+from sparkd.errors import DoesNotFit, SparkdError, Unlinked
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
@@ -314,21 +314,20 @@ class Supervisor:
         for name, record in self.registry.records.items():
             with around("facts", name):
                 facts[name] = observed.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
-        strangers = tuple(fact for fact in observed.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):
-            bar = bar_of(observed.observation, self._gate, strangers)
+            bar = bar_of(observed.observation, self._gate, observed.strangers)
             whose = self._swap.turn(facts, bar)
             can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, strangers, can_place, now_s, whose), whose
+        return plan(facts, observed.strangers, can_place, now_s, whose), whose
 
-    def _give_up(self, model: str, sentence: str) -> None:
+    def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
-            self._actions.give_up(record, sentence)
+            self._actions.give_up(record, error)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id):
+            if self._endings.rests(action.rank_id) or action.rank_id in self._actions.strays:
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
@@ -410,6 +409,7 @@ class Found:
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
             halted_s=now_s - record.observed.halted_since_s if record.observed.halted_since_s is not None else 0.0,
+            deaf_s=now_s - record.observed.deaf_since_s if record.observed.deaf_since_s is not None else 0.0,
             still_s=now_s - record.observed.moved_at_s,
             silent_s=now_s - record.observed.told_at_s,
             frozen=frozen(record),
@@ -422,6 +422,7 @@ class Found:
             backoff_until_s=record.backoff_until_s,
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
+            stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
             claims=record.claims,
             asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,

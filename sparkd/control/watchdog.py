@@ -40,6 +40,12 @@ HEARD_S = 6.0
 # A share of one core; a process that waits wakes up now and then.
 IDLE_SHARE = 0.2
 
+GUARD_ABSENT = "GuardAbsent"
+UNGUARDED = (
+    "no memory guard watches this node, so a model that takes too much freezes it: the guard's process hangs, or its lock is held by one "
+    "that does. Run `systemctl restart sparkd-ray` there; if that does not help within a minute, restart the node."
+)
+
 _STEPS = tuple(f"vllm:{name}" for name in ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum"))
 _IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -129,13 +135,18 @@ class Pulse:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """A condition for each node where nvidia-smi fails or hangs: then power and memory of that GPU are unknown."""
+        """A condition for each node that no guard watches, and for each where nvidia-smi fails or hangs: then power and memory of that GPU
+        are unknown."""
         unknown = "The GPU's power and kernels are not known; see `sparkd doctor`."
-        return tuple(
+        absent = [
+            Condition(GUARD_ABSENT, f"{node}: {UNGUARDED}", node) for node, reading in self._readings.items() if reading.guarded is False
+        ]
+        silent = [
             Condition("GpuSilent", f"{node}: {reading.device_trouble}. {unknown}", node)
             for node, reading in self._readings.items()
             if reading.device_trouble
-        )
+        ]
+        return (*absent, *silent)
 
     async def _ask(self, record: Record) -> None:
         put_at_s = self._clock()

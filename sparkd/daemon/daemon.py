@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from sparkd.admin.pull import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
@@ -39,6 +39,7 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
 from sparkd.engine.metrics import Scraper
 from sparkd.engine.upstream import Upstream
@@ -93,7 +94,7 @@ def serve(config: Config, options: Options) -> None:
     _allow_many_files()
     if unlocked := memlock.lock():
         log.warning("the daemon's memory may be swapped out: %s", unlocked)
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with unblocked(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(_serve(config, options))
 
 
@@ -119,9 +120,12 @@ async def _serve_locked(config: Config, options: Options, systemd: Systemd, envi
         _check_inherited(config, inherited.socket, environ)
     store = Store(config.state_dir / "state.db")
     try:
-        await Daemon(config, options, systemd, store, listening, environ).run()
+        with machine_lock():
+            await Daemon(config, options, systemd, store, listening, environ).run()
     finally:
         store.close()
+        for each in listening:
+            each.close()
 
 
 class Daemon:
@@ -255,17 +259,16 @@ class Daemon:
         """Again after Ray was joined: it puts handlers of its own in place."""
         loop.add_signal_handler(signal.SIGINT, self._end_soon, True)
         loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
-        # On a terminal, SIGHUP is the terminal that was closed; anywhere else it asks for a reload.
-        if sys.stdin is not None and sys.stdin.isatty():
-            loop.add_signal_handler(signal.SIGHUP, self._end_soon, True, False)
-        else:
-            loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        # A terminal that is closed sends it, too: clients and engines do not depend on who looks on.
+        loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # Other daemons reopen their logs for them. Their default is the end of the process.
+            loop.add_signal_handler(number, log.info, "%s means nothing to sparkd", number.name)
 
-    def _end_soon(self, stop_engines: bool, insists: bool = True) -> None:
-        """insists: once more means at once. Kernel and shell both tell of a terminal that is closed."""
+    def _end_soon(self, stop_engines: bool) -> None:
+        """Once more means at once."""
         if self._ending.is_set():
-            if insists:
-                self._at_once.set()
+            self._at_once.set()
             return
         self._stop_engines = stop_engines
         self._ending.set()
@@ -314,7 +317,12 @@ class Daemon:
         return sum(model.in_flight for model in self._supervisor.snapshot().models.values())
 
     def _load(self) -> Config:
-        config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+        path = self._options.config_path
+        config = load_config(path, flags=self._options.flags, environ=self._environ)
+        # An editor or a full disk has left nothing of it.
+        ours = any(record.origin == "file" and record.spec for record in self._registry.records.values())
+        if path is not None and ours and not config.models and not path.read_bytes().strip():
+            raise ConfigError(f"{path} is empty, which would remove every model. Restore it; to remove them all, write `models: {{}}`.")
         # A file that has lost its keys must not open an address that others can reach.
         for listening in self._listening:
             _check_inherited(config, listening, self._environ)
@@ -522,19 +530,18 @@ def _private_folder(path: Path) -> None:
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
-    host, port = listening.getsockname()[:2]
-    check_bind(config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}), environ)
+    check_bind(config.model_copy(update={"listen": _url(*_numeric(listening.getsockname())).removeprefix("http://")}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
-    host, port = listening.getsockname()[:2]
+    host, port = _numeric(listening.getsockname())
     return _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def _lan_url(listening: socket.socket) -> str | None:
     """How other machines reach a gateway on a wildcard address: by the address of the default route. None where there is none."""
-    host, port = listening.getsockname()[:2]
+    host, port = _numeric(listening.getsockname())
     if host not in ("0.0.0.0", "::"):
         return None
     with socket.socket(listening.family, socket.SOCK_DGRAM) as probe:
@@ -542,8 +549,13 @@ def _lan_url(listening: socket.socket) -> str | None:
             probe.connect(("2001:db8::1" if host == "::" else "192.0.2.1", 9))  # of documentation; a datagram socket sends nothing for it
         except OSError:
             return None
-        return _url(probe.getsockname()[0], port)
+        return _url(_numeric(probe.getsockname())[0], port)
 
 
-def _url(host: str, port: int) -> str:
+def _numeric(address: Any) -> tuple[str, str]:
+    """Host and port, with the interface of a link-local address."""
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+
+
+def _url(host: str, port: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

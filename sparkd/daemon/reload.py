@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from sparkd.config.config import Config
-from sparkd.errors import ConfigError, SparkdError
+from sparkd.errors import ConfigError, SparkdError, unexpected
 from sparkd.systemd import Systemd
 
 log = logging.getLogger("sparkd")
@@ -98,8 +98,7 @@ class Reloader:
             raise
         except Exception as error:
             log.exception("the configuration could not be read")
-            problem = f"sparkd made an error while it read the configuration ({type(error).__name__}); its log has more. Please report it."
-            raise ConfigError(problem) from error
+            raise ConfigError(f"The configuration was not read: {unexpected(error).message}") from error
         return config
 
 

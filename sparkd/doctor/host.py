@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.fabric.checks import OK, Finding
+from workers.guard.gpu_meter import number_of, words_of
 from workers.host.inspection import FILES, PATHS
 from workers.host.meminfo import count_of, parse_fields
 
@@ -25,7 +26,7 @@ class Host:
         self._files: Mapping[str, str] = raw.get("files") or {}
         self.meminfo = parse_fields(self.text("proc/meminfo"))
         # name, driver, utilization, power, SM clock, its maximum: of the first GPU. Empty where nvidia-smi names none.
-        words = [word.strip() for word in self.command("nvidia-smi").partition("\n")[0].split(",")]
+        words = words_of(self.command("nvidia-smi").partition("\n")[0])
         self.gpu = words if len(words) == len(GPU_WORDS) and words[0] else []
 
     def text(self, path: str) -> str:
@@ -69,10 +70,7 @@ class Host:
 
     def gpu_number(self, index: int) -> float | None:
         """Utilization in percent (2), watts (3), MHz (4, 5); None where nvidia-smi says [N/A]."""
-        try:
-            return float(self.gpu[index])
-        except (IndexError, ValueError):
-            return None
+        return number_of(self.gpu[index]) if index < len(self.gpu) else None
 
     def find(self, check: str, verdict: str, about: str, evidence: str, cure: str = "", command: str | None = None) -> Finding:
         return Finding(check, verdict, self.name, about, evidence, cure, command)

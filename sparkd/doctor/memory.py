@@ -26,12 +26,22 @@ OLD_S = 600.0
 
 
 def findings(host: Host) -> Iterator[Finding]:
+    yield from _limit(host)
     yield from _swap(host)
     yield from _settings(host)
     yield from _page_cache(host)
     yield from _killers(host)
     yield from _holders(host)
     yield from _system(host)
+
+
+def _limit(host: Host) -> Iterator[Finding]:
+    limit = host.raw.get("memory_limit_bytes")
+    if limit is None or limit >= host.total_bytes:
+        return
+    evidence = f"a control group allows {gib(limit)} of the machine's {gib(host.total_bytes)}"
+    cure = "sparkd lends no more than that. To lend all, remove the container's memory limit, or MemoryMax= of the unit or slice."
+    yield host.find("memory-limit", WARN, "memory", evidence, cure)
 
 
 def _swap(host: Host) -> Iterator[Finding]:
@@ -149,8 +159,9 @@ def _holders(host: Host) -> Iterator[Finding]:
     gap = unaccounted_bytes(host.meminfo)
     if gap is not None and not engines:
         if gap > MOST_GAP_BYTES:
-            command = "sudo fuser -v /dev/nvidia*"
-            cure = f"A dead engine may have left it in the driver: `{command}` names its holders. Without any, restart."
+            # Not fuser, which reads every process's maps: those of a process that a driver holds do not come.
+            command = "sudo find /proc/[0-9]*/fd -lname '/dev/nvidia*'"
+            cure = f"A dead engine may have left it in the driver: `{command}` names its holders by number. Without any, restart."
             yield host.find("leak", FAIL, "memory", f"{gib(gap)} belong to no process, and no engine runs", cure, command)
         else:
             yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")

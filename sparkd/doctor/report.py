@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.host import Host
@@ -29,19 +30,25 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
     return {"nodes": [host.name for host in hosts], "findings": [asdict(finding) for finding in findings], "verdict": worst(findings)}
 
 
-def examined(readings: Mapping[str, Mapping[str, Any] | None], config: Config, views: Iterable[ModelView]) -> dict[str, Any]:
-    """The report of a running daemon: with the time-outs that it waits for, and its failed models."""
+def examined(
+    readings: Mapping[str, Mapping[str, Any] | None],
+    config: Config,
+    views: Iterable[ModelView],
+    unguarded: Iterable[Condition] = (),
+) -> dict[str, Any]:
+    """The report of a running daemon: with the time-outs that it waits for, nodes that no memory guard watches, and its failed models."""
     start_s = {"health_check_timeout_s": config.health_check_timeout_s}
     start_s |= {f"models.{name}": config.start_deadline_s(model) for name, model in config.models.items() if model.health_check_timeout_s}
     env = config.engine.env
     settings = {"start_s": start_s, "environment": {name: env[name].get_secret_value() for name in TIME_NAMES if name in env}}
     with_settings = {name: raw and {**raw, "settings": settings} for name, raw in readings.items()}
+    absent = [Finding("guard", FAIL, condition.node or "this node", "memory guard", condition.message) for condition in unguarded]
     failed = [
         Finding("model", FAIL, view.node or "this node", view.name, view.reason or "failed", view.message or "")
         for view in views
         if view.state is ModelState.FAILED
     ]
-    return report(with_settings, failed)
+    return report(with_settings, absent + failed)
 
 
 def of_node(host: Host) -> tuple[Finding, ...]:

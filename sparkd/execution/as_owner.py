@@ -1,4 +1,4 @@
-"""Owns how root works in a folder of another user: as that user, in a child. Never follows a link below the folder in question.
+"""Owns how root works in a folder of another user: as that user. Never follows a link below the folder in question.
 
 A status file, a record and a socket's path in a folder are the words of the user who can write there. Root that acts on them kills the
 process and removes the file that the user names; the user's own process cannot.
@@ -6,29 +6,33 @@ process and removes the file that the user names; the user's own process cannot.
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import stat
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TypeVar
 
-from sparkd import errors
-from sparkd.errors import SparkdError, StateError
+from sparkd.errors import StateError
+
+T = TypeVar("T")
 
 _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
-def as_owner(folder: Path, work: Callable[[], Any]) -> Any:
-    """Do `work` and return its value, as JSON has it. If this is root and the folder is another user's, a child does it as that user.
+def as_owner(folder: Path, work: Callable[[], T]) -> T:
+    """Do `work` and return its value. If this is root and the folder is another user's, the whole process is that user until it is done:
+    for the command line, which has one thread.
 
-    Raises the SparkdError of `work`, and StateError if the folder has no clear owner.
+    Raises StateError for an OSError of `work`, and if the folder has no clear owner.
     """
     user = lesser_owner(folder) if os.geteuid() == 0 else 0
-    return _as(user, work) if user else work()
+    try:
+        with _as(user) if user else nullcontext():
+            return work()
+    except OSError as error:
+        raise StateError(f"{error.filename or 'A system call'}: {error.strerror or error}.") from error
 
 
 def refuse_another_users(folder: Path) -> None:
@@ -90,60 +94,30 @@ def _on_the_way(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _as(user: int, work: Callable[[], Any]) -> Any:
+@contextmanager
+def _as(user: int) -> Iterator[None]:
+    """This process is the user's: its real ids too, by which root's processes could be signalled. The saved ones alone lead back, and no
+    program that is started has them (execve(2))."""
     "x".encode("idna")  # imported now: the user need not be able to read root's Python, and addresses are looked up by it
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _work_as(user, work, writing)
-    os.close(writing)
-    with open(reading, "rb") as answer:
-        text = answer.read()
-    _, status = os.waitpid(child, 0)
-    try:
-        outcome = json.loads(text)
-    except ValueError:
-        raise StateError(f"The work as the user {_name_of(user)} ended without a message (status {status}).") from None
-    if "error" in outcome:
-        kind = getattr(errors, outcome["error"], SparkdError)
-        raise kind(outcome["message"])
-    return outcome["done"]
-
-
-def _work_as(user: int, work: Callable[[], Any], writing: int) -> NoReturn:
-    code = 1
-    try:
-        become(user)
-        try:
-            outcome = {"done": work()}
-        except SparkdError as error:
-            outcome = {"error": type(error).__name__, "message": error.message}
-        except OSError as error:
-            outcome = {"error": "StateError", "message": f"{error.filename or 'A system call'}: {error.strerror or error}."}
-        except Exception:
-            traceback.print_exc()
-            raise
-        with open(writing, "w") as answer:
-            json.dump(outcome, answer)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def become(user: int) -> None:
-    """This process is the user's from here on, with no way back: the real id too, by which root could be signalled."""
     try:
         entry = pwd.getpwuid(user)
     except KeyError:
-        group = user
+        group, home = user, os.environ.get("HOME", "/")
     else:
-        group = entry.pw_gid
-        os.environ["HOME"] = entry.pw_dir
-    os.setgroups([])
-    os.setresgid(group, group, group)
-    os.setresuid(user, user, user)
-    os.umask(0o077)
+        group, home = entry.pw_gid, entry.pw_dir
+    groups, roots_group, roots_home, mask = os.getgroups(), os.getegid(), os.environ.get("HOME", "/"), os.umask(0o077)
+    try:
+        os.environ["HOME"] = home
+        os.setgroups([])
+        os.setresgid(group, group, roots_group)
+        os.setresuid(user, user, 0)
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(roots_group, roots_group, roots_group)
+        os.setgroups(groups)
+        os.environ["HOME"] = roots_home
+        os.umask(mask)
 
 
 def _name_of(user: int) -> str:

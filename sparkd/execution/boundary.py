@@ -11,6 +11,7 @@ from typing import Any
 
 from sparkd import metrics
 from sparkd.condition import Condition
+from sparkd.errors import NodeRefused, SparkdError, lack_of_machine, unexpected
 from workers.host.interpreter import PACKAGE_DIR
 
 log = logging.getLogger("sparkd.boundary")
@@ -42,14 +43,16 @@ class Boundary:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._caught: dict[tuple[str, str, str], _Caught] = {}
+        # By place, model, kind, and whether the machine's.
+        self._caught: dict[tuple[str, str, str, bool], _Caught] = {}
         # By the name of its class: when an error of a library's own work was logged last.
         self._foreign_logged_s: dict[str, float] = {}
 
     def caught(self, where: str, error: BaseException, model: str = "", context: str = "") -> None:
         """Note an error. where: one word, the same for all models. context: more text for the log, without data of a user."""
         metrics.INTERNAL_ERRORS.labels(where).inc()
-        now_s, kind = self._clock(), (where, model, type(error).__name__)
+        lack = lack_of_machine(error)
+        now_s, kind = self._clock(), (where, model, lack or type(error).__name__, lack is not None)
         caught = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
         if now_s - caught.at_s > KEPT_S:
             caught.times = 0
@@ -57,24 +60,29 @@ class Boundary:
         if now_s - caught.logged_s >= LOG_EVERY_S:
             caught.logged_s = now_s
             place = f"{where}{f' of {model}' if model else ''}{f': {context}' if context else ''}"
-            log.error("sparkd made an error in %s", place, exc_info=error)
+            log.error(f"{f'this machine refused ({lack})' if lack else 'sparkd made an error'} in %s", place, exc_info=error)
 
     @property
     def condition(self) -> Condition | None:
         """The condition for the operator; None once no error has come for KEPT_S. Names kinds only: an error's text may hold anything."""
         now_s = self._clock()
         self._caught = {kind: error for kind, error in self._caught.items() if now_s - error.at_s <= KEPT_S}
-        places = [
-            f"{where}{f' of {model}' if model else ''} ({name}{f', {error.times} times' if error.times > 1 else ''})"
-            for (where, model, name), error in self._caught.items()
-        ]
-        if not places:
-            return None
-        message = f"sparkd made an error in {', '.join(places)}. It goes on; please report what its log says."
-        return Condition("InternalError", message)
+        if ours := self._places(of_machine=False):
+            return Condition("InternalError", f"sparkd made an error in {ours}. It goes on; please report what its log says.")
+        if refused := self._places(of_machine=True):
+            message = f"This node refused what sparkd needs in {refused}. It goes on; run `df` and `sparkd doctor` here."
+            return Condition(NodeRefused.__name__, message)
+        return None
 
-    def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Around:
-        """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""
+    def _places(self, *, of_machine: bool) -> str:
+        return ", ".join(
+            f"{where}{f' of {model}' if model else ''} ({name}{f', {error.times} times' if error.times > 1 else ''})"
+            for (where, model, name, machines), error in self._caught.items()
+            if machines is of_machine
+        )
+
+    def around(self, where: str, model: str = "", failed: Callable[[SparkdError], None] | None = None) -> Around:
+        """Nothing that is raised within it goes on from here. failed: hears what is told of the one model that is concerned."""
         return Around(self, where, model, failed)
 
     def spawn(
@@ -124,7 +132,7 @@ class Around:
 
     __slots__ = ("_boundary", "_failed", "_model", "_where")
 
-    def __init__(self, boundary: Boundary, where: str, model: str, failed: Callable[[str], None] | None) -> None:
+    def __init__(self, boundary: Boundary, where: str, model: str, failed: Callable[[SparkdError], None] | None) -> None:
         self._boundary, self._where, self._model, self._failed = boundary, where, model, failed
 
     def __enter__(self) -> None:
@@ -136,7 +144,7 @@ class Around:
         self._boundary.caught(self._where, error, self._model)
         if self._failed is not None:
             with self._boundary.around(self._where, self._model):
-                self._failed(f"sparkd made an error ({type(error).__name__}); its log has more.")
+                self._failed(unexpected(error))
         return True
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import re
+import zlib
+from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import msgspec
+import zstandard
 
-from sparkd.errors import BadRequest
+from sparkd.errors import BadRequest, BodyTooLarge
 from sparkd.gateway.outline import LONG_DIGITS
 
 _STRIDE = LONG_DIGITS // 2
 _SMALL_BYTES = 256 * 1024
 _PIECE_BYTES = 1024 * 1024
 _MAX_PARTS = 64
+# RFC 9659 asks of a decoder of zstd a window of 8 MiB.
+ENCODINGS: dict[bytes, Callable[[bytes], Any]] = {
+    b"gzip": lambda body: gzip.GzipFile(fileobj=BytesIO(body)),
+    b"zstd": lambda body: zstandard.ZstdDecompressor(max_window_size=8 * 1024 * 1024).stream_reader(body),
+}
 _MAX_PART_HEADER_BYTES = 8 * 1024
 
 # Anthropic's tools have no type, or `custom`.
@@ -93,6 +103,18 @@ def model_of_json(body: bytes | bytearray, *, outlined: bool = False) -> str | N
     if _has_long_number(body):
         raise BadRequest(f"The body holds a number of {LONG_DIGITS} digits or more; send it as a string.")
     return model
+
+
+def unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
+    """The body without its content-encoding, gzip or zstd. Raises BodyTooLarge above `limit` bytes, BadRequest where it is damaged."""
+    try:
+        with ENCODINGS[encoding](body) as decoder:
+            plain = decoder.read(limit + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+        raise BadRequest(f"The body is not valid {encoding.decode()}, which its content-encoding says; send it as it is.") from None
+    if len(plain) > limit:
+        raise BodyTooLarge(f"The body is larger than {limit} bytes without its content-encoding.")
+    return plain
 
 
 def wants_stream(body: bytes | bytearray) -> bool:

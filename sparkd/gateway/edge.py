@@ -28,6 +28,7 @@ from sparkd.errors import (
     Unavailable,
     UnknownRoute,
     place_of,
+    unexpected,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import KeyDigests, Role
@@ -144,7 +145,7 @@ class Edge:
             await self._refuse(interruption(exchange), scope, receive, send, headers, exchange)
         except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
             _log.error("request_id=%s internal error: %s at %s", exchange.request_id, type(error).__name__, place_of(error))
-            await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
+            await self._refuse(unexpected(error), scope, receive, send, headers, exchange)
         finally:
             self._open_requests -= 1
             self._proxy.release(exchange)
@@ -327,19 +328,19 @@ class Edge:
         if exchange.status:  # the headers were sent
             scope["extensions"][CONNECTION].cut()
             return
-        exchange.status = error.status
+        status = exchange.status = exchange.status_of(error)
         body = error_bytes(error, exchange.request_id, anthropic=scope["path"].startswith("/v1/messages"))
         exchange.bytes_out = len(body)
         answer = json_headers(len(body), exchange.request_id, error.headers())
         bodiless = b"content-length" not in headers and b"transfer-encoding" not in headers
         try:
             if exchange.whole or bodiless or scope["method"] == "HEAD":
-                await send_whole(send, error.status, answer, body)
+                await send_whole(send, status, answer, body)
                 return
             waits = b"expect" in headers  # this client sends its body only after a 100
             if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
-            await send({"type": "http.response.start", "status": error.status, "headers": answer})
+            await send({"type": "http.response.start", "status": status, "headers": answer})
             await send({"type": "http.response.body", "body": body, "more_body": True})
             if not waits:
                 await self._drop_body(receive)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from sparkd import metrics
-from sparkd.errors import SparkdError
+from sparkd.errors import ModelCannotLoad, RequestCancelled, SparkdError
 from sparkd.gateway.responses import RawHeaders, error_bytes
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
@@ -134,10 +134,21 @@ class Exchange:
         """Whether the client speaks Anthropic's API."""
         return self.route.startswith("/v1/messages")
 
+    @property
+    def failure_is_cut(self) -> bool:
+        """Whether the connection is cut behind the event that tells a stream's failure: some readers overlook it and take a part for the
+        whole. Those of /v1/responses know a whole answer by its last event, and Codex drops the failure for the cut."""
+        return not self.route.startswith("/v1/responses")
+
+    def status_of(self, error: SparkdError) -> int:
+        """Codex, which asks by /v1/responses, asks again after every status but 400."""
+        lasts = isinstance(error, (ModelCannotLoad, RequestCancelled))
+        return 400 if lasts and self.route.startswith("/v1/responses") else error.status
+
     def error_event(self, error: SparkdError, first: bytes = b"", tail: bytes = b"") -> bytes:
         """The server-sent event by which the client's API says that a stream failed. first, tail: the stream's first and last bytes."""
-        lasts = error.status < 500 or "x-should-retry" in error.headers()
-        return self.failure_event(error_bytes(error, self.request_id, anthropic=self.anthropic), lasts=lasts, first=first, tail=tail)
+        body = error_bytes(error, self.request_id, anthropic=self.anthropic)
+        return self.failure_event(body, lasts=error.status < 500, first=first, tail=tail)
 
     def failure_event(self, body: bytes, *, lasts: bool, first: bytes = b"", tail: bytes = b"") -> bytes:
         """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help.

@@ -24,7 +24,7 @@ _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"x-goog-a
 # Headers that the gateway writes or answers itself: framing, accepted encodings, the origin of a page. vLLM would take the model from
 # _MODEL (/invocations).
 _MODEL = b"x-amzn-sagemaker-adapter-identifier"
-_OWN = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"origin", _MODEL))
+_OWN = frozenset((b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect", b"x-request-id", b"origin", _MODEL))
 _KEPT_FROM_ENGINE = _HOP_BY_HOP | _CREDENTIALS | _OWN
 _KEPT_FROM_CLIENT = _HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"set-cookie"}
 _OWN_PREFIXES = (b"proxy-", b"x-sparkd-", b"access-control-")

@@ -74,13 +74,14 @@ class Heartbeat:
             self._timer = None
 
     def refuse(self, error: SparkdError) -> None:
-        """Ends what `begun` has begun: an error event, behind which the connection is cut."""
+        """Ends what `begun` has begun with an error event."""
         self.stop()
         self._exchange.code = error.code
         if self._client.transport.is_closing():
             return
-        self._write(self._exchange.error_event(error))
-        self._client.cut()
+        event = self._exchange.error_event(error)
+        self._exchange.bytes_out += len(event)
+        self._client.fail(event, cut=self._exchange.failure_is_cut)
 
     def _beat(self) -> None:
         self._timer = None

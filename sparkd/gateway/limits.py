@@ -21,6 +21,7 @@ class ClientLimits:
     keep_alive_s                 an idle connection between two requests
     client_write_s               a reader must make room in its buffer within this time; beyond: the connection is cut
     linger_s                     how long the rest of a refused body is read and thrown away, so that the refusal is seen
+    cut_s                        how long after its last bytes an answer that failed is cut, so that they are seen
     connections                  at one time; beyond, an idle one is closed for a new one, else: 503
     requests, any_requests       of models, and with those of the admin API, at one time; beyond: 503. Fewer than connections, so that
                                  probes and /metrics are answered at any time
@@ -31,13 +32,14 @@ class ClientLimits:
     header_count: int = 128
     header_s: float = 10.0
     body_bytes: int = 64 * _MIB
-    admin_body_bytes: int = _MIB
+    admin_body_bytes: int = 2 * _MIB
     body_grace_s: float = 60.0
     body_rate: int = _MIB
     buffered_bytes: int = 256 * _MIB
     keep_alive_s: float = 75.0
     client_write_s: float = 120.0
     linger_s: float = 2.0
+    cut_s: float = 0.5
     connections: int = 4096
     requests: int = 4032
     any_requests: int = 4064

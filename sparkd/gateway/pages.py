@@ -11,7 +11,7 @@ PREFLIGHT = b"access-control-request-method"
 _KEPT_S = 600
 _WISHED = re.compile(rb"[A-Za-z0-9_-]{1,64}(?:[ \t]*,[ \t]*[A-Za-z0-9_-]{1,64}){0,63}")
 # The headers that a page's script may read in addition to those that every script may.
-_EXPOSED = b"x-request-id, request-id, retry-after, x-should-retry, endpoint-load-metrics"
+_EXPOSED = b"x-request-id, request-id, retry-after, endpoint-load-metrics"
 
 
 def origins_of(texts: Iterable[str]) -> frozenset[bytes]:

@@ -27,8 +27,9 @@ from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, jso
 CONNECTION = "sparkd.connection"
 
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
-# RFC 9112 3.2: uri-host [":" port]. It excludes the bytes that some servers take for a path (CVE-2026-48710).
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+# RFC 9112 3.2: uri-host [":" port], with the scope of a link-local address (RFC 6874), which some clients send along. It excludes the bytes
+# that some servers take for a path (CVE-2026-48710).
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::[0-9]{0,5})?")
 # asyncio reads at most 256 KiB at once. A read may hold the end of the headers and that much of the body.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
@@ -98,15 +99,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.default_headers = headers
 
     def cut(self) -> None:
-        """Flush, then close without completing the answer, so that the client sees that it is incomplete.
+        """Close without completing the answer, so that the client sees that it is incomplete.
 
-        A response that ends with the connection, of HTTP/1.0, is shown to be incomplete by a reset only.
+        The close comes after what was written: a browser that gets both in one read drops the last event. A response that ends with the
+        connection, of HTTP/1.0, is shown to be incomplete by a reset only.
         """
         self._when_gone = None
-        self.cycle.disconnected = True
+        self._deaf = self.cycle.disconnected = True
         if not self.takes_chunks:
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-        self._close()
+        self.loop.call_later(self.limits.cut_s, self._close)
+
+    def fail(self, event: bytes, *, cut: bool) -> None:
+        """End a stream with `event`, which tells its failure; in order, or so that a reader that overlooks it meets the cut."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.takes_chunks else event)
+        if cut:
+            self.cut()
+            return
+        if self.takes_chunks:
+            self.transport.write(b"0\r\n\r\n")
+        self.end_answer()
 
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for a caller that writes to `transport` directly and then calls `end_answer`.

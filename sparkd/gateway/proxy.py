@@ -25,7 +25,7 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing, wants_stream
+from sparkd.gateway.body import ENCODINGS, model_of_form, model_of_json, unpacked, wants_functions, wants_storing, wants_stream
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -87,6 +87,7 @@ class Proxy:
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
+        self._outlines = asyncio.Lock()
 
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
@@ -95,11 +96,14 @@ class Proxy:
         if self.tracer is not None:
             exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
-        _check_content(route.kind, content_type, headers.get(b"content-encoding"))
+        encoding = _encoding(headers.get(b"content-encoding", b""))
+        _check_content(route.kind, content_type)
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
+        if encoding != b"identity":
+            body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
-            exchange.outline = await outline(body)
+            exchange.outline = await outline(body, self._outlines)
             model = model_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
@@ -133,6 +137,14 @@ class Proxy:
         if len(body) > limit:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.")
         return body
+
+    async def _unpack(self, body: bytes | bytearray, encoding: bytes, exchange: Exchange) -> bytes:
+        """The body without its encoding. Its largest size counts until the true one is known: a kilobyte may stand for gigabytes."""
+        limit = self.limits.body_bytes
+        self._reserve(limit, exchange)
+        plain = await asyncio.to_thread(unpacked, bytes(body), encoding, limit)
+        self._reserve(len(plain) - len(body) - limit, exchange)
+        return plain
 
     def release(self, exchange: Exchange) -> None:
         """Drop the body and its share of the limit on all bodies."""
@@ -316,9 +328,12 @@ def _wants_events(route: Route, exchange: Exchange) -> bool:
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     """The abilities that the route and the body require. A model without them is refused before it is loaded."""
-    if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
-        return route.need
-    return replace(route.need, tools=wants_functions(exchange.outline))
+    need = route.need
+    if need is not None and route.label in _WITH_TOOLS and b'"tools"' in exchange.outline:
+        need = replace(need, tools=wants_functions(exchange.outline))
+    if need is not None and route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
+        need = replace(need, lacks=route.asks)
+    return need
 
 
 def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
@@ -334,9 +349,14 @@ def _media_type(content_type: bytes) -> bytes:
     return content_type.partition(b";")[0].strip().lower()
 
 
-def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes | None) -> None:
-    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
-        raise UnsupportedEncoding("A body with a content-encoding is not accepted; send it uncompressed.")
+def _encoding(header: bytes) -> bytes:
+    encoding = header.strip().lower() or b"identity"
+    if encoding != b"identity" and encoding not in ENCODINGS:
+        raise UnsupportedEncoding("This content-encoding is not accepted; send the body with gzip, with zstd or as it is.")
+    return encoding
+
+
+def _check_content(kind: RouteKind, content_type: bytes) -> None:
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

@@ -30,7 +30,7 @@ class Pipe:
 
     The head leaves together with the first bytes of the body, in one write.
     If the exchange's heartbeat has begun the client's answer, the engine's continues it: a stream as it comes, anything else, such as an
-    error, as one event, behind which the connection is cut.
+    error, as one event that tells the failure.
     """
 
     __slots__ = (
@@ -88,10 +88,8 @@ class Pipe:
         """Take an answer for complete whose last event was written, because its client leaves before the body's end. False: it was not."""
         if self._source is None or not self._streams or not _LAST_EVENT.search(self._source.passed):
             return False
-        self.ended = True
         self.stop()
-        if not self.over.done():
-            self.over.set_result(None)
+        self._be_over()
         return True
 
     def stop(self) -> None:
@@ -102,13 +100,13 @@ class Pipe:
             source.abort()
 
     def break_off(self, error: SparkdError) -> None:
-        """Cut an answer that has begun, so that no client takes it for complete. An event stream between two events gets an error event
-        first; after half an event, and in any other answer, there is no place for one."""
+        """End an answer that has begun so that no client takes it for complete: an event stream between two events by an error event; after
+        half an event, and in any other answer, there is no place for one."""
         self._exchange.code = error.code
         if self._stands_between_events(self._tail):
-            event = self._exchange.error_event(error, self._first, self._tail)
-            self._write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunks else event)
-        self._client.cut()
+            self._client.fail(self._exchange.error_event(error, self._first, self._tail), cut=self._exchange.failure_is_cut)
+        else:
+            self._client.cut()
 
     # --- sparkd.engine.http.ResponseSink -----------------------------------------------------------------------------------------------
 
@@ -128,9 +126,9 @@ class Pipe:
             return
         if self._foreign is not None:
             self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
-            if not ended:
-                return
-            data = self._exchange.failure_event(bytes(self._foreign), lasts=self._status < 500)
+            if ended:
+                self._fail(bytes(self._foreign))
+            return
         pieces: list[bytes] = []
         if not self.begun:
             self.begun = True
@@ -146,19 +144,14 @@ class Pipe:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             source.keep(data)
             pieces.append(data)
-        if ended and self._chunked and self._chunks and self._foreign is None:
+        if ended and self._chunked and self._chunks:
             pieces.append(b"0\r\n\r\n")
         if pieces:
             self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if ended:
-            self.ended = True
             self._leave_source()
-            if self._foreign is None:
-                self._client.end_answer()
-            else:
-                self._client.cut()
-            if not self.over.done():
-                self.over.set_result(None)
+            self._client.end_answer()
+            self._be_over()
 
     def broken(self, error: EngineError) -> None:
         self._leave_source()
@@ -166,6 +159,20 @@ class Pipe:
             self.over.set_result(error)
 
     # --- own ------------------------------------------------------------------------------------------------------------
+
+    def _fail(self, body: bytes) -> None:
+        """The engine's refusal, to a client that was told of a stream."""
+        self.begun = True
+        event = self._exchange.failure_event(body, lasts=self._status < 500)
+        self._count(event)
+        self._leave_source()
+        self._client.fail(event, cut=self._exchange.failure_is_cut)
+        self._be_over()
+
+    def _be_over(self) -> None:
+        self.ended = True
+        if not self.over.done():
+            self.over.set_result(None)
 
     def _follows(self) -> bool:
         heartbeat = self._exchange.heartbeat

@@ -33,13 +33,17 @@ class RouteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. `label` names it in metrics and logs, `methods` are in the order of the Allow header, `need` is what a model must have."""
+    """One route. `label` names it in metrics and logs, `methods` are in the order of the Allow header, `need` is what a model must have.
+
+    asks: the members of the body of which an engine needs at least one.
+    """
 
     label: str
     kind: RouteKind
     methods: tuple[str, ...]
     role: Role
     need: RequestNeeds | None = None
+    asks: tuple[str, ...] = ()
 
 
 def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
@@ -112,6 +116,14 @@ _JSON: Mapping[str | None, tuple[str, ...]] = {
     ),
     None: ("/tokenize", "/detokenize", "/invocations"),
 }
+# Of the paths that people use: a body without any of these loads no model, nor evicts another, for the engine's refusal.
+_ASKS: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("messages",),
+    "/v1/completions": ("prompt", "prompt_embeds"),
+    "/v1/responses": ("input",),
+    "/v1/messages": ("messages",),
+    "/v1/embeddings": ("input", "messages"),
+}
 # vLLM serves these only with --enable-scale-out; without it, vLLM's own answer names the flag.
 _SCALE_OUT = (
     "/v1/chat/completions/render",
@@ -146,7 +158,7 @@ EXACT: Mapping[str, Route] = {
     **{path: Route(path, kind, _GET, Role.NOBODY) for path, kind in _PROBES},
     **{path: Route(path, RouteKind.ENGINE, ("GET",), Role.INFERENCE, RequestNeeds(path, None)) for path in _TOLD_BY_ENGINE},
     **{
-        path: Route(path, RouteKind.JSON, _POST, Role.INFERENCE, RequestNeeds(path, task))
+        path: Route(path, RouteKind.JSON, _POST, Role.INFERENCE, RequestNeeds(path, task), _ASKS.get(path, ()))
         for task, paths in _JSON.items()
         for path in paths
     },

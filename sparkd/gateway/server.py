@@ -173,7 +173,8 @@ def bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
+        # With the interface's number for a link-local address, which bind() does not take from the text.
+        listening.bind(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4])
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()

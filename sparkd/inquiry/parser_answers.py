@@ -25,6 +25,7 @@ from sparkd.vllm.installed import full_version_in, packages_of
 from sparkd.vllm.translate import release_of, translated, values_of
 from workers.host.interpreter import inherited_environment
 
+OF_ROOT = Path("/var/cache/sparkd")
 RefusedArgs = tuple[RefusedArg, ...]
 # Flags and variables of an engine.
 Subject = tuple[Sequence[str], Mapping[str, str]]
@@ -103,9 +104,11 @@ def answers(
 
 
 def places(state_dir: Path) -> list[Path]:
-    """The folders that keep answers: the daemon's where it exists, and the user's own."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return [*([state_dir / "vllm-flags"] if state_dir.is_dir() else []), *([own / "sparkd" / "vllm-flags"] if own.is_absolute() else [])]
+    """The folders that keep answers: the daemon's where it exists, the user's own, and root's, which is for every user to read: what root
+    has asked, the daemon need not."""
+    cache = os.environ.get("XDG_CACHE_HOME") or ("/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache"))
+    folders = [*([state_dir] if state_dir.is_dir() else []), Path(cache, "sparkd"), OF_ROOT]
+    return [folder / "vllm-flags" for folder in dict.fromkeys(folders) if folder.is_absolute()]
 
 
 def _environment(interpreter: Path, version: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistr
 _CURE = "set it in the configuration file."
 MOST_ARGUMENTS = 512
 MOST_ARGUMENT_CHARACTERS = 4096
+# Kept entries are read again with each that is added.
+MOST_ENTRY_CHARACTERS = 65_536
 
 
 def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
@@ -44,7 +47,10 @@ def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
 
 
 def refuse_many(own: Table) -> None:
-    """Raise ConfigError for more arguments, or longer ones, than any model needs: the holder of a key could keep the event loop busy."""
+    """Raise ConfigError for a longer entry, for more arguments or for longer ones than any model needs: the holder of a key could keep
+    the event loop busy."""
+    if len(json.dumps(own)) > MOST_ENTRY_CHARACTERS:
+        raise ConfigError(f"An entry has at most {MOST_ENTRY_CHARACTERS:,} characters over the admin API: shorten it, or {_CURE}")
     args = own.get("extra_args")
     if isinstance(args, list) and (len(args) > MOST_ARGUMENTS or any(len(str(arg)) > MOST_ARGUMENT_CHARACTERS for arg in args)):
         most = f"at most {MOST_ARGUMENTS} arguments of {MOST_ARGUMENT_CHARACTERS:,} characters are taken over the admin API"

@@ -9,7 +9,8 @@ from typing import Any
 
 # Output that goes to a file or a pipe is never folded or cut.
 PIPE_WIDTH = 4096
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# With the signs that turn the direction of writing (Unicode's Bidi_Control).
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def say_json(value: Any) -> None:

@@ -36,7 +36,8 @@ _PATH_BYTES, _NAME_BYTES = 3072, 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # RFC 6454 6.2 with a scheme of RFC 3986 3.1: programs of the desktop have their own, such as app://obsidian.md.
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
-_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
+# An interface's name may stand behind a link-local address: fe80::1%enP7s7.
+_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]{1,15})?)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
 class Section(BaseModel):
@@ -164,9 +165,9 @@ def check_origin(value: str) -> str:
 
 
 def check_word(value: str) -> str:
-    """Check a value of a vLLM flag: it must not look like another flag."""
-    if not value or value.startswith("-") or _CONTROL.search(value):
-        raise ValueError("a word is expected that does not begin with '-'")
+    """Check a value of a vLLM flag: it must not look like another flag, nor hold signs that a terminal obeys or does not show."""
+    if not value or value.startswith("-") or not value.isprintable():
+        raise ValueError("a word is expected that does not begin with '-', without invisible characters")
     return value
 
 

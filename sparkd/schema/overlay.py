@@ -56,7 +56,8 @@ def canonical(table: Table, section: type[BaseModel], problems: list[ConfigProbl
         elif key in foreign:
             problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}", key=(*path, key)))
         else:
-            near = _nearest(key, [*known, *ours])
+            # A stranger's map may have thousands of keys, and looking for the nearest takes longest: no more are shown.
+            near = _nearest(key, [*known, *ours]) if len(problems) < SHOWN_PROBLEMS else None
             renamed.meant |= {ours.get(near, near)} if near else set()
             # Blanks and invisible characters are shown as escapes.
             spelled = key if key.isprintable() and key.split() == [key] else ascii(key)

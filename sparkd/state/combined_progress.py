@@ -18,15 +18,18 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
     """The progress of the ranks of one start: bytes, units and rates add up, the phase is the slowest rank's, the ETA the latest; None
     without ranks.
 
-    Rank 0 alone serves. The smallest rank tells of the KV cache, since it decides for all; sizes in GiB stay those of one rank.
+    Rank 0 alone serves. The first error is told, whichever rank's. The smallest rank tells of the KV cache, since it decides for all; sizes
+    in GiB stay those of one rank.
     """
-    progresses = [fact.progress for fact in sorted(ranks, key=lambda fact: fact.handle.rank)]
+    facts = sorted(ranks, key=lambda fact: fact.handle.rank)
+    progresses = [fact.progress for fact in facts]
     if not progresses:
         return None
     first, *others = progresses
     if not others:
         return first
     kv = over_nodes([progress.kv for progress in progresses if progress.kv])
+    by_cause = [fact.progress for fact in sorted(facts, key=lambda fact: fact.cause_order)]
     etas = [progress.eta_s for progress in progresses]
     fractions = [progress.fraction for progress in progresses if progress.fraction is not None]
     return replace(
@@ -41,8 +44,8 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
         bytes_per_s=_sum([progress.bytes_per_s for progress in progresses]),
         read_bytes=_sum([progress.read_bytes for progress in progresses]),
         weights_s=max((progress.weights_s for progress in progresses if progress.weights_s is not None), default=None),
-        last_error=next((progress.last_error for progress in progresses if progress.last_error), None),
-        failure=next((progress.failure for progress in progresses if progress.failure), None),
+        last_error=next((progress.last_error for progress in by_cause if progress.last_error), None),
+        failure=next((progress.failure for progress in by_cause if progress.failure), None),
         failure_lasts=any(progress.failure_lasts for progress in progresses),
         kv=kv or None,
         kv_gib=kv["pool_bytes"] / GIB if kv.get("pool_bytes") is not None else first.kv_gib,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -114,9 +114,10 @@ class Progress:
     From units_done on they are the loader's own (workers.rank.load_report): units are tensors and experts; read_bytes came from the disk,
     whole blocks, past the page cache where direct; source is `checkpoint` or `cache`, before them `calibration` while the inputs of layers
     are measured; cache_state tells of the quantized cache that is written beside the load: none, writing, written, failed or skipped, and
-    cache_why of the latter two. failure is why the load ended, and failure_lasts that the next one will end the same way. lost: which
-    process inside the engine is gone. error_at_s: when last_error came, by the node's wall clock, as line_at_s is of its last line. kv is
-    how the KV cache was sized, as the worker says (workers.rank.kv_report.read_kv), or where vLLM sized it its log; None before.
+    cache_why of the latter two. failure is why the load ended, failure_at_s when, and failure_lasts that the next one will end the
+    same way. lost: which process inside the engine is gone. error_at_s: when last_error came, by the node's wall clock, as line_at_s is of
+    its last line. kv is how the KV cache was sized, as the worker says (workers.rank.kv_report.read_kv), or where vLLM sized it its log;
+    None before.
     """
 
     phase: str = "starting"
@@ -148,6 +149,7 @@ class Progress:
     cache_bytes: int | None = None
     cache_why: str | None = None
     failure: str | None = None
+    failure_at_s: float | None = None
     failure_lasts: bool = False
     kv: Mapping[str, Any] | None = None
 
@@ -156,7 +158,9 @@ class Progress:
 class RankFact:
     """An agent's observation of one rank: a handle, whether its processes live, and how it ended.
 
-    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. cpu_s: CPU seconds of all its processes.
+    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. deaf: its server was up, and its socket's file
+    has been removed, so no request can reach it. cpu_s: CPU seconds of all its processes. cause_age_s: for how long its log or its
+    loader has named an error, by its node's own clock: comparable between nodes, whatever their clocks say.
     killed: the guard's sentence, where it was the guard. host_bytes: anonymous memory; device_bytes: as nvidia-smi says.
     """
 
@@ -167,11 +171,18 @@ class RankFact:
     stop_ordered: bool
     progress: Progress
     halted: bool = False
+    deaf: bool = False
     cpu_s: float = 0.0
+    cause_age_s: float | None = None
     diagnosis: Diagnosis | None = None
     killed: str | None = None
     host_bytes: int | None = None
     device_bytes: int | None = None
+
+    @property
+    def cause_order(self) -> float:
+        """A key that sorts the ranks of one look by their errors, the first error first; before it those that ended without one."""
+        return float("-inf") if self.cause_age_s is None else -self.cause_age_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +191,9 @@ class Reading:
 
     unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
     guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
-    critical, and why. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock
-    down (workers.guard.gpu_meter), empty where nothing does.
+    critical, and why. guarded: whether a guard watches that kills where it must; None where none is to, or of an agent that does not
+    say. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock down
+    (workers.guard.gpu_meter), empty where nothing does.
     """
 
     node_id: str
@@ -204,6 +216,7 @@ class Reading:
     swapped_per_s: float = 0.0
     level: str = "ok"
     level_why: str | None = None
+    guarded: bool | None = None
     device_trouble: str | None = None
     gpu_at_s: float | None = None
     gpu_power_w: float | None = None
@@ -265,3 +278,13 @@ class Event:
     model: str | None
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ages_s(events: Sequence[Event], wall_s: float) -> list[float]:
+    """How old each event is, oldest first like the events. None is younger than the one after it, also where the clock was set back between
+    them. wall_s: this moment, of the events' clock."""
+    ages, age_s = list[float](), 0.0
+    for event in reversed(events):
+        age_s = max(age_s, wall_s - event.at_s)
+        ages.append(age_s)
+    return ages[::-1]

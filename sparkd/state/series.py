@@ -121,6 +121,8 @@ class Series:
             column = self._columns.get(name)
             if column is None and (column := self._taken(name, at_s)) is None:
                 continue
+            if at_s < self._since[column]:  # the clock was ahead when it began, and was set back
+                self._begin(column, at_s)
             row[column] = value
             self._written_s[column] = at_s
             if math.isfinite(value):
@@ -168,16 +170,21 @@ class Series:
         if len(raw) > NAME_BYTES:
             return None
         column = min(range(COLUMNS), key=self._written_s.__getitem__)
-        if at_s - self._written_s[column] < KEPT_S:
+        if 0 <= at_s - self._written_s[column] < KEPT_S:
             return None
         former = next((other for other, taken in self._columns.items() if taken == column), None)
         if former is not None:
             del self._columns[former]
-        self._since[column], self._sums[column], self._counts[column] = at_s, 0.0, 0
+        self._sums[column], self._counts[column] = 0.0, 0
         self._file.write(raw.ljust(NAME_BYTES, b"\0"), _NAMES_AT + column * NAME_BYTES)
-        self._file.write(struct.pack("=d", at_s), _SINCE_AT + column * 8)
+        self._begin(column, at_s)
         self._columns[name] = column
         return column
+
+    def _begin(self, column: int, at_s: float) -> None:
+        """Rows before at_s are of the column's former series."""
+        self._since[column] = at_s
+        self._file.write(struct.pack("=d", at_s), _SINCE_AT + column * 8)
 
     def _read_names(self) -> dict[str, int]:
         raw = self._file.read(COLUMNS * NAME_BYTES, _NAMES_AT)

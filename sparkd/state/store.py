@@ -248,16 +248,17 @@ class History:
 
     def operations(self) -> list[Operation]:
         """Oldest first."""
-        return list(self._store.read("operations", "ORDER BY created_at_s"))
+        return list(self._store.read("operations", "ORDER BY rowid"))
 
     def save_operation(self, operation: Operation) -> None:
         self._store.write(
             "operations",
-            "INSERT OR REPLACE INTO operations(id, created_at_s, operation) VALUES (?,?,?)",
+            "INSERT INTO operations(id, created_at_s, operation) VALUES (?,?,?) ON CONFLICT(id) DO UPDATE SET operation=excluded.operation",
             (operation.id, operation.created_at_s, json.dumps(asdict(operation))),
         )
-        older = "SELECT id FROM operations ORDER BY created_at_s DESC LIMIT ?"
-        self._store.write("operations", f"DELETE FROM operations WHERE id NOT IN ({older})", (OPERATIONS_KEPT,))
+        # In the order in which they began: a clock that was set back must not make the newest the first to go.
+        newest = "SELECT rowid FROM operations ORDER BY rowid DESC LIMIT ?"
+        self._store.write("operations", f"DELETE FROM operations WHERE rowid NOT IN ({newest})", (OPERATIONS_KEPT,))
 
     def add_event(self, at_s: float, kind: str, model: str | None, message: str, data: Mapping[str, Any]) -> Event:
         # The name of a file may hold bytes that are no text (os.fsdecode), and SQLite takes text only.

@@ -144,7 +144,12 @@ def _most_at_once(scene: Scene) -> int:
 
 @contextmanager
 def _scene(
-    *, stub: bool = True, model: Path | None = None, environ: dict[str, str] | None = None, disk: bool = False, program: str = "sparkd"
+    *,
+    stub: bool = True,
+    model: Path | None = None,
+    environ: dict[str, str] | None = None,
+    disk: bool = False,
+    program: str = ActivatedDaemon.program,
 ) -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="sx") as name:
         folder = Path(name)

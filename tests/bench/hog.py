@@ -50,7 +50,7 @@ class BoxedDaemon(DaemonProcess):
         self._box = box
 
     def start(self, *arguments: str) -> None:
-        serve = [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments]
+        serve = [sys.executable, "-m", self.program, "serve", "--config", str(self.config), "--log-level", "info", *arguments]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 self._box.command(serve), cwd=ROOT, env=os.environ | {"RAY_memory_monitor_refresh_ms": "0"}, stdin=subprocess.DEVNULL,

@@ -76,6 +76,7 @@ def drafts(drafted: int, accepted: int) -> dict[str, str]:
 
 CASES = {
     "SparkdMemoryCritical": Case(level(3), [level(2), level(0)]),
+    "SparkdGuardAbsent": Case({f"sparkd_node_guarded{NODE}}}": "0x200"}, [{f"sparkd_node_guarded{NODE}}}": "1x200"}]),
     "SparkdMemoryFloorAhead": Case(
         memory(f"{40 * GIB}-{4 * GIB}x6"),
         [

@@ -49,7 +49,7 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     # As long as a stream is held.
     waits = {"unload_timeout_s": HUNG_S, "limits": {"client_write_timeout_s": HUNG_S}}
     made = ActivatedDaemon(folder, waits | {"engine": {"stop_timeout_s": 2}, "models": models}, environ)
-    made.root = installation
+    made.root, made.program = installation, "sparkd"
     made.start()
     try:
         made.settled()

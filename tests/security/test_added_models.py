@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import load_config, parse_model
+from sparkd.control import registry
 from sparkd.control.registry import Roster
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, Conflict
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
-from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS
+from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.model import ModelConfig
 from sparkd.state.store import Store
@@ -128,6 +129,26 @@ def test_more_arguments_than_the_loop_judges_at_once_are_refused_before_they_are
     assert caught.value.param == "extra_args"
 
 
+def test_an_entry_over_the_admin_api_is_no_longer_than_any_that_somebody_writes() -> None:
+    long = {"model": "o/m", "metadata": {"a": "x" * MOST_ENTRY_CHARACTERS}}
+    assert parse_model("m", long, over_admin=False)
+    with pytest.raises(ConfigError, match="65,536"):
+        parse_model("m", long, over_admin=True)
+
+
+def test_so_many_models_are_added_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_ADDED", 2)
+    with closing(Store(tmp_path / "state.db")) as store:
+        roster = Roster(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
+        for name in ("a", "b"):
+            roster.add(name, {"model": "o/m"}, replace=False)
+        with pytest.raises(Conflict):
+            roster.add("c", {"model": "o/m"}, replace=False)
+        assert roster.add("b", {"model": "o/n"}, replace=True) == "changed"
+        roster.remove(roster.find("b"))
+        assert roster.add("c", {"model": "o/m"}, replace=False) == "added"
+
+
 def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4", "calibration": "/etc/passwd"}}, over_admin=True)
@@ -201,6 +222,6 @@ def added(**keys: Any) -> ModelConfig:
     "key", ["revision", "dtype", "kv_cache_dtype", "quantization", "load_format", "tool_call_parser", "reasoning_parser"]
 )
 def test_the_value_of_a_key_is_no_flag(key: str) -> None:
-    for value in ("--trust-remote-code", "-q"):
+    for value in ("--trust-remote-code", "-q", "a\x1b[2J", "a\u202eb"):
         with pytest.raises(ConfigError):
             added(**{key: value})

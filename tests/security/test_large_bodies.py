@@ -54,7 +54,7 @@ REFUSED = {
 
 def stepped(body: bytes) -> tuple[bytes | bytearray, int]:
     """The outline, and how often the loop was given back on the way to it."""
-    making, turns = outline(body), 0
+    making, turns = outline(body, asyncio.Lock()), 0
     while True:
         try:
             making.send(None)
@@ -69,6 +69,17 @@ def test_the_loop_is_given_back_after_every_piece(name: str) -> None:
     assert model_of_json(made) == "tiny"
     assert len(made) < MIB
     assert turns >= len(READ[name]) // (2 * PIECE_BYTES)
+
+
+async def test_the_loop_is_given_back_after_every_piece_of_all_bodies() -> None:
+    body, lock, bodies = READ["texts"], asyncio.Lock(), 8
+    _, pieces = stepped(body)
+    making = asyncio.gather(*(outline(body, lock) for _ in range(bodies)))
+    turns = 0
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= bodies * pieces
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -119,7 +130,7 @@ def test_an_outline_has_the_same_names_and_short_values(
         patch.setattr(module, "WHOLE_BYTES", 0)
         patch.setattr(module, "PIECE_BYTES", piece)
         try:
-            made = asyncio.run(outline(body))
+            made = asyncio.run(outline(body, asyncio.Lock()))
         except BadRequest:
             assert b"\xed" in body  # half a surrogate pair, which is no UTF-8
             return

@@ -254,7 +254,9 @@ def test_a_file_is_read_only_where_a_folder_is_named(vllm_media: Any, tmp_path: 
     ("address", "public"),
     [("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True), ("10.1.2.3", False), ("100.64.0.1", False),
      ("169.254.169.254", False), ("127.0.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::1", False), ("fe80::1%eth0", False),
-     ("fd00::1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::a00:1", False), ("2002:7f00:1::", False), ("name", False)],
+     ("fd00::1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::a00:1", False), ("2002:7f00:1::", False), ("name", False),
+     ("192.0.0.8", False), ("192.88.99.1", False), ("::127.0.0.1", False), ("::ffff:0:10.0.0.1", False), ("fec0::1", False),
+     ("5f00::1", False), ("3fff::1", False), ("4000::1", False), ("2001::1", False), ("100:0:0:1::1", False)],
 )  # fmt: skip
 def test_which_addresses_are_public(address: str, public: bool) -> None:
     assert is_public(address) == public

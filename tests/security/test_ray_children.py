@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.cluster import ray_head
 from sparkd.cluster.ray_head import RayHead, node_environment
 from workers.host.interpreter import PACKAGE_DIR
 
@@ -48,6 +49,8 @@ def test_rays_processes_have_the_variables_of_the_list_and_import_nothing_from_t
         (hostile / name / "__init__.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write({name!r})\n")
     monkeypatch.setenv("ONLY_THE_DAEMONS", CANARY.decode())
     monkeypatch.setenv("HF_TOKEN", "documented")
+    # Else Ray's titles overwrite the environment that /proc shows.
+    monkeypatch.setattr(ray_head, "node_environment", lambda *of: node_environment(*of) | {"SPT_NOENV": "1"})
     head = RayHead(folder, folder / "ray.token", node_ip="127.0.0.1", port=0, memory_gib=4, object_store_mib=80)
     try:
         address = head.ensure()

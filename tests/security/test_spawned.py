@@ -102,6 +102,16 @@ def test_the_programs_that_are_started_are_those_that_are_tried_here() -> None:
     assert {path: len(found) for path, tree in _sources() if (found := _starts(tree))} == SITES
 
 
+def test_python_goes_on_in_a_forked_child_only_where_the_program_is_its_own_and_has_one_thread() -> None:
+    """A lock that another thread holds stays held in the child for ever, and Ray has many threads."""
+    forks = {"os.fork", "os.forkpty", "multiprocessing.Process", "multiprocessing.Pool", "ProcessPoolExecutor"}
+    found = {path for path, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in forks}
+    keywords = (node for _, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.keyword))
+
+    assert found == {"sparkd/execution/container_init.py", "workers/rank/shim.py", "workers/engine/model_answer.py"}
+    assert not [keyword for keyword in keywords if keyword.arg == "preexec_fn"]
+
+
 def test_every_start_says_what_environment_the_program_gets() -> None:
     silent = []
     for path, tree in _sources():
@@ -123,7 +133,7 @@ def test_no_command_line_has_a_module_or_a_text_for_python_and_no_flag_against_t
             first = next((at for at, word in enumerate(words) if word in ("-m", "-c")), None)
             if first is not None and not {"-P", "-I"} & set(words[:first]):
                 bare.append(f"{path}: {ast.unparse(node)[:80]}")
-    expected = {"sparkd/recipes/vllm_command.py", "workers/agent/other_engines.py"}
+    expected = {"sparkd/recipes/vllm_command.py"}
     assert {one.partition(":")[0] for one in bare} <= expected, bare
 
 
@@ -329,7 +339,10 @@ def test_a_worker_of_ray_becomes_the_engines_python_with_the_flag(tmp_path: Path
     made: list[list[str]] = []
     monkeypatch.setattr(os, "execve", lambda path, argv, environ: made.append(argv))
     monkeypatch.setattr(os, "dup2", lambda *_: None)
-    monkeypatch.setattr(worker, "rank_of", lambda *_: ("r0", os.getpid()))
+    for name in ("setpgid", "setsid"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    (tmp_path / "order").write_text(json.dumps({"runtime": sys.executable, "environment": {}}))
+    monkeypatch.setattr(worker, "rank_of", lambda *_: ("r0", os.getpid(), tmp_path / "order"))
     worker.main(["r0", "worker.py"], {"SPARKD_RAY_RUN_DIR": str(tmp_path)})
 
     assert made[0][1:] == ["-P", "worker.py"]

@@ -31,10 +31,10 @@ def free_port() -> int:
 
 
 class DaemonProcess:
-    """`settings` is the content of sparkd.yaml without listen and state_dir. program: the module that is run for sparkd. root: the folder
-    with its packages."""
+    """`settings` is the content of sparkd.yaml without listen and state_dir. program: the module that is run for sparkd, one that has the
+    machine to itself. root: the folder with its packages."""
 
-    program = "sparkd"
+    program = "tests.support.lone_sparkd"
     root = ROOT
 
     def __init__(self, folder: Path, settings: dict[str, Any], environ: dict[str, str] | None = None) -> None:

@@ -35,6 +35,7 @@ from sparkd.engine.metrics import Scraper
 from sparkd.execution import boundary
 from sparkd.gateway.server import GatewayServer
 from sparkd.state.store import History, StoredRanks, StoredWishes
+from tests.support.lone_sparkd import alone
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
@@ -101,6 +102,7 @@ def _once(errors: Iterator[Callable[[], BaseException]]) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
+    alone()
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
     for seam in (Cluster, Engines, Siting, Places, ModelFiles, RayLink, StoredWishes, StoredRanks, History):

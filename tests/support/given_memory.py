@@ -22,7 +22,7 @@ _OWN = ("Anonymous:", "Pss_Shmem:")
 def given(*arguments: Any, **more: Any) -> MemoryReading:
     """The host's reading, as the product takes it, with the memory of the given machine in place of this one's."""
     left = max(0, SIZE_BYTES - taken_by_own_session())
-    return replace(memory.host(*arguments, **more), total=SIZE_BYTES, available=left, free=left, reclaimable=0, cgroup_left=None)
+    return replace(memory.host(*arguments, **more), total=SIZE_BYTES, available=left, free=left, reclaimable=0)
 
 
 def install() -> None:

@@ -51,17 +51,17 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         # A rank's are computed when it starts, and what stood here would look like the operator's own.
         for name in os.environ.pop(NODE_LINKS, "").split(","):
             os.environ.pop(name, None)
-        NodeFacts.__init__(self, node_id, Path(proc))
+        run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
+        NodeFacts.__init__(self, node_id, run_dir, Path(proc))
         PageCache.__init__(self, Path(proc))
         Programs.__init__(self)
-        self.run_dir = run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
         self.unlocked = memlock.lock() if actor else None
         if self.unlocked:
             log.warning("this agent's memory may be paged out: %s", self.unlocked)
-        self.sentry = Sentry(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache)
+        self.sentry = Sentry(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache, actor=actor)
         self._opening, self._plugin_dir = threading.Lock(), ""
         try:
             self.open()

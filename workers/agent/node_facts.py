@@ -12,14 +12,16 @@ from workers.host import inspection, meminfo, network
 from workers.host.identity import identity
 from workers.host.link_peers import knock
 from workers.host.runtime import probe
+from workers.rank.status import living_workers
 from workers.transfer.manifest import ModelManifest, lacking, manifest_of
 
 
 class NodeFacts:
-    """A base of workers.agent.actor.Agent. node_id: the node's address. proc: the folder that stands for /proc."""
+    """A base of workers.agent.actor.Agent. node_id: the node's address. run_dir: of its ranks. proc: the folder that stands for /proc."""
 
-    def __init__(self, node_id: str, proc: Path) -> None:
+    def __init__(self, node_id: str, run_dir: str, proc: Path) -> None:
         self.node_id = node_id
+        self.run_dir = run_dir
         self._proc = proc
 
     def fabric(self) -> dict[str, Any]:
@@ -32,11 +34,11 @@ class NodeFacts:
 
     def host(self, runtime: str | None) -> dict[str, Any]:
         """How this node was prepared: see workers.host.inspection.sample. Takes at most two of its time-outs."""
-        return inspection.sample(runtime=runtime)
+        return inspection.sample(runtime=runtime, workers=living_workers(self.run_dir))
 
     def foreign(self, device: bool) -> list[dict[str, Any]]:
         """Engines that sparkd did not start: see workers.agent.other_engines."""
-        return foreign(self._proc, ask_device=device)
+        return foreign(self.run_dir, ask_device=device)
 
     def free_port(self) -> int:
         """One of this node's address that nothing listens on now."""

@@ -131,7 +131,7 @@ class Holders:
             engine,
             tuple(process.pid for process in members),
             tuple(fd for process in members if (fd := self._fd(process)) >= 0),
-            sum(_anonymous_bytes(process.pid) for process in members),
+            sum(processes.anonymous_bytes(process.pid) for process in members),
             sum(device) if device else (None if self.has_device else 0),
             growth_of(kv_path(self._run_dir, rank_id)),
         )
@@ -170,15 +170,6 @@ def device_bytes(lines: Iterable[str]) -> dict[int, int]:
         if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
             by_pid[int(words[0])] = int(number) * MIB
     return by_pid
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """Anonymous memory only. Mapped files are page cache, which the end of a process does not free."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
-    except OSError:
-        return 0
 
 
 def _mapping(value: object) -> dict[str, object]:

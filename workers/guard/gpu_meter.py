@@ -5,6 +5,7 @@ An nvidia-smi that runs on keeps the driver open. On hosts where the driver star
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -149,11 +150,9 @@ class GpuMeter:
 def gpu_of(row: str) -> dict[str, Any]:
     """One row, by the names of a Reading: power in watts, percent of time with a kernel running, degrees Celsius, the clock in MHz, what
     holds it down, the GPU's name. A value that is [N/A] is left out."""
-    words = [word.strip() for word in row.split(",", len(_FIELDS) - 1)]
-    values: dict[str, Any] = {}
-    for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius", "gpu_clock_mhz"), words, strict=False):
-        with suppress(ValueError):
-            values[name] = float(word)
+    words = words_of(row)
+    names = ("gpu_power_w", "gpu_busy_percent", "gpu_celsius", "gpu_clock_mhz")
+    values: dict[str, Any] = {name: number for name, word in zip(names, words, strict=False) if (number := number_of(word)) is not None}
     if len(words) == len(_FIELDS) and words[5] and not words[5].startswith("["):
         values["gpu_name"] = words[5]
     if len(words) == len(_FIELDS):
@@ -161,6 +160,20 @@ def gpu_of(row: str) -> dict[str, Any]:
             reasons = int(words[4], 16)
             values["gpu_throttled"] = [reason for bit, reason in _THROTTLES.items() if reasons & bit]
     return values
+
+
+def words_of(row: str) -> list[str]:
+    """The values of one row of nvidia-smi. A comma and a space end a value; a comma alone is part of a number."""
+    return [word.strip() for word in row.split(", ")]
+
+
+def number_of(word: str) -> float | None:
+    """None for [N/A] and for what is no finite number."""
+    try:
+        number = float(word.replace(",", "."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _end_of(child: subprocess.Popen[bytes], complaint: str) -> str:
@@ -171,4 +184,4 @@ def _end_of(child: subprocess.Popen[bytes], complaint: str) -> str:
 
 
 def _is_row(text: str) -> bool:
-    return text.count(",") >= len(_FIELDS) - 1
+    return len(words_of(text)) >= len(_FIELDS)

@@ -32,6 +32,8 @@ from workers.rank.status import worker_of
 HOLDERS_EVERY_S = 2.0
 # A daemon's report about requests that is older than this is ignored.
 HEARD_S = 10.0
+# A guard that has not looked, or not got the lock, for so long does not guard. A daemon that starts meets its agent sooner.
+ABSENT_S = 15.0
 GONE_TIMEOUT_S = 10.0
 ON, WATCH, OFF = "on", "watch", "off"
 
@@ -41,16 +43,21 @@ log = logging.getLogger("sparkd.guard")
 class Sentry:
     """The guard of one node. The daemon may report in_flight, priority, pinned, state, by and predicted_gib of each model.
 
-    settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. If the
-    agent and the daemon both run a guard on one run directory, the holder of its lock acts. claims: whether this one tries to take it.
+    settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. An
+    agent's guard always acts; its lock keeps the daemon's guard of the same run directory, which acts while no agent answers, from acting
+    beside it. An agent that is stuck in the driver holds the lock for ever, so the next agent does without. claims: whether this one
+    tries to take it.
     """
 
     def __init__(
         self, node_id: str, run_dir: str, log_dir: str, proc: Path, sample_s: float, settings: Mapping[str, Any],
-        drop: Callable[[], object] | None = None,
+        drop: Callable[[], object] | None = None, *, actor: bool = False,
     ) -> None:  # fmt: skip
         self.sample_s = sample_s
         self.claims = True
+        self._actor = actor
+        # When it last looked, and might have acted.
+        self._guarded_at_s = time.monotonic()
         # See workers.host.machine; empty before the first look.
         self.machine: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
@@ -76,7 +83,8 @@ class Sentry:
         """The last look at the memory and what the GPU's meter says now, by the names of sparkd.state.nouns.Reading; {} before a look."""
         if not self._last_look:
             return {}
-        return self._last_look | {"device_trouble": self.holders.device_trouble} | self.holders.meter.values
+        guarded = time.monotonic() - self._guarded_at_s <= ABSENT_S if self._mode == ON else None
+        return self._last_look | {"guarded": guarded, "device_trouble": self.holders.device_trouble} | self.holders.meter.values
 
     def start(self) -> None:
         """Look once and start the threads. Raises OSError if /proc/meminfo cannot be read."""
@@ -191,6 +199,8 @@ class Sentry:
         pressure = meminfo.parse_pressure(self._vitals.pressure.text())
         return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
             "at_s": time.time(),
+            "mem_total_bytes": look.total,
+            "mem_available_bytes": look.available,
             "unaccounted_bytes": look.unaccounted,
             "slope_bytes_per_s": trend.short,
             "floor_in_s": trend.seconds_to(look.available, limits.floor),
@@ -201,7 +211,7 @@ class Sentry:
         }  # fmt: skip
 
     def _may_act(self) -> bool:
-        """Whether this guard holds the lock, which it takes if it is free. The kernel releases it however the holder ends."""
+        """Take the lock if it is free; without it only an agent's guard may act. The kernel releases it however the holder ends."""
         if not self.claims:
             self._let_go()
             return False
@@ -212,7 +222,7 @@ class Sentry:
             except OSError:
                 with suppress(OSError, UnboundLocalError):
                     os.close(fd)
-                return False
+                return self._actor
             self._lock_fd = fd
         return True
 
@@ -231,8 +241,8 @@ class Sentry:
                 log.exception("a look at the memory failed")
                 sample = None
             wait_s = pace_s(*sample, self._limits, self.sample_s) if sample and self._limits and self._mode != OFF else self.sample_s
-            if sample and self._mode == ON:
-                self._may_act()
+            if sample and (self._mode != ON or self._may_act() or not self.claims):
+                self._guarded_at_s = time.monotonic()
         self._let_go()
 
     def _hold_forever(self) -> None:
@@ -241,7 +251,7 @@ class Sentry:
 
     def _hold(self) -> None:
         # One of two guards of this folder asks nvidia-smi: the one that may act, or that the daemon reads.
-        self.holders.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._lock_fd >= 0))
+        self.holders.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._actor or self._lock_fd >= 0))
 
     def _note_forever(self) -> None:
         self._repeat(lambda: self.holders.note_shared(time.monotonic()), "the memory that the ranks share could not be noted")

@@ -22,7 +22,7 @@ SUMMARY = ("id", "at_s", "node", "model", "rank_id", "phase", "why", "level", "f
 
 def new_id(at_s: float, rank_id: str) -> str:
     """An id that sorts by time (UTC)."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(at_s))}-{rank_id[:RANK_CHARS]}"
+    return f"{_moment(at_s)}-{rank_id[:RANK_CHARS]}"
 
 
 def write(folder: Path, bundle: Mapping[str, Any]) -> None:
@@ -82,4 +82,11 @@ def _sync(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.json") if INCIDENT_ID.fullmatch(path.stem))
+    """The oldest first. A bundle of a time that has yet to come was written before the clock was set back."""
+    now = _moment(time.time())
+    paths = (path for path in folder.glob("*.json") if INCIDENT_ID.fullmatch(path.stem))
+    return sorted(paths, key=lambda path: (path.stem[: len(now)] <= now, path.stem))
+
+
+def _moment(at_s: float) -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(at_s))

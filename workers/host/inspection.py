@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workers.host import regular_file
+from workers.host import cgroups, processes, regular_file
 from workers.host.bounded_child import ask
 from workers.host.hub_cache import hub_cache
 from workers.host.identity import plugin
@@ -53,14 +53,15 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 # Caches that vLLM and its compilers keep between starts. vLLM's folder holds descriptions of models too; only compiled code counts.
 CACHES = (".cache/vllm/torch_compile_cache", ".cache/vllm/deep_gemm", ".cache/flashinfer", ".triton/cache", ".tilelang")
-ENGINE_NAMES = ("VLLM::", "vllm", "sglang", "llama-server", "ollama")
+# Beginnings of names in /proc/PID/stat, of 15 characters at most.
+ENGINE_NAMES = ("VLLM::", "vllm", "ray::RayWorker", "sglang", "llama-server", "ollama")
 
 
-def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
+def sample(root: Path = ROOT, runtime: str | None = None, workers: Collection[int] = ()) -> dict[str, Any]:
     """The facts at this moment. Blocks, for at most two TIMEOUT_S where a program hangs. Unreadable values are left out.
 
-    runtime: the Python of the node's engines; the age of its vLLM is compared with that of the compiled code. Sizes in bytes, ages in
-    seconds.
+    runtime: the Python of the node's engines; the age of its vLLM is compared with that of the compiled code. workers: pids of Ray workers
+    of this node's ranks. Sizes in bytes, ages in seconds.
     """
     here = root == ROOT
     environ = dict(os.environ) if here else {}
@@ -78,13 +79,14 @@ def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
         "verbs": [path.name for path in _listed(root / "dev/infiniband") if path.name.startswith("uverbs")],
         "unusable": [f"/dev/infiniband/{path.name}" for path in _listed(root / "dev/infiniband") if not os.access(path, os.R_OK | os.W_OK)],
         "commands": {name: _asked(root, name) for name in COMMANDS},
-        "engines": list(_engines(root)),
+        "engines": list(_engines(root, workers)),
         "shared": list(_shared(root / "dev/shm")),
         "hubs": [hub for path in hubs if (hub := _hub(path, environ))],
         "caches": [cache for home in homes for name in CACHES if (cache := _cache(home / name, home))],
         "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
         **_installed(runtime),
         "plugin": plugin() if here else "",
+        "memory_limit_bytes": cgroups.limit_bytes(root / "proc", root / "sys/fs/cgroup"),
     }
 
 
@@ -98,17 +100,13 @@ def _asked(root: Path, name: str) -> dict[str, Any]:
     return {"text": text or "", "trouble": trouble, "hung": hung, "missing": text is None and not hung}
 
 
-def _engines(root: Path) -> Iterator[dict[str, Any]]:
-    """Engine processes, sparkd's and others', with the host memory that each holds."""
-    for folder in _listed(root / "proc"):
-        if not (folder.name.isascii() and folder.name.isdecimal() and len(folder.name) < 10):
-            continue
-        name = (_text(folder / "comm") or "").strip()
-        if name.startswith(ENGINE_NAMES):
-            pages = re.match(r"[0-9]+ ([0-9]{1,15})\b", _text(folder / "statm") or "")
-            resident_bytes = int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-            ours = "SPARKD_RANK_ID=" in (_text(folder / "environ") or "")
-            yield {"pid": int(folder.name), "name": name, "resident_bytes": resident_bytes, "ours": ours}
+def _engines(root: Path, workers: Collection[int]) -> Iterator[dict[str, Any]]:
+    """Engine processes, sparkd's and others', by the names that they give themselves."""
+    with suppress(OSError):  # no /proc below this root
+        stats = processes.table(str(root / "proc"))
+        ours = processes.of_ranks(stats, workers)
+        engines = (stat for stat in stats.values() if stat.name.startswith(ENGINE_NAMES))
+        yield from ({"pid": stat.pid, "name": stat.name, "ours": stat.pid in ours} for stat in engines)
 
 
 def _shared(folder: Path) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 VARIABLE = "SPARKD_MEDIA"
 CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"
 CONNECTOR = "sparkd"
-# IPv6 that carries an IPv4 address inside: NAT64 (RFC 6052), 6to4 (RFC 3056) and Teredo (RFC 4380) may lead back into this network.
-_TUNNELS = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")))
+# All that IANA has given out as global unicast (RFC 4291 2.4). Outside of it are NAT64, SRv6 and addresses that carry an IPv4 address.
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+# `is_global` of Python 3.11 to 3.13 lets these of IANA's special-purpose registries through: 6to4, its relays, IETF's own, documentation.
+_SPECIAL = tuple(map(ipaddress.ip_network, ("2002::/16", "192.88.99.0/24", "192.0.0.0/24", "3fff::/20")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,6 @@ def is_public(text: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             address = address.ipv4_mapped
-        elif any(address in tunnel for tunnel in _TUNNELS):
+        elif address not in _UNICAST:
             return False
-    return address.is_global and not address.is_multicast
+    return address.is_global and not address.is_multicast and not any(address in network for network in _SPECIAL)

@@ -1,9 +1,11 @@
-"""Reads /proc/meminfo and /proc/pressure/memory into plain numbers. Never judges them."""
+"""Reads the machine's memory and its pressure into plain numbers, control groups' limits included. Never judges them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+
+from workers.host.cgroups import CGROUP, left_bytes, limit_bytes
 
 PROC = Path("/proc")
 
@@ -40,13 +42,21 @@ def parse_fields(text: str) -> dict[str, int]:
     return sizes
 
 
-def read_fields(proc: Path = PROC) -> dict[str, int]:
-    """The fields of /proc/meminfo, see parse_fields. Only the guard reads the file differently: it holds it open. Raises OSError."""
-    return parse_fields((proc / "meminfo").read_text())
+def read_fields(proc: Path = PROC, cgroup: Path = CGROUP) -> dict[str, int]:
+    """The fields of /proc/meminfo, see parse_fields. MemTotal and MemAvailable are at most what this process's control groups allow and
+    leave.
+
+    Only the guard reads the files differently: it holds them open. Raises OSError.
+    """
+    fields = parse_fields((proc / "meminfo").read_text())
+    for name, most in (("MemTotal", limit_bytes(proc, cgroup)), ("MemAvailable", left_bytes(proc, cgroup))):
+        if most is not None and name in fields:
+            fields[name] = min(fields[name], most)
+    return fields
 
 
 def mem_total_bytes(proc: Path = PROC) -> int:
-    """MemTotal, 0 where the line is missing. Raises OSError where /proc/meminfo cannot be read."""
+    """MemTotal or the smaller limit of a control group, 0 where the line is missing. Raises OSError where /proc/meminfo cannot be read."""
     return read_fields(proc).get("MemTotal", 0)
 
 

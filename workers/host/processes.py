@@ -12,7 +12,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,24 @@ def read_stat(pid: int, proc: str = PROC) -> Stat | None:
     return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])), name)
 
 
-def table() -> dict[int, Stat]:
+def anonymous_bytes(pid: int, proc: str = PROC) -> int:
+    """The memory that the end of a process frees; 0 of one that has ended, or is another user's. Mapped files are page cache."""
+    lines = _read(pid, "status", proc).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"RssAnon:")), 0)
+
+
+def table(proc: str = PROC) -> dict[int, Stat]:
     """Every process that is not over, by pid."""
-    stats = (read_stat(pid) for pid in _pids())
+    stats = (read_stat(int(name), proc) for name in os.listdir(proc) if name.isdigit())
     return {stat.pid: stat for stat in stats if stat and not _is_over(stat)}
+
+
+def of_ranks(stats: Mapping[int, Stat], workers: Collection[int] = ()) -> set[int]:
+    """Pids of the ranks of every sparkd: their shims, by the name that these give themselves, what is in a shim's session, and what
+    descends from either. workers: pids of Ray workers of ranks, which Ray starts."""
+    shims = {pid for pid, stat in stats.items() if stat.name == SHIM_NAME}
+    ours = {pid for pid, stat in stats.items() if pid in workers or pid in shims or stat.session in shims}
+    return ours | descendants(ours, stats)
 
 
 def members(*, shim: Identity | None, engine: Identity | None, worker: Identity | None = None) -> dict[int, Identity]:
@@ -210,10 +224,6 @@ def wait_gone(who: Iterable[Identity], *, timeout_s: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
-
-
-def _pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def _is_over(stat: Stat) -> bool:

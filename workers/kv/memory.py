@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from workers.host.cgroups import CGROUP, RECLAIMABLE_SHARE
 from workers.host.meminfo import read_fields
-from workers.host.processes import read_stat
-from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
+from workers.host.processes import anonymous_bytes, table
 
 PROC = Path("/proc")
 EVERY_S = 0.05
@@ -21,15 +21,14 @@ EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes. cgroup_left: left under this process's memory limit, None without one. device_free, device_total: from the driver, None on a
-    CPU. integrated: the device's memory is the host's. sharers: ranks on this host, each of which takes an equal part of its memory.
+    """Bytes. device_free, device_total: from the driver, None on a CPU. integrated: the device's memory is the host's. sharers: ranks on
+    this host, each of which takes an equal part of its memory.
     """
 
     total: int
     available: int
     free: int
     reclaimable: int
-    cgroup_left: int | None = None
     device_free: int | None = None
     device_total: int | None = None
     integrated: bool = False
@@ -39,10 +38,7 @@ class MemoryReading:
     def room(self) -> int:
         """The bytes that this rank can take now: of a discrete GPU's own memory, else its part of the host's memory, by the tightest of the
         readings."""
-        whole = self._whole_room
-        if self.cgroup_left is not None and self.is_shared:
-            whole = min(whole, self.cgroup_left)
-        return whole // self.sharers
+        return self._whole_room // self.sharers
 
     @property
     def size(self) -> int:
@@ -68,12 +64,12 @@ class MemoryReading:
 
 
 def host(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryReading:
-    """The host's memory. Raises OSError where /proc/meminfo is unreadable."""
-    fields = read_fields(proc)
+    """The host's memory, within the limits of this process's control groups. Raises OSError where /proc/meminfo is unreadable."""
+    fields = read_fields(proc, cgroup)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else fields.get("Cached", 0)
     total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))
-    return MemoryReading(total, available, free, reclaimable, cgroup_left=cgroup_left(proc, cgroup))
+    return MemoryReading(total, available, free, reclaimable)
 
 
 def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> MemoryReading:
@@ -87,8 +83,7 @@ def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callabl
             available=min(minimum.available, now.available),
             free=min(minimum.free, now.free),
             reclaimable=min(minimum.reclaimable, now.reclaimable),
-            cgroup_left=least(minimum.cgroup_left, now.cgroup_left),
-            device_free=least(minimum.device_free, now.device_free),
+            device_free=None if minimum.device_free is None or now.device_free is None else min(minimum.device_free, now.device_free),
         )
     return minimum
 
@@ -112,21 +107,9 @@ def peak_resident_bytes(proc: Path = PROC) -> int:
 
 
 def taken_by_session(proc: Path = PROC) -> int:
-    """Bytes of all processes of this process's session, which is the engine's own; shared pages count once (Pss)."""
+    """Anonymous memory of all processes of this process's session, which is the engine's own, or its Ray worker's, in bytes."""
     session = os.getsid(0)
-    total = 0
-    for folder in proc.iterdir():
-        if not folder.name.isdecimal():
-            continue
-        stat = read_stat(int(folder.name), str(proc))
-        if stat is None or stat.session != session:
-            continue
-        try:
-            rollup = (folder / "smaps_rollup").read_text()
-        except OSError:
-            continue  # it has ended, or belongs to another user
-        total += next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
-    return total
+    return sum(anonymous_bytes(pid, str(proc)) for pid, stat in table(str(proc)).items() if stat.session == session)
 
 
 def forget_peak(proc: Path = PROC) -> bool:

@@ -80,7 +80,7 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
     environment |= {
         RANK_ID_VARIABLE: spec.rank_id,
         RUN_DIR_VARIABLE: spec.run_dir,
-        # Without SPT_NOENV setproctitle overwrites /proc/PID/environ, and the mark of the rank would be lost.
+        # Without SPT_NOENV setproctitle overwrites /proc/PID/environ, where an operator sees which rank a process is of.
         "SPT_NOENV": "1",
     }
     if _is_address(spec.node_id) and "VLLM_HOST_IP" not in spec.env:

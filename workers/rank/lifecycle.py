@@ -28,6 +28,7 @@ from workers.rank.kv_report import kv_path, read_kv, remove_kv, with_kv
 from workers.rank.load_report import load_path, read_load, remove_load, together
 from workers.rank.log import NON_DEFAULT, STARTED, lines_since, read_log
 from workers.rank.log_parser import Parser
+from workers.rank.reports import number
 from workers.rank.spec import RankSpec, checked_rank_id
 from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
@@ -77,9 +78,10 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     """The state of each rank with a status file, sorted by rank id. Reads /proc and the files, and changes nothing.
 
     alive: shim and engine both live. processes: the number of living processes of the rank without the shim; if it is above 0 while alive
-    is False, something has to be stopped. halted: a signal has stopped one of them. cpu_s: CPU seconds of all. If a file cannot be read,
-    handle is None and error has the reason. progress joins the reports of the log, the loader and the KV sizing; diagnosis explains a known
-    line of the log.
+    is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server is up and its socket's file
+    is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the
+    log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s:
+    see _cause_age_s.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -91,6 +93,9 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         pids = processes.belonging(stats, boot, worker_of(run_dir, rank_id), shim=shim, engine=engine)
         progress = _progress(run_dir, rank_id, status.get("progress"))
         fact = _fact(rank_id, status, progress, shim, engine, len(pids))
+        fact["cause_age_s"] = _cause_age_s(status.get("epoch_s"), progress)
+        socket_path = (status.get("handle") or {}).get("socket_path")
+        fact["deaf"] = bool(progress.get("server_up") and socket_path and not os.path.lexists(socket_path))
         fact["halted"] = any(stats[pid].state == "T" for pid in pids if pid in stats)
         fact["cpu_s"] = sum(stats[pid].cpu_ticks for pid in pids if pid in stats) / os.sysconf("SC_CLK_TCK")
         facts.append(fact)
@@ -169,6 +174,19 @@ def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
         return with_kv(together(log or Parser().progress, load), kv)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return with_kv(together(Parser().progress, load), kv)
+
+
+def _cause_age_s(epoch_s: object, progress: Mapping[str, Any]) -> float | None:
+    """Seconds since the rank's loader failed, else since its log named an error, by this node's clocks; None for neither.
+
+    epoch_s: of the shim's clock, by which the log's lines are dated and which does not jump; None of another release's.
+    """
+    failure_at_s, error_at_s, shims_s = number(progress.get("failure_at_s")), number(progress.get("error_at_s")), number(epoch_s)
+    if failure_at_s is not None:
+        return time.time() - failure_at_s
+    if error_at_s is None:
+        return None
+    return (time.time() if shims_s is None else shims_s + time.monotonic()) - error_at_s
 
 
 def _fact(

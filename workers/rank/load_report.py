@@ -58,6 +58,7 @@ def read_load(path: Path, now_s: float) -> dict[str, Any]:
         "cache_bytes": sum(report["cache_bytes"] for report in files),
         "cache_why": next((report["cache_why"] for report in files if report["cache_why"]), None),
         "failure": failed["failure"] if failed else None,
+        "failure_at_s": failed["at"] if failed else None,
         "failure_lasts": bool(failed and failed["failure_lasts"]),
     }
 

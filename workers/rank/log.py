@@ -81,7 +81,10 @@ class LineSplitter:
 
 
 class RotatingLog:
-    """path, path.1 ... path.N: the newest first, at most max_bytes each. Lines that cannot be written are counted in dropped_lines."""
+    """path, path.1 ... path.N: the newest first, at most max_bytes each. Lines that cannot be written are counted in dropped_lines.
+
+    The file is open during a write only: whoever removes or moves it (logrotate) gets a new one with the next lines.
+    """
 
     def __init__(self, path: str, *, max_bytes: int, backups: int) -> None:
         self.path = path
@@ -106,11 +109,13 @@ class RotatingLog:
                 pending.append(data)
                 self._size += len(data)
             written += self._append(pending)
-        except OSError:  # full, read-only or missing: the engine must go on, and dropped_lines tells
-            self.close()
+        except OSError:
+            pass  # full, read-only or missing: the engine must go on, and dropped_lines tells
+        finally:
+            self._close()
         self.dropped_lines += len(lines) - written
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -131,7 +136,7 @@ class RotatingLog:
         return len(pieces) if not data or os.write(self._fd, data) == len(data) else 0
 
     def _rotate(self) -> None:
-        self.close()
+        self._close()
         if self._backups > 0:
             for number in range(self._backups - 1, 0, -1):
                 if os.path.exists(f"{self.path}.{number}"):
@@ -173,7 +178,6 @@ class BackgroundLog:
     def _work(self) -> None:
         while (lines := self._waiting.get()) is not None:
             self._log.write(lines)
-        self._log.close()
 
 
 def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, tail_lines: int = 200) -> dict[str, Any]:

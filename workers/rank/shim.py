@@ -61,6 +61,7 @@ class Shim:
         self._me: Identity
         self._engine: Identity | None = None
         self._output = self._wakeup = -1
+        self._order = _held_in_memory({"runtime": command[0], "environment": self._environment}) if spec.ray is not None else None
         self._exit_code: int | None = None
         self._survivors: list[int] = []
         self._state = "starting"
@@ -254,6 +255,8 @@ class Shim:
             "stop_ordered": self._stop_ordered,
             "survivors": self._survivors,
             "subreaper": self._subreaper,
+            "epoch_s": self._epoch_s,
+            "order_fd": self._order,
             "dropped_lines": self._log.dropped_lines,
             "progress": self._parser.progress,
             "diagnosis": asdict(self._parser.diagnosis) if self._parser.diagnosis else None,
@@ -326,6 +329,13 @@ def _become_engine(parent: int, command: list[str], environment: Mapping[str, st
         os.write(failure, (error.strerror or str(error)).encode())
     finally:
         os._exit(127)
+
+
+def _held_in_memory(order: Mapping[str, Any]) -> int:
+    """A descriptor of this process that another of this user's reads by /proc/PID/fd: the order is in no file and no environment."""
+    fd = os.memfd_create("order")
+    os.write(fd, json.dumps(order).encode())
+    return fd
 
 
 def _catch_signals() -> int:

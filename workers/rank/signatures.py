@@ -19,6 +19,7 @@ LASTING = frozenset(
         "HeadsDoNotDivide", "LaunchOptionsDoNotDivide", "ServeTwice", "UnknownFlag", "FlagRefused", "QuantizationMismatch",
         "QuantizationUnknown", "BlockSizeRefused", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
         "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "CodeUntrusted", "LoadRefused",
+        "PackageMissing",
     )
 )  # fmt: skip
 # How much a line tells. Among equals the first one counts: later ones are what followed from it.
@@ -296,6 +297,11 @@ SIGNATURES = (
     _sign(
         "NoVllm", ROOT, r"No module named '?vllm'?\b",
         "The Python of this engine has no vLLM.", "Install vLLM there, or name another Python by engine.runtime.",
+    ),
+    _sign(
+        "PackageMissing", ROOT, rf"({_WORD}) requires the ({_WORD}) library but it was not found",
+        "{0} of this model needs the Python package {1}, which the Python of this engine does not have.",
+        "Install it there, built for the same torch. The set-up of the CPU engine leaves torchvision out, whose default build is for CUDA.",
     ),
     _sign(
         "PortTaken", CAUSE, r"Address already in use|EADDRINUSE",

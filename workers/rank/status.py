@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.host import processes
 from workers.host.processes import LACKS, Identity
 from workers.rank.command import ipc_dir
 from workers.rank.spec import RANK_ID
@@ -78,6 +79,12 @@ def worker_of(run_dir: str, rank_id: str) -> Identity | None:
         return identity_of(json.loads(worker_path(run_dir, rank_id).read_text(encoding="utf-8")), "pid", "start_ticks")
     except (OSError, ValueError):
         return None
+
+
+def living_workers(run_dir: str) -> set[int]:
+    """Pids of the Ray workers of this node's ranks."""
+    workers = (worker_of(run_dir, rank_id) for rank_id in rank_ids(run_dir))
+    return {worker.pid for worker in workers if worker and processes.is_alive(worker)}
 
 
 def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:

@@ -28,35 +28,34 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     found = rank_of(attempt, run_dir)
     if found is None:
         raise SystemExit(f"No rank of {attempt} lives in {run_dir or 'this node'}: its start was given up.")
-    rank_id, engine_pid = found
-    engine = Path("/proc", str(engine_pid))
-    runtime = os.fsdecode((engine / "cmdline").read_bytes().split(b"\0")[0])
-    own = _environ(engine)
+    rank_id, engine_pid, order_path = found
+    order = json.loads(order_path.read_text())
+    runtime, own = order["runtime"], order["environment"]
     own.pop(KEY_FILE, None)  # it opens the engine's door, which is not here
     ray = {name: value for name, value in environ.items() if name.startswith("RAY_")}
+    # A session of its own, as an engine has: what it holds is counted by it, and Ray's other processes are none of it. Ray makes it the
+    # leader of a process group, which may not begin one (setsid(2)).
+    os.setpgid(0, os.getpgid(os.getppid()))
+    os.setsid()
     me = processes.identity(os.getpid())
     if me is not None:
         write_status(worker_path(run_dir, rank_id), asdict(me))
     # Both ends of the shim's pipe can be opened by this user, and end with it.
-    log = os.open(engine / "fd" / "1", os.O_WRONLY)
+    log = os.open(f"/proc/{engine_pid}/fd/1", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     # By default Ray redirects both into files of its session (ray/_private/node.py, should_redirect_logs).
     os.execve(runtime, [runtime, "-P", *rest], own | ray | {"RAY_LOG_TO_STDERR": "1", "RAY_BACKEND_LOG_LEVEL": "error"})
 
 
-def rank_of(attempt: str, run_dir: str) -> tuple[str, int] | None:
-    """(rank id, pid of its engine) of the rank of that attempt here; None where there is none."""
+def rank_of(attempt: str, run_dir: str) -> tuple[str, int, Path] | None:
+    """(rank id, pid of its engine, the order that its shim holds) of the rank of that attempt here; None where there is none."""
     for rank_id in rank_ids(run_dir) if run_dir else ():
         status = read_status(status_path(run_dir, rank_id))
-        if (status.get("handle") or {}).get("attempt") == attempt and isinstance(status.get("engine_pid"), int):
-            return rank_id, status["engine_pid"]
+        handle, order = status.get("handle") or {}, status.get("order_fd")
+        if handle.get("attempt") == attempt and isinstance(status.get("engine_pid"), int) and isinstance(order, int):
+            return rank_id, status["engine_pid"], Path(f"/proc/{handle['pid']}/fd/{order}")
     return None
-
-
-def _environ(process: Path) -> dict[str, str]:
-    entries = (entry.partition(b"=") for entry in (process / "environ").read_bytes().split(b"\0"))
-    return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in entries if equals}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
     "max_position_embeddings": 128,
 }  # fmt: skip
-COSTS = {"daemon": {"pss_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_pss_bytes": 0, "ray_listeners": []}
+COSTS = {"daemon": {"anonymous_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_anonymous_bytes": 0, "ray_listeners": []}
 SECRET = "sk-0123456789abcdef"
 
 
@@ -539,7 +539,9 @@ DEEP = b'{"name": "new", "spec": {"model": "/y", "metadata": {"a": %s}}, "load":
 REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
     (b"", {}, "body"),
     (b'{"name": "\xff"}', JSON, "JSON"),
-    (b"[" * 100_000, JSON, "JSON"),
+    (b"[" * 100_000, JSON, "8,192"),
+    (b'{"name": "new"', JSON, "JSON"),
+    (('{"\u2200": ' + "[" * 40 + "]" * 40 + "}").encode("utf-16"), JSON, "UTF-8"),
     (DEEP % (b"[" * 40 + b"]" * 40), JSON, "32"),
     (DEEP % b'"\\ud800"', JSON, "surrogate"),
     (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "JSON"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import httpx
 import pytest
+from pydantic import ValidationError
 
+from sparkd.admin.bench_routes import Benching
 from sparkd.admin.benches import refuse_a_mixture
 from sparkd.admin.quality_bench import quality_bench
 from sparkd.admin.speed_bench import SpeedBench
 from sparkd.bench.profile import Arguments, BenchProfile
 from sparkd.bench.result import BenchResult, BenchSubject, Cell, CellResult, text_label
+from sparkd.cli.bench import MOST_BOOK_BYTES
 from sparkd.errors import BadRequest
+from sparkd.gateway.limits import ClientLimits
 
 CELLS = tuple(Cell(depth=depth, concurrency=1, prompt_tokens=8, output_tokens=4) for depth in (0, 16))
 TEXT = text_label("moby.txt", "Call me Ishmael.")
@@ -66,3 +71,18 @@ def test_another_model_is_refused() -> None:
 def test_another_kind_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"speed.*quality"):
         refuse_a_mixture(EARLIER, "m", quality_bench([], None, None))
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "a\u202eb", "a\nb", "a\u200bb", "\x07"])
+@pytest.mark.parametrize("key", ["profile", "book_name", "text_name"])
+def test_a_name_that_changes_a_terminal_is_refused_where_it_enters(key: str, name: str) -> None:
+    assert Benching.model_validate({"model": "m", key: "my Büch (2).txt"})
+    with pytest.raises(ValidationError, match="without control characters"):
+        Benching.model_validate({"model": "m", key: name})
+
+
+def test_the_longest_book_is_a_body_that_is_taken() -> None:
+    book = ("some words of a line, and \"more\" of them\n" * MOST_BOOK_BYTES)[:MOST_BOOK_BYTES]
+    request = httpx.Request("POST", "http://test", json={"model": "m", "book": book})
+    assert len(request.content) < ClientLimits().admin_body_bytes
+    assert Benching.model_validate({"model": "m", "book": book})

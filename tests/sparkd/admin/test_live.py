@@ -158,7 +158,8 @@ class Shown:
 
     async def _everywhere(self, method: str) -> dict[str, Any]:
         assert method == "incidents"
-        return {"n": [{"id": "b"}, {"id": "c"}, {"id": "a"}], "o": None}
+        # The oldest first; d was written before the clock was set back.
+        return {"n": [{"id": "d"}, {"id": "b"}, {"id": "c"}], "o": None}
 
 
 @pytest.fixture

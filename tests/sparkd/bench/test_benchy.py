@@ -73,3 +73,12 @@ def test_a_text_is_found_again_by_the_name_that_a_result_has(tmp_path: Path) -> 
     assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", text)) == (text, "my (first) text")
     assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", f"{text}.")) is None
     assert benchy.text_of_earlier(tmp_path, "random tokens") is None
+
+
+def test_a_text_stays_as_long_as_a_result_that_names_it(tmp_path: Path) -> None:
+    for kept in ("one", "another"):
+        benchy.kept_text(tmp_path, kept)
+    benchy.forget_texts(tmp_path, [None, "random tokens", text_label("my (first) text", "one")])
+    (left,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
+    assert left.read_text() == "one"
+    benchy.forget_texts(tmp_path / "nothing", [])

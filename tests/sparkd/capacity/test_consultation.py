@@ -250,6 +250,18 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
         assert any(word in note for note in found["notes"]) is (sureness == "guess")
 
 
+def test_a_plan_that_vllm_has_answered_in_part_does_not_say_that_vllm_gave_no_answer(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "m", dense(head_dim=64, layer_types=["retention"] * 4), tensors_of(dense())))
+    found = plan(
+        PlanRequest(path),
+        SPARK,
+        lambda _name: (path, read_checkpoint(path), None),
+        ask=lambda asks: [answer(FULL, blocks=1) if number == 0 else None for number, _ in enumerate(asks)],
+    )
+    assert {option["footprint"]["sureness"] for option in found["options"]} == {"exact", "guess"}
+    assert not any("retention" in note or "layer_types" in note for note in found["notes"])
+
+
 def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) -> None:
     doubt = ModelRefusal("model", "KeyError", "the kernel of\nretention" + " x" * 1000, False)
     vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))

@@ -78,7 +78,6 @@ BROKEN: dict[str, Break] = {
     "a shard is cut off": lambda folder: cut(folder, SHARDS[1], 100_000),
     "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
     "no weights": lambda folder: without(folder, *SHARDS, INDEX),
-    "the index names another tensor": with_another_tensor,
     "a layer is missing": with_another_layer,
     "the head is missing": lambda folder: in_one_file(folder, HEADLESS),
 }
@@ -101,7 +100,9 @@ def test_a_check_a_plan_and_a_load_refuse_it_with_one_sentence(damage: Break, mo
     assert planned.value.message in loaded.value.message
 
 
-def test_a_whole_model_is_refused_by_none(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [lambda _: None, with_another_tensor], ids=["as it is", "its index names another tensor"])
+def test_a_whole_model_is_refused_by_none(change: Break, model: Path, tmp_path: Path) -> None:
+    change(model)
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"models:\n  m:\n    model: {model}\n")
 

@@ -108,10 +108,6 @@ def _dangling(folder: Path) -> None:
         (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), INDEX, "t", ["weight_map", "../x.safetensors"]),
         (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), INDEX, "t", ["weight_map", "/etc/passwd"]),
         (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), INDEX, "t", ["weight_map", "'a\\x00b'"]),
-        (
-            lambda f: _index(f, {"weight_map": {**dict.fromkeys([*A, "gone.weight"], "model-00001-of-00002.safetensors")}}),
-            *("model-00001-of-00002.safetensors", "gone.weight", [INDEX]),
-        ),
         (lambda f: [_remove(INDEX)(f), write_shard(f / "other.safetensors", B)], "other.safetensors", "lm_head.weight", [SECOND]),
         (lambda f: [_remove(INDEX, *SHARDS)(f), write_shard(f / "model.safetensors", {})], "", None, ["no tensor"]),
     ],

@@ -271,6 +271,21 @@ def test_a_copy_that_the_index_has_elsewhere_does_not_count(tmp_path: Path) -> N
     assert (len(found), found["b"].nbytes) == (3, 12)
 
 
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "x.safetensors", "gone": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"},
+        {"a": "y.safetensors", "b": "x.safetensors", "c": "x.safetensors"},
+    ],
+)
+def test_what_the_shards_have_counts_whatever_the_index_says(tmp_path: Path, weight_map: dict[str, str]) -> None:
+    """vLLM opens the files that the index names, and takes all tensors of theirs."""
+    folder = write_folder(tmp_path, {"x.safetensors": ONE, "y.safetensors": {"c": ("U8", (1,))}})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = read_checkpoint(folder).tensors
+    assert {name: Path(ref.path).name for name, ref in found.items()} == {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
+
+
 def test_a_copy_that_the_index_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"x.safetensors": ONE, "y.safetensors": {"b": ("F32", (2,)), "c": ("U8", (1,))}})
     write_shard(folder / "z.safetensors", {"d": ("U8", (1,))})

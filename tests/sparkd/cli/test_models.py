@@ -486,7 +486,7 @@ def test_a_curl_survives_the_shell() -> None:
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    assert show.printable("a\x1b]0;title\x07b\r\n\tc\x9b2J") == "a]0;titleb\n\tc2J"
+    assert show.printable("a\x1b]0;title\x07b\r\n\tc\x9b2J\u202ed\u2066") == "a]0;titleb\n\tc2Jd"
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import MARK, RayHead
+from sparkd.cluster.ray_head import RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
@@ -270,8 +271,11 @@ def no_descriptors() -> Iterator[None]:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """It carries the mark of Ray's head in tmp_path."""
-    made = subprocess.Popen(["sleep", "300"], env={MARK: str(tmp_path / "ray")})
+    """A raylet of the head in tmp_path, by its name, its session and its log."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "raylet").symlink_to(str(shutil.which("sleep")))
+    with open(tmp_path / "ray" / "raylet.out", "w") as log:
+        made = subprocess.Popen([tmp_path / "raylet", "300"], stdout=log, start_new_session=True)
     yield made
     made.kill()
     made.wait()
@@ -287,7 +291,7 @@ async def test_ranks_and_rays_head_are_unknown_not_gone_while_no_file_can_be_ope
     write_status(status_path(run_dir, "m-1-00000000"), {"handle": handle, "state": "running", **engine})
     assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
     head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
-    until(head.costs, "the child has its mark")
+    until(head.costs, "the child is Ray's")
     with no_descriptors():
         for look in (lambda: lifecycle.scan(run_dir), head.living_address, head.essential):
             with pytest.raises(OSError, match="Too many open files"):

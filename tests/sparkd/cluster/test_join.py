@@ -7,9 +7,12 @@ import fcntl
 import io
 import json
 import os
+import signal
 import socket
 import stat
+import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import Config, load_config
 from sparkd.daemon import logs
-from sparkd.errors import ConfigError, RayUnavailable, StateError
+from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.fabric import peer_cache
 from sparkd.fabric.interfaces import Fabric, fabric_of
 from sparkd.fabric.peer_cache import KEPT_S, Offers
@@ -37,11 +40,15 @@ from sparkd.render import fabric
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock
+from tests.support.stuck_driver import a_stuck_driver
+from tests.support.waiting import HUNG_S
 from workers.agent.actor import Agent
+from workers.host import processes
 from workers.host.link_peers import knock
 
 TOKEN = "0123456789abcdef" * 4
 HEAD = "192.168.100.10:6379"
+stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
 
 def config_of(folder: Path, **flags: Any) -> Config:
@@ -398,6 +405,24 @@ def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_p
     assert run_dir.exists() is more
     assert [one.name for one in run_dir.parent.rglob("*")] == ([run_dir.name, "notes"] if more else [])
     assert all(one.exists() for one in targets)
+
+
+def test_the_join_that_keeps_a_node_is_known_by_its_record_and_ended_by_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stuck_driver: list[str]
+) -> None:
+    """Also while a driver holds processes of this machine."""
+    monkeypatch.setenv("SPARKD_RUNTIME_DIR", str(tmp_path / "run"))
+    words = ["--state-dir", str(tmp_path / "state")]
+    with subprocess.Popen(["sleep", "600"]) as keeper:
+        me = processes.identity(keeper.pid)
+        assert me is not None
+        membership.keep(config_of(tmp_path), membership.Joined(HEAD, "192.0.2.7", **asdict(me)))
+        assert exit_code(["join", HEAD, "--token", "-", *words]) == Conflict.exit_code
+        assert str(keeper.pid) in capsys.readouterr().err
+        # `leave` waits until it is gone; here its parent, which has to reap it, is this test.
+        monkeypatch.setattr(processes, "wait_gone", lambda who, *, timeout_s: keeper.wait(HUNG_S) == -signal.SIGINT)
+        assert exit_code(["leave", *words]) == 0
+    assert stuck_driver == []
 
 
 # Who is offered

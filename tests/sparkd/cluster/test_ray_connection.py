@@ -1,10 +1,16 @@
-"""The daemon's connection to Ray, as far as it needs no Ray: that its end does not hang on one that is being made."""
+"""The daemon's connection to Ray: what it says of Ray's errors, that its end does not hang on one that is being made, and that it outlives
+the raylet and the head."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +19,9 @@ import pytest
 from sparkd import __version__
 from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayLink, code_here
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RankError, RayUnavailable
-from tests.support.daemon_process import ROOT
+from tests.support.daemon_process import ROOT, alive
 from tests.support.fakes import FakeClock
-from tests.support.waiting import HUNG_S
+from tests.support.waiting import HUNG_S, until
 from workers.agent.version import VERSION
 
 LEAVES_WHILE_CONNECTING = """
@@ -39,6 +45,33 @@ def test_a_process_ends_although_it_is_still_connecting() -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S, check=True)
 
     assert done.stdout == "leaving\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param("raylet", signal.SIGKILL, id="raylet-killed"),
+        pytest.param("raylet", signal.SIGTERM, id="raylet-ended", marks=pytest.mark.rest),
+        pytest.param("gcs_server", signal.SIGSTOP, id="gcs-stands-still", marks=pytest.mark.rest),
+    ],
+)
+def test_a_driver_whose_parent_is_process_1_outlives_its_ray_and_joins_the_next(name: str, number: signal.Signals) -> None:
+    # pytest's own paths are too long for Ray's sockets.
+    folder = tempfile.mkdtemp(prefix="orphan-")
+    words = [sys.executable, "-m", "tests.support.orphan_driver", folder]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        # Ray's own words about a raylet that ended come to the driver's output, too.
+        facts = (json.loads(line) for line in starter.stdout if line.startswith("{"))
+        driver, first = next(facts)["driver"], next(facts)
+        os.kill(first[name], number)
+        again = next((head for head in facts if head.get(name) != first[name]), None)
+        if again is None:
+            os.kill(first["gcs_server"], signal.SIGKILL)
+        assert again is not None, "the driver ended with its Ray"
+        os.kill(driver, signal.SIGINT)
+        until(lambda: not any(map(alive, (driver, *first.values(), *again.values()))), "driver and Ray are gone")
+    shutil.rmtree(folder)
 
 
 async def test_who_never_joined_has_nothing_to_leave() -> None:

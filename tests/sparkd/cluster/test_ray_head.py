@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -20,15 +21,16 @@ import pytest
 from sparkd import __version__
 from sparkd.cluster import ray_head
 from sparkd.cluster.node_paths import rank_folders
-from sparkd.cluster.ray_head import MARK, RayHead, RayOptions, make_token, node_environment, process_cost
+from sparkd.cluster.ray_head import RayHead, RayOptions, make_token, node_environment, process_cost
 from sparkd.config.config import load_config
 from sparkd.errors import RayUnavailable
 from tests.support.daemon_process import alive
+from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, until
-from workers.agent.actor import Agent
 from workers.host.node_variables import NODE_LINKS
+from workers.host.processes import boot_id, descendants, table
 
-SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
+stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
 
 @pytest.fixture
@@ -103,8 +105,6 @@ def test_the_environment_is_ours_and_no_other_clusters(head: RayHead, folder: Pa
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & environment.keys()
     assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", f"{folder}/ray.token")
     assert (environment["RAY_worker_niceness"], environment["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
-    assert environment[MARK] == f"{folder}/ray"
-    assert MARK not in node_environment(folder / "ray.token", "127.0.0.1"), "who only joins is not of this head"
 
 
 def test_ray_carries_the_names_of_its_nodes_interfaces_where_it_has_others_to_meet(folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:
     config = load_config(None, flags={"state_dir": "/s", "runtime_dir": "/r", "quantized_cache.dir": "/q"}, environ={})
     environment = head_of(folder, rank_folders=rank_folders(config, "10.0.0.2")).environment({})
 
-    told = {name: value for name, value in environment.items() if name.startswith("SPARKD_RAY_") and name != MARK}
+    told = {name: value for name, value in environment.items() if name.startswith("SPARKD_RAY_")}
     assert told == {
         "SPARKD_RAY_RUN_DIR": "/r/ranks/10.0.0.2", "SPARKD_RAY_LOG_DIR": "/s/logs", "SPARKD_RAY_CACHE_DIR": "/q",
         "SPARKD_RAY_KV_DIR": "/s/kv-profiles", "SPARKD_RAY_PYTHON": sys.executable,
@@ -204,58 +204,78 @@ def test_the_daemon_does_not_start_what_ray_node_keeps(folder: Path) -> None:
 # Whose processes
 
 
-def test_stop_ends_the_marked_processes_and_nobody_else(
-    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_head, "STOP_GRACE_S", 0.2)
-    log = head.folder / "session" / "raylet.out"
-    log.parent.mkdir(parents=True)
+# A server of Ray's by its name, with one child; their end: SIGTERM or, where "stubborn", SIGKILL.
+SERVER = """
+import ctypes, signal, subprocess, sys, time
+name, log, *how = sys.argv[1:]
+held = open(log)
+ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)
+if how:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session="apart" in how)
+print("up", flush=True)
+child.wait()
+"""
+
+
+def server(processes: list[subprocess.Popen[str]], name: str, log: Path, *how: str) -> subprocess.Popen[str]:
+    """As `ray start` leaves one in the session that it was given."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("hello\n")
-    mark = {MARK: str(head.folder)}
-    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
-    ours = [
-        start(processes, SLEEPER, mark),
-        start(processes, [sys.executable, "-S", "-c", stubborn], mark),
-        start(processes, ["ray::IDLE", "-S", "-c", f"held = open({str(log)!r}); {SLEEPER[3]}"], {}, executable=sys.executable),
-    ]
+    return up(start(processes, [sys.executable, "-S", "-c", SERVER, name, str(log), *how], {}, start_new_session=True))
+
+
+def test_stop_ends_the_sessions_of_the_folders_servers_and_nobody_else(
+    folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, stuck_driver: list[str]
+) -> None:
+    """Also while a driver holds a process of Ray's, or any other of this machine."""
+    monkeypatch.setattr(ray_head, "STOP_GRACE_S", 0.2)
+    (folder / "real").mkdir()
+    (folder / "run").symlink_to(folder / "real")  # as /var/run is to /run
+    head = head_of(folder / "run")
+    log = head.folder / "session" / "raylet.out"
+    ours = [server(processes, "raylet", log), server(processes, "gcs_server", log, "stubborn", "apart")]
     others = [
-        start(processes, SLEEPER, {}),
-        start(processes, SLEEPER, {MARK: f"{head.folder}2"}),
-        start(processes, SLEEPER, {"X" + MARK: str(head.folder)}),
-        start(processes, SLEEPER, {"RAY_TMPDIR": str(head.folder)}),
-        start(processes, [*SLEEPER, str(head.folder)], {}),
-        start(processes, [sys.executable, "-S", "-c", f"held = open({str(log)!r}); {SLEEPER[3]}"], {}),
-        start(processes, ["ray::IDLE", "-S", "-c", SLEEPER[3]], {}, executable=sys.executable),
+        server(processes, "raylet", Path(f"{head.folder}2") / "raylet.out"),  # another head's
+        server(processes, "tail", log),  # a program that shows a log, and a daemon that has joined
     ]
-    for process in (*ours, *others):
-        up(process)
-    assert {process.pid for process in head.costs()} == {process.pid for process in ours}
+    mine = {stat.pid for stat in table().values() if stat.session in {process.pid for process in ours}}
+    (engine,) = descendants([ours[1].pid], table())
+    assert len(mine) == 3 and engine not in mine, "what Ray starts in a session of its own is not Ray's"
+    assert {process.pid for process in head.costs()} == mine
+    assert head.essential() == {"raylet": ours[0].pid, "gcs_server": ours[1].pid}
 
     head.stop()
     for process in ours:
-        process.wait()  # one that is killed has no environment any more, and ends a moment later
-    assert [alive(process.pid) for process in others] == [True] * 7
+        process.wait()
+    assert not mine & table().keys()
+    assert [alive(pid) for pid in (engine, *(process.pid for process in others))] == [True] * 3
     assert not head.folder.exists()
     head.stop()
+    assert stuck_driver == []
+    for leader in (engine, *(process.pid for process in others)):
+        os.killpg(leader, signal.SIGKILL)
 
 
-def test_an_engine_does_not_belong_to_the_ray_that_started_it(head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, str(head.folder))
-    shutil.copytree(Path(__file__).parents[2] / "fixtures" / "meminfo", folder / "proc")
-    (folder / "proc" / "idle.txt").rename(folder / "proc" / "meminfo")
-    agent = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), 60.0, str(folder / "proc"))
-    spec = {
-        "rank_id": "m-1-0123abcd", "model_name": "m", "served_names": ["m"], "model": "/m", "generation": 1, "node_id": "n", "rank": 0,
-        "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
-        "platform": "cpu",
-    }  # fmt: skip
-    handle = agent.spawn(spec, False)
-    try:
-        assert alive(handle["pid"])
-        assert head.costs() == []
-    finally:
-        assert agent.destroy(handle, 2.0)["gone"]
-        agent.sentry.stop()
+def test_what_servers_that_were_killed_leave_is_of_the_head_that_recorded_its_sessions(
+    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    """Ray's agents outlive their raylet; a number that another process has now is not of the head."""
+    log = head.folder / "raylet.out"
+    killed, another = server(processes, "raylet", log), server(processes, "tail", log)
+    record: dict[str, Any] = {"address": "127.0.0.1:1", "sessions": [killed.pid, another.pid], "boot_id": boot_id()}
+    (folder / "ray.json").write_text(json.dumps(record))
+    (left,) = descendants([killed.pid], table())
+    killed.kill()
+    killed.wait()
+
+    assert [process.pid for process in head.costs()] == [left]
+    (folder / "ray.json").write_text(json.dumps(record | {"boot_id": "another"}))
+    assert head.costs() == []
+    (folder / "ray.json").write_text(json.dumps(record))
+    head.stop()
+    assert left not in table() and alive(another.pid)
+    os.killpg(another.pid, signal.SIGKILL)
 
 
 # What it costs, and where it listens
@@ -279,9 +299,9 @@ def test_listeners_and_cost_of_a_process() -> None:
         assert f"127.0.0.1:{client.getsockname()[1]}" not in found
 
     cost = process_cost(os.getpid())
-    assert cost["pss_bytes"] > 1 << 20
+    assert cost["anonymous_bytes"] > 1 << 20
     assert cost["cpu_s"] > 0
-    assert process_cost(1 << 30) == {"pss_bytes": 0, "cpu_s": 0.0}
+    assert process_cost(1 << 30) == {"anonymous_bytes": 0, "cpu_s": 0.0}
     assert ray_head._listening(1 << 30) == set()
 
 
@@ -329,7 +349,7 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
         assert costs
         for process in costs:
             assert token not in Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
-            assert process.pss_bytes > 0
+            assert process.anonymous_bytes > 0
         assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700
 
         # Who has the token may join and is not of this head; who has another may not.

@@ -36,6 +36,7 @@ def load(tmp_path: Path):
         ("[::ffff:127.0.0.1]:1", "::ffff:127.0.0.1", 1, True),
         ("0.0.0.0:4000", "0.0.0.0", 4000, False),
         ("192.168.100.10:4000", "192.168.100.10", 4000, False),
+        ("[fe80::1%enP7s7]:4000", "fe80::1%enP7s7", 4000, False),
         ("localhost.example.org:1", "localhost.example.org", 1, False),
     ],
 )
@@ -52,7 +53,7 @@ def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int,
     check_bind(load(f"listen: '{listen}'\nkeys: {{admin: [{KEY}]}}"), {})
 
 
-@pytest.mark.parametrize("listen", ["a:65536", "::1:4000", "a:1\n"])
+@pytest.mark.parametrize("listen", ["a:65536", "::1:4000", "a:1\n", "[fe80::1%]:1", "[fe80::1%a/b]:1"])
 def test_what_is_no_address(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"(host:port|65536)\b"):
         load_config(None, flags={"listen": listen}, environ={})

@@ -188,18 +188,19 @@ def test_every_series_of_a_node_or_a_model_goes_with_it_whatever_its_other_label
 
 
 def test_what_a_node_says_no_longer_is_shown_no_longer() -> None:
-    drawing = replace(READING, gpu_power_w=41.0, gpu_busy_percent=96.0, gpu_celsius=60.0, floor_in_s=3.0)
+    drawing = replace(READING, gpu_power_w=41.0, gpu_busy_percent=96.0, gpu_celsius=60.0, floor_in_s=3.0, guarded=False)
     gauges.show(snapshot(nodes=(replace(NODE, reading=drawing),)))
     families = (
         "sparkd_gpu_power_draw_watts",
         "sparkd_gpu_utilization_ratio",
         "sparkd_gpu_temperature_celsius",
         "sparkd_node_mem_floor_seconds",
+        "sparkd_node_guarded",
     )
-    assert [shown(family, node="n1") for family in families] == [{"": 41.0}, {"": 0.96}, {"": 60.0}, {"": 3.0}]
+    assert [shown(family, node="n1") for family in families] == [{"": 41.0}, {"": 0.96}, {"": 60.0}, {"": 3.0}, {"": 0.0}]
 
     gauges.show(snapshot(nodes=(NODE,)))
-    assert [shown(family, node="n1") for family in families] == [{}] * 4
+    assert [shown(family, node="n1") for family in families] == [{}] * 5
 
 
 def test_of_a_node_that_does_not_answer_only_the_age_of_its_last_reading_is_left_and_grows() -> None:

@@ -45,3 +45,15 @@ def test_only_the_last_are_kept(history: History, monkeypatch: pytest.MonkeyPatc
     begun = [made.open("pull", f"m{number}", "admin").id for number in range(5)]
 
     assert list(made.all({})) == begun[2:]
+
+
+def test_after_a_clock_was_set_back_the_newest_are_kept(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("control.operations", "state.store"):
+        monkeypatch.setattr(f"sparkd.{module}.OPERATIONS_KEPT", 3)
+    begun = []
+    for wall_s in (9e9, 9e9, 9e9, 1e9, 2e9):
+        made = OperationBook(history, lambda write: write(), lambda wall_s=wall_s: wall_s)  # type: ignore[misc]
+        begun.append(made.open("pull", "m", "admin").id)
+        made.close(begun[-1], OperationState.SUCCEEDED, "done")
+
+    assert [operation.id for operation in history.operations()] == list(made.all({})) == begun[2:]

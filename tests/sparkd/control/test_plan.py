@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
 
@@ -38,6 +38,8 @@ DEAD = replace(ALIVE, alive=False, processes=0, exit_code=0)
 OTHER = replace(ALIVE, handle=replace(HANDLE, rank_id="r0"))
 OUTDATED = replace(ALIVE, handle=replace(HANDLE, rank_id="r0", config_hash="ffffffffffffffff"))
 CHANGED = replace(UP, handle=replace(HANDLE, config_hash="ffffffffffffffff"))
+
+SOCKET_LOST = Fail("m", "SocketLost", "Its socket /run/x.sock was removed, so no request reaches it; sparkd starts it again.")
 
 RUNNING = ModelFacts("m", Want.RUNNING, 1, S.STOPPED, NOW_S - 5, HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
 STOPPED = replace(RUNNING, want=Want.STOPPED)
@@ -89,6 +91,9 @@ TABLE = {
         [Fail("m", "PlacementLost", "The placement ended without a result; it is tried again.")],
     ),
     "an unconfigured model is never placed": (replace(RUNNING, config_hash=None), []),
+    "an engine whose socket was removed is started again": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
+    "also one that was adopted": (running(S.LOADING, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
+    "one that has just removed it may be ending": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S - 0.1), []),
     # progress
     "the log says warming": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="warming"))), [Move("m", S.WARMING)]),
     "the log says sizing": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="sizing"))), [Move("m", S.SIZING)]),
@@ -244,6 +249,42 @@ def test_nothing_is_placed_while_another_model_loads() -> None:
     models = {"a": replace(RUNNING, name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 
     assert plan(models, (), True, NOW_S) == []
+
+
+# Ways in which an engine may yet take memory that another would count as free.
+TAKES_MEMORY = {
+    "it is being placed": replace(RUNNING, state=S.PLANNED, busy="place", ranks=None),
+    "it is being placed again after a crash": replace(RUNNING, state=S.FAILED, busy="place", ranks=None),
+    "it loads": running(S.LOADING, ALIVE),
+    "it warms": running(S.WARMING, ALIVE),
+    "it sizes": running(S.SIZING, ALIVE),
+    "its server is asked": running(S.SIZING, UP, busy="ask"),
+    "it loads on two nodes, one of which is not seen": running(S.LOADING, ALIVE, world=2, unseen=True),
+    "it loads on a node that is not seen": replace(running(S.LOADING), ranks=None),
+    "it was adopted as it loads": running(S.LOADING, ALIVE, busy="hold"),
+    "it is adopted in this moment": replace(RUNNING, ranks=(ALIVE,)),
+    "an earlier daemon started it and nobody wants it": replace(STOPPED, ranks=(ALIVE,)),
+    "it failed and a rank of its start lives": running(S.FAILED, ALIVE),
+    "it failed on two nodes and one rank lives": running(S.FAILED, ALIVE, DEAD, world=2),
+    "a rank of an earlier start lives beside it": running(S.READY, UP, OTHER),
+    "what is left of it is being removed": replace(running(S.FAILED), busy="destroy", ranks=None),
+    "it gives way and its load is being ended": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 59),
+    "its engine may take longer to end": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 320, stop_deadline_s=330),
+    "it is no longer configured": None,
+}
+
+
+@pytest.mark.parametrize("other", TAKES_MEMORY.values(), ids=TAKES_MEMORY)
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_two_engines_never_size_from_the_same_free_memory(other: ModelFacts | None, name: str) -> None:
+    """Whichever comes first in the plan, and whichever nodes they share: each counts as free what the other is about to take."""
+    beside = {} if other is None else {name: replace(other, name=name, last_asked_s=NOW_S)}
+    strangers = (ALIVE,) if other is None else ()
+
+    actions = plan({"b": replace(RUNNING, name="b", queued=3), **beside}, strangers, True, NOW_S)
+    assert not [action for action in actions if isinstance(action, Place)]
+    serves = {name: replace(running(S.READY, UP), name=name)}
+    assert plan({"b": replace(RUNNING, name="b", queued=3), **serves}, (), True, NOW_S) == [Place("b")]
 
 
 def test_a_load_does_not_keep_others_from_stopping() -> None:

@@ -88,6 +88,7 @@ def test_the_rank_that_says_why_is_quoted() -> None:
 INDEX = Progress(last_error="IndexError: list index out of range", error_at_s=100.0, line_at_s=101.0)
 CLOSED = Progress(last_error="RuntimeError: Connection closed by peer", error_at_s=99.0, line_at_s=101.0)
 BROKEN = Progress(last_error="RuntimeError: no device", error_at_s=100.5, line_at_s=101.0)
+AGED = replace(FIRST, progress=replace(INDEX, error_at_s=86_500.0, line_at_s=86_501.0), cause_age_s=2.0)
 GONE = Diagnosis("RankGone", 2, "Another rank ended.", "Look there.")
 ENDED = replace(SECOND, alive=False, processes=0, exit_code=1)
 
@@ -95,16 +96,18 @@ ENDED = replace(SECOND, alive=False, processes=0, exit_code=1)
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (replace(FIRST, progress=INDEX), ENDED, "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
-        (replace(FIRST, progress=INDEX), replace(ENDED, progress=BROKEN), "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
+        (AGED, ENDED, "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
+        (AGED, replace(ENDED, progress=BROKEN, cause_age_s=1.5), "Rank 1 of 2, on o, ended 1 rank 0: IndexError logs m`"),
+        (AGED, replace(ENDED, progress=BROKEN, cause_age_s=2.5), "Rank 1 of 2, on o, ended 1 its log: no device --rank 1"),
         (replace(FIRST, progress=CLOSED, diagnosis=GONE), replace(ENDED, progress=BROKEN), "Rank 1 its log: no device --rank 1"),
         (replace(FIRST, alive=False, exit_code=1, progress=CLOSED, diagnosis=GONE), DEAD, "Rank 1 SIGKILL --rank 1"),
         (replace(FIRST, progress=replace(INDEX, line_at_s=900.0)), ENDED, "Rank 1 ended 1 --rank 1"),
-        (replace(FIRST, progress=INDEX), DEAD, "Rank 1 SIGKILL --rank 1"),
+        (AGED, DEAD, "Rank 1 SIGKILL --rank 1"),
     ],
     ids=[
         "the one that ended knows nothing (executor: ray)",
-        "the earlier error",
+        "the earlier error, whatever the clocks of the two nodes say",
+        "also of the other rank",
         "what follows from another's end is no cause",
         "nor where both have ended",
         "an error of long ago is another story",
@@ -172,3 +175,12 @@ def test_the_hash_of_any_rank_counts() -> None:
 
     assert HASH != "f" * 16
     assert plan({"m": team(S.READY, UP, changed)}, (), True, NOW_S) == [Stop("m")]
+
+
+def test_of_several_loaders_that_fail_the_first_speaks() -> None:
+    first = replace(FIRST, progress=Progress(failure="the peer is gone", failure_at_s=90_000.0), cause_age_s=0.5)
+    second = replace(SECOND, progress=Progress(failure="NaN in a.weight", failure_at_s=100.0), cause_age_s=1.0)
+
+    assert failed(first, second, state=S.LOADING)[1].startswith("NaN in a.weight")
+    combined = progress_of((first, second))
+    assert combined is not None and combined.failure == "NaN in a.weight"

@@ -14,7 +14,7 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
-from sparkd.control.facts import ENDS_S, ModelFacts
+from sparkd.control.facts import ModelFacts
 from sparkd.control.load_gate import Gate
 from sparkd.control.residency import EARNED_S, PROMISE_S, Budget, Stay
 from sparkd.control.scheduler import WHOLE, Turn, turn
@@ -237,7 +237,7 @@ async def make_ready(made: Scene, name: str) -> None:
         (there("a", state=ModelState.STOPPED, busy="place"), LOADS),
         (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - 1), ENDS),
         (there("a", state=ModelState.STOPPED, busy="destroy"), ENDS),
-        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - ENDS_S), None),
+        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - 60), None),
         (there("a"), None),
     ],
     ids=["loads", "is placed", "ends", "is removed", "does not die", "serves"],

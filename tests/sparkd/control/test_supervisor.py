@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from sparkd.control.record import Attempt, Record
 from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
     AgentLost,
+    BadRequest,
     ConfigError,
     Conflict,
     DoesNotFit,
@@ -45,7 +47,7 @@ from sparkd.errors import (
 from sparkd.models.folder import unusable
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
-from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, Want
+from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
@@ -170,6 +172,43 @@ async def test_the_next_daemon_adopts_what_runs(tmp_path: Path) -> None:
         assert second.state() == "READY"
         assert (cluster.log, second.asked) == (["hold m"], [])
         assert second.supervisor.snapshot().models["m"].ranks[0].pid == 42
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_engine_whose_socket_was_removed_is_started_again(tmp_path: Path, restarted: bool) -> None:
+    async with stage(tmp_path) as scene:
+        await make_ready(scene)
+        scene.cluster.ranks = {name: replace(fact, deaf=True) for name, fact in (scene.cluster.ranks or {}).items()}
+        scene.cluster.names = None
+        scene.cluster.log.clear()
+        if restarted:
+            scene.take_over()
+        await scene.tick(12)
+        assert (scene.state(), scene.supervisor.snapshot().models["m"].reason) == ("FAILED", "SocketLost")
+
+        await scene.tick(20)
+        assert [entry for entry in scene.cluster.log if entry[0] in "dps"] == ["destroy m", "place m", "spawn m"]
+
+
+async def test_nothing_is_placed_while_an_engine_that_is_no_longer_configured_ends(tmp_path: Path) -> None:
+    """It loads until it has gone: the next would count as free what that one is about to take."""
+    async with stage(tmp_path) as first:
+        first.supervisor.want("m", Want.RUNNING, "admin")
+        await first.tick()
+        cluster, may_end, destroy = first.cluster, asyncio.Event(), first.cluster.destroy
+    cluster.log.clear()
+
+    async def held(fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
+        await may_end.wait()
+        return await destroy(fact, hangs=hangs)
+
+    cluster.destroy = held  # type: ignore[method-assign]
+    async with stage(tmp_path, cluster=cluster, models={"other": {"model": "/nowhere", "preload": True}}) as second:
+        await second.tick(3)
+        assert (cluster.log, second.state("other")) == ([], "STOPPED")
+        may_end.set()
+        await second.tick(2)
+        assert cluster.log == ["destroy m", "release m", "place other", "spawn other"]
 
 
 async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tmp_path: Path) -> None:
@@ -357,7 +396,7 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
         assert lacking(failed.value.message, "(UnknownFlag)", "--no-such-flag", "`sparkd ps`") == []
-        assert "3599" not in failed.value.message and failed.value.headers() == {"x-should-retry": "false"}
+        assert "3599" not in failed.value.message and failed.value.status == 424
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
@@ -386,7 +425,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         with pytest.raises(ModelFailed, match=r"\(DoesNotFit\)") as refused:
             await enter(made, "m")
         # A time of the next try would say that waiting helps.
-        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.headers() == {"x-should-retry": "false"}
+        assert not any(digit in refused.value.message for digit in "0123456789") and refused.value.status == 424
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
@@ -544,6 +583,19 @@ async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> Non
         await made.tick(2)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
         assert made.supervisor.snapshot().models["m"].max_model_len == 512
+
+
+async def test_a_body_that_no_engine_can_answer_loads_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        empty = replace(CHAT, lacks=("messages",))
+        with pytest.raises(BadRequest, match="`messages`"):
+            async with made.supervisor.lease("m", need=empty):
+                pass
+        await made.tick(2)
+        assert (made.state(), made.cluster.log) == ("STOPPED", [])
+        await make_ready(made)
+        async with made.supervisor.lease("m", need=empty):  # the engine says what is wrong with it
+            pass
 
 
 async def test_what_its_engine_told_stays_known(tmp_path: Path) -> None:
@@ -831,7 +883,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         made.supervisor._door._unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
-        assert lacking(refused.value.message, name, *told) == [] and refused.value.headers() == {"x-should-retry": "false"}
+        assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
         assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
@@ -842,7 +894,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         with pytest.raises(ModelFailed) as failed:
             await enter(made, name)
         assert lacking(failed.value.message, *told) == [] and str(tmp_path) not in failed.value.message
-        assert failed.value.headers() == {"x-should-retry": "false"}
+        assert failed.value.status == 424
         assert made.supervisor.snapshot().models[name].message == fault.message, "its owner reads the path"
 
 

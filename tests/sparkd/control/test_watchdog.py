@@ -380,6 +380,13 @@ async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     assert await scene.after(ALONE_IDLE_S) is not None, "the ranks' own idleness still counts"
 
 
+async def test_a_node_that_no_guard_watches_is_said_to() -> None:
+    scene = Scene()
+    scene.readings = {node: replace(READING, guarded=guarded) for node, guarded in (("n", False), ("o", True), ("p", None))}
+    await scene.after(0)
+    assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GuardAbsent", "n")]
+
+
 async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         waits = []
@@ -426,6 +433,28 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
         for wait_s in waits:
             again.supervisor._actions.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
+
+
+async def test_after_a_clock_was_set_back_the_stalls_of_then_hold_nothing_for_ever(tmp_path: Path) -> None:
+    """They are at least as old as what happened after them."""
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.clock.now_s += 86_400
+        for _ in range(3):
+            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+        made.cluster.ranks = {}
+        made.clock.now_s -= 86_400
+        made.supervisor.ledger.say("config", None, "The clock was set back.")
+    made.store.close()
+
+    for later_s, state in ((60.0, "FAILED"), (960.0, "LOADING")):
+        async with stage(tmp_path) as again:
+            again.clock.now_s = made.clock.now_s + later_s
+            again.take_over()
+            await again.tick(3)
+            assert again.state() == state
+            again.cluster.ranks = {}
+        again.store.close()
 
 
 async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from sparkd.config.config import Config, load_config
 from sparkd.control.registry import replaced
+from sparkd.daemon.daemon import Daemon, Options
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError
+from sparkd.gateway.server import bind
 from sparkd.state.nouns import Desired, Want
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
@@ -68,6 +70,28 @@ async def test_what_changed_is_told_and_what_waits_for_the_next_start() -> None:
     found = await made.reloader.now()
     assert (found["changed"], found["later"]) == (["listen", "global_ttl_s", "memory"], []), "as it was started"
     assert made.refused == [None] * 3
+
+
+@pytest.mark.parametrize("left", ["", " \n\n"])
+async def test_a_file_of_which_nothing_is_left_removes_no_model(tmp_path: Path, left: str) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("models: {m: {model: /models/m}}\n")
+    options = {"state_dir": str(tmp_path / "state"), "runtime_dir": str(tmp_path / "run")}
+    started, store = load_config(file, flags=options, environ={}), Store(tmp_path / "state" / "state.db")
+    with bind("127.0.0.1", 0) as listening:
+        daemon = Daemon(started, Options(file, options), Systemd(), store, [listening], {})
+        file.write_text(left)
+        with pytest.raises(ConfigError, match=rf"{file} is empty.*`models: {{}}`"):
+            await daemon._reloader.now()
+        assert set(daemon._registry.records) == {"m"}
+
+        file.write_text("models: {}\n")
+        assert (await daemon._reloader.now())["removed"] == ["m"]
+        file.write_text(left)
+        await daemon._reloader.now()
+    daemon._cluster._here.sentry.stop()
+    await daemon._requests.close()
+    store.close()
 
 
 async def test_a_bad_one_is_refused_and_the_next_good_one_taken() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.fixes import fixes_of
@@ -47,6 +48,7 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "a driver that hangs in capture": ({"proc/driver/nvidia/version": DRIVER.format("Open ", "590.48.01")}, "driver", "warn", "580"),
     "nvidia-smi that hangs": ({"captured/nvidia-smi.hung": ""}, "nvidia-smi", "fail", "restart"),
     "the low-power latch": ({SMI: "NVIDIA GB10, 580.142, 96, 19.5, 611, 3003\n"}, "low-power", "fail", "power plug"),
+    "the same with a decimal comma": ({SMI: "NVIDIA GB10, 580.142, 96, 19,5, 611, 3003\n"}, "low-power", "fail", "power plug"),
     "a deadlocked kernel": ({SMI: "NVIDIA GB10, 580.142, 96, 17.0, 2400, 3003\n"}, "low-power", "warn", "unload the model"),
     "an old BIOS": ({"sys/class/dmi/id/bios_date": "01/20/2026\n"}, "firmware", "warn", "fwupdmgr"),
     "the driver out of memory": ({"captured/dmesg.txt": fixture("dmesg/nvrm-no-memory.txt") * 163}, "kernel-log", "fail", "os_reserve_gib"),
@@ -58,6 +60,8 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "`sudo swapoff AREA`"),
     "a second area of swap": (SWAPS | {"proc/swaps": AREAS.format(16777212, 134217728)}, "swap", "warn",
     "`sudo swapoff /swapfile128`"),
+    "a container's memory limit": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{24 << 30}\n"}, "memory-limit", "warn",
+    "MemoryMax="),
     "swappiness": ({"proc/sys/vm/swappiness": "60\n"}, "swappiness", "warn", "vm.swappiness=10"),
     "dirty pages": ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "20\n"}, "dirty", "warn", "vm.dirty_bytes=268435456"),
     "a large reserve of the kernel's": ({"proc/sys/vm/min_free_kbytes": "4194304\n"}, "min-free", "warn", "45167"),
@@ -71,8 +75,8 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "--avoid"),
     "systemd-oomd": ({"etc/systemd/system/multi-user.target.wants/systemd-oomd.service": ""}, "killers", "warn",
     "disable --now systemd-oomd"),
-    "another engine": ({"proc/4711/comm": "VLLM::EngineCor\n", "proc/4711/statm": "9 9 9\n"}, "others", "warn", "os_reserve_gib"),
-    "a leak": ({"proc/meminfo": MEMINFO.replace("102000000", "62000000")}, "leak", "fail", "fuser"),
+    "another engine": ({"proc/4711/stat": f"4711 (VLLM::EngineCor) S 1 4711 4711{' 0' * 20}"}, "others", "warn", "os_reserve_gib"),
+    "a leak": ({"proc/meminfo": MEMINFO.replace("102000000", "62000000")}, "leak", "fail", "-lname"),
     "a desktop": ({"etc/systemd/system/default.target": "-> /usr/lib/systemd/system/graphical.target"}, "desktop", "ok", "multi-user"),
     "no PSI": ({"proc/pressure/memory": None}, "pressure", "warn", "psi=1"),
     "nothing kept for a shell": ({"etc/systemd/system/user.slice.d/50-sparkd.conf": None}, "operator", "ok", "MemoryMin=4G"),
@@ -192,15 +196,18 @@ def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None
     assert of_check(found, "agent")[0]["node"] == "c"
 
 
-def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -> None:
+def test_a_running_daemon_adds_its_time_outs_nodes_without_a_guard_and_failed_models(tmp_path: Path) -> None:
     flags = {"health_check_timeout_s": 120, "engine.env": {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30"}, "state_dir": str(tmp_path)}
     failed = replace(view("m", state=ModelState.FAILED), reason="ServeTwice", message="Take it out.", node="n")
-    found = examined({"n": inspection.sample(write(tmp_path))}, load_config(None, flags=flags, environ={}), [failed, view("fine")])
+    unguarded = Condition("GuardAbsent", "Nobody watches.", "n")
+    readings = {"n": inspection.sample(write(tmp_path))}
+    found = examined(readings, load_config(None, flags=flags, environ={}), [failed, view("fine")], [unguarded])
 
     assert [(one["about"], one["evidence"]) for one in of_check(found, "time-outs")] == [
         ("health_check_timeout_s", "health_check_timeout_s is 120"),
         ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30 s"),
     ]
+    assert [(one["verdict"], one["node"], one["evidence"]) for one in of_check(found, "guard")] == [("fail", "n", "Nobody watches.")]
     assert of_check(found, "model") == [
         {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out.", "command": None}
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from sparkd.errors import NodeRefused, SparkdError, lack_of_machine
 from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
 from sparkd.gateway import GatewayServer, routes
 from sparkd.metrics import INTERNAL_ERRORS
@@ -22,6 +24,8 @@ from tests.support.waiting import eventually
 SPARKD = Path(__file__).parents[3] / "sparkd"
 STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
 WITHIN = {"guarded", "keep"}
+
+
 # module:function -> why no error of that task needs the boundary.
 def started(path: Path) -> Iterator[tuple[str, bool]]:
     """module:function of every task that the module starts, and whether it runs within the boundary."""
@@ -67,23 +71,34 @@ def counted(where: str) -> float:
 
 @pytest.mark.parametrize("make", ERRORS, ids=lambda make: repr(make()))
 async def test_an_error_goes_no_further_and_is_counted_and_told(boundary: Boundary, make: Callable[[], BaseException]) -> None:
-    before, heard = counted("place"), list[str]()
+    before, heard = counted("place"), list[SparkdError]()
     with boundary.around("place", "m", heard.append):
         raise make()
 
+    # What the machine refuses is told as that, and any other error as one of sparkd's own.
+    kind, reason = lack_of_machine(make()) or type(make()).__name__, "NodeRefused" if lack_of_machine(make()) else "InternalError"
     assert counted("place") == before + 1
-    assert len(heard) == 1 and type(make()).__name__ in heard[0]
+    assert len(heard) == 1 and kind in heard[0].message and isinstance(heard[0], NodeRefused) is (reason == "NodeRefused")
     condition = boundary.condition
-    assert condition is not None and condition.reason == "InternalError"
-    assert "place of m" in condition.message and type(make()).__name__ in condition.message
+    assert condition is not None and condition.reason == reason
+    assert "place of m" in condition.message and kind in condition.message
+
+
+def test_an_error_of_its_own_is_told_before_what_the_machine_refuses(boundary: Boundary) -> None:
+    for error in (OSError(errno.ENOSPC, "full"), KeyError("x")):
+        with boundary.around("place"):
+            raise error
+
+    assert boundary.condition is not None and boundary.condition.reason == "InternalError"
+    assert "No space" not in boundary.condition.message
 
 
 def test_an_errors_own_text_is_told_to_the_log_alone(boundary: Boundary) -> None:
-    heard: list[str] = []
+    heard: list[SparkdError] = []
     with boundary.around("place", "m", heard.append):
         raise KeyError("secret")
 
-    assert "secret" not in f"{boundary.condition}{heard}"
+    assert heard and "secret" not in f"{boundary.condition}{heard}"
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -124,7 +139,8 @@ async def test_no_error_of_a_task_ends_its_group(boundary: Boundary) -> None:
         boundary.spawn(tasks, "pull other", work())
 
     assert ended == ["work"]
-    assert all(f"pull of m ({type(make()).__name__}" in str(boundary.condition) for make in ERRORS)
+    ours = [make() for make in ERRORS if lack_of_machine(make()) is None]
+    assert all(f"pull of m ({type(error).__name__}" in str(boundary.condition) for error in ours)
 
 
 async def test_a_task_that_is_cancelled_before_its_first_step_leaves_nothing(boundary: Boundary) -> None:

@@ -11,7 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import uvloop
 
-from tests.sparkd.gateway.fakes import RawEngine, Running, serving
+from sparkd.engine.upstream import Upstream
+from sparkd.gateway import KeyDigests
+from tests.sparkd.gateway.fakes import KEY, RawEngine, Running, serving
+from workers.stub.__main__ import start_stub
 
 # The files whose tests depend on a transport: how it closes, pauses, writes and loses its peer.
 TRANSPORTS = ("test_disconnects.py", "test_heartbeat.py", "test_http10.py", "test_limits.py", "test_protocol.py")
@@ -37,6 +40,17 @@ async def engine() -> AsyncIterator[RawEngine]:
 async def gateway(engine: RawEngine) -> AsyncIterator[Running]:
     async with serving(engine) as running:
         yield running
+
+
+@pytest.fixture
+async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
+    """A gateway with a key in front of the stub engine."""
+    path = engine.path.with_name("stub.sock")
+    async with serving(engine, keys=KeyDigests.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
+        gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream = Upstream(socket_path=str(path))
+        yield gateway
+        gateway.supervisor.upstream.close()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,8 @@ from sparkd.vllm.parsers import Parsers
 from tests.support.waiting import HUNG_S, eventually
 
 PROBE_TOKEN = "the-probe-token"
+# The key of a gateway's clients, where it has one.
+KEY = "inference-key"
 ANSWER = b'{"id":"chatcmpl-1","choices":[]}'
 JSON_ANSWER = b"HTTP/1.1 200 OK\r\nserver: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -220,6 +222,8 @@ class TurnedLoop:
         return self._now_s
 
     def call_later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+        if not delay_s:
+            return self._loop.call_later(0, callback, *arguments)
         timer = asyncio.TimerHandle(self._now_s + delay_s, callback, arguments, self)  # type: ignore[arg-type]
         self._timers.append(timer)
         return timer
@@ -403,7 +407,7 @@ async def serving(
     drain_s: how long open requests have at the end of the block, in real seconds; 0 cuts them, else their clients leave before.
     Deadlines of clients and heartbeats pass only where a test turns the time.
     """
-    limits = limits or ClientLimits()
+    limits = limits or ClientLimits(cut_s=0.0)
     changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
     settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")

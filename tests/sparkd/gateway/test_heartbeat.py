@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.errors import ModelFailed, ModelLoading, Unavailable
+from sparkd.errors import ModelCannotLoad, ModelLoading, Unavailable
 from sparkd.gateway import ClientLimits
 from sparkd.gateway.heartbeat import how_far
 from sparkd.state.nouns import ModelState, Progress
@@ -182,6 +182,27 @@ async def test_an_engine_that_dies_before_it_answers_is_an_error_event(loading: 
     assert event_of(await cut_off(client))["error"]["code"] == "engine_gone"
 
 
+async def test_an_error_event_is_read_before_the_connection_ends(engine: RawEngine) -> None:
+    """A browser that finds the end of a broken answer in the same read drops what came before it."""
+    limits = ClientLimits()
+    async with serving(engine, limits=limits) as running:
+        running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
+        running.supervisor.gate.clear()
+        client = await running.open()
+        client.send(post(CHAT, STREAM))
+        await begun(running, client)
+        running.supervisor.refusal = Unavailable("It is gone.")
+        running.supervisor.gate.set()
+
+        assert event_of(await chunk(client))["error"]["message"] == "It is gone."
+        client.send(post(CHAT, STREAM))
+        running.turn(limits.cut_s / 2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.reader.read(1), 0.05)
+        running.turn(limits.cut_s / 2)
+        assert await cut_off(client) == b""
+
+
 class Steps:
     """An engine's script that writes a piece each time when it is told to."""
 
@@ -261,13 +282,13 @@ REFUSAL = b'{"error":{"message":"too long","code":400}}'
     ("refusal", "error"),
     [
         (ModelLoading("It is on its way.", loading=LOADING), {"message": "It is on its way.", "code": "server_error"}),
-        (ModelFailed("It is no model.", retry_after_s=None), {"message": "It is no model.", "code": "invalid_prompt"}),
+        (ModelCannotLoad("It is no model."), {"message": "It is no model.", "code": "invalid_prompt"}),
         (None, {"message": "too long", "code": "invalid_prompt"}),
     ],
     ids=["what passes", "what lasts", "an engine's refusal"],
 )
 async def test_a_failure_in_the_words_of_the_responses_api(loading: Running, refusal: Unavailable | None, error: dict[str, str]) -> None:
-    """Clients of it know no other event of a failure, and no other codes (Codex, the AI SDK)."""
+    """Clients of it know no other event of a failure, no other codes and no cut behind it (Codex, the AI SDK)."""
     loading.engine.replies(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n" % len(REFUSAL), REFUSAL)
     client = await loading.open()
     client.send(post(RESPONSES, STREAM))
@@ -275,7 +296,7 @@ async def test_a_failure_in_the_words_of_the_responses_api(loading: Running, ref
     loading.supervisor.refusal = refusal
     loading.supervisor.gate.set()
 
-    raw = await cut_off(client)
+    raw = await rest(client)
     told = event_of(raw)
     assert raw.startswith(FAILED)
     assert (told["type"], told["sequence_number"]) == ("response.failed", 0)
@@ -293,7 +314,7 @@ async def test_a_response_that_breaks_fails_with_its_id_and_the_next_number(gate
     answer = await gateway.post(RESPONSES, STREAM)
 
     told = event_of(answer.body.removeprefix(b"".join(events)))
-    assert not answer.complete
+    assert answer.complete
     assert (told["sequence_number"], told["response"]["id"], told["response"]["error"]["code"]) == (2, "resp_7", "server_error")
 
 

@@ -247,3 +247,12 @@ async def test_http_1_0(gateway: Running) -> None:
     answer = await client.answer()
     assert (answer.status, answer.headers["connection"]) == (200, "close")
     assert await client.ended() == b""
+
+
+@pytest.mark.parametrize("host", [b"[fe80::1%enP7s7]:4000", b"[fe80::1%25enP7s7]"])
+async def test_a_host_may_have_a_scope(gateway: Running, host: bytes) -> None:
+    """It is where a daemon at a link-local address asks itself; curl leaves the scope out, httpx does not."""
+    gateway.edge.settings = replace(gateway.edge.settings, keys=KeyDigests.of(["inference"], ["admin"]))
+    client = await gateway.open()
+    client.send(b"GET /livez HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert (await client.answer()).status == 200

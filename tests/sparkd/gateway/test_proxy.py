@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+from collections.abc import Callable
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from sparkd.engine.upstream import Upstream
-from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
+from sparkd.errors import Draining, ModelCannotLoad, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import ClientLimits, KeyDigests
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.state.nouns import ModelState
@@ -264,8 +267,8 @@ async def test_content_types(gateway: Running) -> None:
         assert (await gateway.post(CHAT, BODY, f"Content-Type: {kind}", "X-Api-Key: any")).status == status, kind
     assert (await gateway.ask(request("POST", CHAT, f"Content-Length: {len(BODY)}", "X-Api-Key: any") + BODY)).status == 200
     assert (await gateway.post("/v1/audio/transcriptions", BODY)).status == 415
-    encoded = await gateway.post(CHAT, BODY, "Content-Encoding: gzip")
-    assert (encoded.status, encoded.headers["accept-encoding"]) == (415, "identity")
+    encoded = await gateway.post(CHAT, BODY, "Content-Encoding: br")
+    assert (encoded.status, encoded.headers["accept-encoding"]) == (415, "gzip, zstd, identity")
     assert "accept-encoding" not in (await gateway.post(CHAT, BODY, "Content-Type: text/html")).headers
     alike = ("X-Api-Key: any", "Content-Type: application/json", "X-Api-Key: any", "Content-Type: application/json")
     assert (await gateway.post(CHAT, BODY, *alike)).status == 200
@@ -285,18 +288,43 @@ async def test_s7_names_from_a_payload_list_are_only_ever_keys(gateway: Running)
     assert gateway.engine.heard == []
 
 
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstandard.compress)])
+async def test_a_body_is_unpacked_within_its_limit(engine: RawEngine, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    async with serving(engine, limits=ClientLimits(body_bytes=100_000, buffered_bytes=150_000)) as gateway:
+        header = f"Content-Encoding: {encoding}"
+        assert (await gateway.post(CHAT, pack(BODY), header)).status == 200
+        (heard,) = engine.heard
+        assert heard.body == BODY and "content-encoding" not in heard.headers
+
+        assert (await gateway.post(CHAT, pack(b" " * 100_001), header)).status == 413
+        damaged = await gateway.post(CHAT, b"no" + pack(BODY), header)
+        assert damaged.status == 400 and encoding in damaged.error["message"]
+        assert gateway.edge._proxy._buffered_bytes == 0
+        assert len(engine.heard) == 1
+
+
+@pytest.mark.parametrize("path", [path for path, route in EXACT.items() if route.asks])
+async def test_a_body_that_no_engine_can_answer_is_marked(gateway: Running, path: str) -> None:
+    """The supervisor loads no model for it; an engine that runs refuses it in its own words."""
+    bodies = [{"model": "tiny", member: "x"} for member in EXACT[path].asks] + [{"model": "tiny", "stream": False}]
+    for body in bodies:
+        assert (await gateway.post(path, json.dumps(body).encode())).status == 200
+    assert [need and need.lacks for need in gateway.supervisor.needs] == [(), *[()] * (len(bodies) - 2), EXACT[path].asks]
+
+
 async def test_errors_of_the_supervisor(gateway: Running) -> None:
     loading = {"model": "tiny", "state": "LOADING", "progress": 0.5, "eta_seconds": 12}
     for refusal, status, retry in (
         (ModelLoading("The model is loading.", loading=loading, retry_after_s=7), 503, "7"),
         (ModelFailed("The model failed.", retry_after_s=10), 503, "10"),
+        (ModelCannotLoad("Its folder is gone."), 424, None),
         (Draining("Going down."), 503, "5"),
         (TooManyRequests("Full.", retry_after_s=2), 429, "2"),
     ):
         gateway.supervisor.refusal = refusal
         for path in (CHAT, "/v1/messages"):
             answer = await gateway.post(path, BODY)
-            assert (answer.status, answer.headers["retry-after"]) == (status, retry)
+            assert (answer.status, answer.headers.get("retry-after")) == (status, retry)
             assert answer.error["message"] == refusal.message
             assert answer.error["code"] == refusal.code
             if isinstance(refusal, ModelLoading):

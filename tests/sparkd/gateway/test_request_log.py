@@ -163,7 +163,6 @@ async def test_a_cancel_in_the_queue(gateway: Running, log: RequestLog) -> None:
     assert log.cancel("one").phase == "queued"
     answer = await client.answer()
     assert (answer.status, answer.error["code"], answer.error["src"]) == (410, "request_cancelled", "sparkd")
-    assert answer.headers["x-should-retry"] == "false"
     assert gateway.supervisor.withdrawn == 1
     (row,) = await ended(log)
     assert (row.status, row.code) == (410, "request_cancelled")

@@ -8,28 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import ModelLoading
-from sparkd.gateway import KeyDigests
-from tests.sparkd.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
-from workers.stub.__main__ import start_stub
+from tests.sparkd.gateway.fakes import EVENT, KEY, STREAM_HEAD, RawEngine, Running, chunked, serving
 
 if TYPE_CHECKING:
     import anthropic
     import openai
 
-KEY = "inference-key"
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture
-async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
-    path = engine.path.with_name("stub.sock")
-    async with serving(engine, keys=KeyDigests.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
-        gateway.supervisor.upstream.close()
-        gateway.supervisor.upstream = Upstream(socket_path=str(path))
-        yield gateway
-        gateway.supervisor.upstream.close()
 
 
 @pytest.fixture
@@ -92,7 +78,7 @@ async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
 
 
 async def test_openai_learns_of_a_broken_response(engine: RawEngine) -> None:
-    """By that API's own event, which names the reason; whoever overlooks it meets the cut."""
+    """By that API's own event, which names the reason and is its last."""
     import openai
 
     created = b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"resp_7","output":[]}}\n\n'
@@ -102,11 +88,7 @@ async def test_openai_learns_of_a_broken_response(engine: RawEngine) -> None:
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client,
     ):
         stream = await client.responses.create(model="tiny", input="hi", stream=True)
-        events = []
-        http_error = import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
-        with pytest.raises((openai.APIError, http_error)):
-            async for event in stream:
-                events.append(event)
+        events = [event async for event in stream]
     assert [(event.type, event.sequence_number, event.response.id) for event in events] == [
         ("response.created", 0, "resp_7"),
         ("response.failed", 1, "resp_7"),

@@ -100,8 +100,12 @@ def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
     assert answers(ONE, env / "bin" / "python", [], ask=True) == [(REFUSAL,)] and asked(env) == 1, "and none by what this process was told"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert places(tmp_path) == [tmp_path / "vllm-flags", tmp_path / "cache" / "sparkd" / "vllm-flags"]
-    assert places(tmp_path / "gone") == [tmp_path / "cache" / "sparkd" / "vllm-flags"]
+    own, of_root = tmp_path / "cache" / "sparkd" / "vllm-flags", Path("/var/cache/sparkd/vllm-flags")
+    assert places(tmp_path) == [tmp_path / "vllm-flags", own, of_root]
+    assert places(tmp_path / "gone") == [own, of_root]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert places(tmp_path) == [tmp_path / "vllm-flags", of_root], "what root keeps is where every user looks"
 
 
 def test_no_vllm_is_not_asked(tmp_path: Path) -> None:

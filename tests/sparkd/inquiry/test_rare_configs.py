@@ -34,6 +34,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 16, "scale_emb": 12, "scale_depth": 1.4,
         "dim_model_base": 256, "head_dim": 192,
     },
+    # Its class asks tables of compiled packages for the kernel that it needs.
+    "DeepSeek V4": {
+        **PLAIN, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_attention_heads": 64,
+        "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 256, "qk_rope_head_dim": 64, "o_lora_rank": 256, "o_groups": 8,
+        "moe_intermediate_size": 256, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "swiglu_limit": 10.0,
+        "num_hash_layers": 1, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512, "compress_ratios": [0, 4, 128, 4],
+        "compress_rope_theta": 40_000.0, "sliding_window": 128, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20,
+        "rope_theta": 10_000.0, "expert_dtype": "fp4", "num_nextn_predict_layers": 1,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65_536, "beta_fast": 32, "beta_slow": 1},
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "scale_fmt": "ue8m0",
+        },
+    },
     # No question runs its code.
     "its own code": {
         **PLAIN, "architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas",
@@ -87,6 +101,13 @@ def test_a_plan_is_vllms_own_or_says_that_it_guesses_and_how_much_at_most(answer
     least = figures.layout.cost(guess["max_model_len"]).least
     upper = guess["footprint"]
     assert least <= upper["kv"] + upper["upper_kv"] and weights + least <= upper["weights"] + upper["kv"] + upper["upper"]
+
+
+def test_a_class_that_looks_its_kernels_up_is_counted(answers: Mapping[str, ModelAnswer | None]) -> None:
+    answer = answers["DeepSeek V4"]
+    assert answer is not None and answer.refusal is None, answer
+    (stage,) = answer.stages
+    assert min(size for _, size in stage.requests) > 0
 
 
 @pytest.mark.parametrize(("name", "certain"), [("its own code", False), ("refused", True)])

@@ -96,6 +96,15 @@ def test_the_series_written_longest_ago_makes_room(kept: Series) -> None:
     assert kept.read(["new"], KEPT_S, later).values["new"] == [None] * (int(KEPT_S) - 1) + [6.0], "the rows of the former are not its own"
 
 
+def test_a_clock_that_was_ahead_and_is_set_back_costs_no_curve(kept: Series, path: Path) -> None:
+    write(kept, range(T0 + 86_400, T0 + 86_410))
+    write(kept, range(T0, T0 + 3))
+    again = Series(path)
+    read, read_again = kept.read(["a"], 4, T0 + 2.5).values, again.read(["a"], 4, T0 + 2.5).values
+    again.close()
+    assert read == read_again == {"a": [None, 0.0, 1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     "content",
     [

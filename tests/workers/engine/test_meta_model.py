@@ -109,5 +109,6 @@ def test_an_absent_package_imports_and_decorates_and_is_no_number(monkeypatch: p
         return 1
 
     assert kernel.__name__ == "jit" and list({module.Mode.BICUBIC: 1}.values()) == [1]
+    assert (64, 640) in module.DECODE_KERNELS
     with pytest.raises(TypeError):
         _ = module.constant() + 1

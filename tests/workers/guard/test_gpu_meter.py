@@ -45,9 +45,26 @@ DRAWN = {"gpu_power_w": 120.4, "gpu_busy_percent": 97.0, "gpu_celsius": 41.0}
             "[N/A], 97, [Unknown Error], 345, 0x0000000000000001, [N/A]",
             {"gpu_busy_percent": 97.0, "gpu_clock_mhz": 345.0, "gpu_throttled": []},
         ),
+        (
+            "4,31, 96, 71, 2411, 0x0000000000000000, NVIDIA GB10",
+            {
+                "gpu_power_w": 4.31,
+                "gpu_busy_percent": 96.0,
+                "gpu_celsius": 71.0,
+                "gpu_clock_mhz": 2411.0,
+                "gpu_throttled": [],
+                "gpu_name": "NVIDIA GB10",
+            },
+        ),
+        (
+            "inf, 97, nan, -Infinity, 0x0000000000000000, NVIDIA GB10",
+            {"gpu_busy_percent": 97.0, "gpu_throttled": [], "gpu_name": "NVIDIA GB10"},
+        ),
         ("No devices were found", {}),
     ],
-    ids=["an older driver", "a GB10, held down", "idle, and it does not tell all", "no GPU"],
+    ids=[
+        "an older driver", "a GB10, held down", "idle, and it does not tell all", "a decimal comma", "numbers that are none", "no GPU",
+    ],
 )
 def test_what_a_row_says(text: str, values: dict[str, object]) -> None:
     assert gpu_of(text) == values

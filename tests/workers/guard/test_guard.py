@@ -6,6 +6,7 @@ What it decides is test_policy.py's, on clocks that are turned by hand; how fast
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -79,9 +80,9 @@ class Agents:
         self.folder = folder
         self.made: list[Agent] = []
 
-    def start(self, guard: Mapping[str, Any] | None = ON) -> Agent:
+    def start(self, guard: Mapping[str, Any] | None = ON, *, actor: bool = False) -> Agent:
         run, log = str(self.folder / "run"), str(self.folder / "log")
-        self.made.append(Agent("n1", run, log, SAMPLE_S, str(self.folder / "proc"), False, guard))
+        self.made.append(Agent("n1", run, log, SAMPLE_S, str(self.folder / "proc"), False, guard, actor))
         return self.made[-1]
 
     def end(self) -> None:
@@ -327,6 +328,36 @@ def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents, folde
     until(lambda: other.sentry._lock_fd >= 0)
     assert holder.sentry._lock_fd < 0
     until(lambda: len(descriptors_in(folder / "run")) == 1, "who did not get the lock has closed its file")
+
+
+def test_an_agent_guards_although_a_process_that_hangs_holds_the_lock_and_the_daemon_says_that_it_does_not(
+    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memlock, "lock", lambda: None)
+    monkeypatch.setattr(sentry, "ABSENT_S", 0.0)
+    (folder / "run").mkdir(mode=0o700)
+    with (folder / "run" / "guard.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        daemon = agents.start()
+        until(lambda: daemon.sentry.reading and daemon.sentry.reading["guarded"] is False)
+        daemon.sentry.set({"mode": "watch"})
+        assert daemon.sentry.reading["guarded"] is None
+
+        monkeypatch.setattr(sentry, "ABSENT_S", HUNG_S)
+        agent = agents.start(actor=True)
+        started(agent, folder)
+        show(folder / "proc", 0.3)
+        until(lambda: not fact_of(agent)["alive"])
+        assert agent.sentry.reading["guarded"] and agent.sentry._lock_fd < 0
+
+
+def test_a_guard_whose_looks_fail_says_that_it_does_not_guard(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memlock, "lock", lambda: None)
+    monkeypatch.setattr(sentry, "ABSENT_S", 1.0)
+    agent = agents.start(actor=True)
+    until(lambda: agent.sentry.reading and agent.sentry.reading["guarded"])
+    monkeypatch.setattr(agent.sentry._vitals, "look", lambda _now_s: None)
+    until(lambda: not agent.sentry.reading["guarded"])
 
 
 @pytest.mark.parametrize(

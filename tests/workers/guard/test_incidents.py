@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,14 @@ def test_a_kill_of_another_sentry_is_known_once_its_bundle_is_there(tmp_path: Pa
 
     sentence = sentry.killed(RANK)
     assert sentence is not None and bundle()["id"] in sentence
+
+
+def test_after_a_clock_was_set_back_the_newest_bundles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incidents, "KEPT", 3)
+    now_s = time.time()
+    written = [bundle(int(now_s - 1e9) + later_s) for later_s in (86_400, 86_401, 86_402, -20, -10)]
+    for each in written:
+        incidents.write(tmp_path, each)
+
+    assert [row["id"] for row in incidents.summaries(tmp_path)] == [each["id"] for each in written[2:]]
+    assert incidents.of_rank(tmp_path, RANK) == written[-1]

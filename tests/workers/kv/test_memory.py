@@ -53,7 +53,7 @@ def test_both_numbers_hold_on_unified_memory(device_free, integrated, room):
 
 
 def test_ranks_on_one_host_take_equal_parts():
-    reading = MemoryReading(200, 60, 50, 20, cgroup_left=40, sharers=2)
+    reading = MemoryReading(200, 40, 50, 20, sharers=2)
     assert (reading.room, reading.size) == (20, 100)
 
 
@@ -63,26 +63,6 @@ def test_the_least_of_a_window_counts():
     found = lowest(lambda: MemoryReading(100, *next(numbers), 0), 0.1, sleep=slept.append)
     assert (found.available, found.free, len(slept)) == (40, 20, 2)
     assert lowest(lambda: MemoryReading(100, 1, 2, 0), 0.0).free == 2
-
-
-@pytest.mark.parametrize(
-    ("path", "limits", "left"),
-    [
-        ("a/b", {"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
-        ("a/b", {"a/b": ("1000", "4000")}, 0),
-        ("a/b", {"a/b": ("max", "400")}, None),
-        ("not/here", {"": ("700", "650")}, 50 + 80),  # the host's name of a container's group, which is the root there
-    ],
-)
-def test_a_limit_of_the_group_or_of_one_above_it(tmp_path, path, limits, left):
-    proc = machine(tmp_path / "p", "MemTotal: 100 kB\n", f"0::/{path}\n") if (tmp_path / "p").mkdir() is None else tmp_path
-    groups = tmp_path / "cgroup"
-    (groups / "a" / "b").mkdir(parents=True)
-    for folder, (limit, used) in limits.items():
-        (groups / folder / "memory.max").write_text(limit)
-        (groups / folder / "memory.current").write_text(used)
-        (groups / folder / "memory.stat").write_text("active_file 60\ninactive_file 40\n")
-    assert host(proc, groups).cgroup_left == left
 
 
 def test_the_peak_of_this_process_begins_anew():
@@ -101,7 +81,7 @@ def test_what_a_session_holds(tmp_path):
     for pid, of, kib in ((11, session, 300), (12, session, 20), (13, session + 1, 5000)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) S 1 {pid} {of} 0 -1{' 0' * 20}")
-        (tmp_path / str(pid) / "smaps_rollup").write_text(f"00-ff ---p 00 00:00 0 [rollup]\nRss: 9999 kB\nPss: {kib} kB\nPss_Anon: 1 kB\n")
+        (tmp_path / str(pid) / "status").write_text(f"Name:\ta\nVmRSS:\t 9999 kB\nRssAnon:\t {kib} kB\nRssFile:\t 1 kB\n")
     (tmp_path / "14").mkdir()
     (tmp_path / "meminfo").write_text("")
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sparkd.state.nouns import Progress, RankHandle
 from tests.support.facts import facts
 from tests.support.processes import alive
 from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, venv
-from tests.support.waiting import until
+from tests.support.waiting import HUNG_S, until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec
@@ -52,6 +53,20 @@ def test_a_fact_fits_the_state(place: Place) -> None:
     assert fact["handle"] == handle
     assert (fact["alive"], fact["processes"], fact["state"], fact["exit_code"], fact["stop_ordered"]) == (True, 1, "running", None, False)
     assert set(fact["progress"]) <= {one.name for one in fields(Progress)}
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_the_age_of_its_error_is_told_whatever_the_clock_is_set_to(place: Place, monkeypatch: pytest.MonkeyPatch, loader: bool) -> None:
+    place.start("import time\nprint('RuntimeError: no device\\nup', flush=True)\ntime.sleep(600)\n")
+    assert 0 <= until(lambda: place.fact()["cause_age_s"]) < HUNG_S
+    shift_s = 86_400.0
+    real = time.time
+    if loader:
+        report = {"v": 1, "phase": "failed", "error": {"message": "NaN in a.weight"}, "at": real() + shift_s - 1000}
+        Path(place.run_dir, "r1.load").write_text(json.dumps(report))
+    monkeypatch.setattr(lifecycle.time, "time", lambda: real() + shift_s)
+    age_s = place.fact()["cause_age_s"]
+    assert 1000 <= age_s < 1000 + HUNG_S if loader else 0 <= age_s < HUNG_S
 
 
 def test_the_engine_stands_alone(place: Place) -> None:
@@ -239,6 +254,30 @@ def test_a_status_file_is_written_again_and_without_its_folder_an_engine_ends(pl
     Path(place.run_dir, "r1.json").unlink()
     until(lambda: Path(place.run_dir, "r1.json").exists())
     assert alive(engine)
+
+
+SERVER = """
+import socket, sys, time
+socket.socket(socket.AF_UNIX).bind(sys.argv[sys.argv.index("--uds") + 1])
+print("INFO:     Application startup complete.\\nup", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lost", ["its socket", "its folder, which another start made again"])
+def test_an_engine_whose_socket_was_removed_is_seen_as_deaf(place: Place, lost: str) -> None:
+    handle = place.start(SERVER)
+    until(lambda: place.fact()["progress"]["server_up"])
+    assert (place.fact()["alive"], place.fact()["deaf"]) == (True, False)
+    os.kill(handle["pid"], signal.SIGSTOP)  # it must not look between the end of its folder and the next one
+    if lost == "its socket":
+        Path(place.run_dir, "r1.sock").unlink()
+    else:
+        shutil.rmtree(place.run_dir)
+        Path(place.run_dir).mkdir()
+    os.kill(handle["pid"], signal.SIGCONT)
+    until(lambda: lifecycle.scan(place.run_dir))
+    assert (place.fact()["alive"], place.fact()["deaf"]) == (True, True)
 
 
 def test_an_old_boot_s_rank_is_dead(place: Place) -> None:

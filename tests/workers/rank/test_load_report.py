@@ -25,7 +25,7 @@ TOLD: dict[str, Any] = {
 READ: dict[str, Any] = {
     "fraction": 0.25, "bytes_done": 250, "bytes_total": 1000, "units_done": 2, "units_total": 8, "bytes_per_s": 125.0, "eta_s": 6.0,
     "read_bytes": 512, "source": "checkpoint", "format": "nvfp4", "direct": True, "cache_state": "writing", "cache_bytes": 70,
-    "cache_why": None, "failure": None, "failure_lasts": False,
+    "cache_why": None, "failure": None, "failure_at_s": None, "failure_lasts": False,
 }  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def test_several_ranks_add_up_and_the_slowest_counts(path: Path) -> None:
 def test_the_first_failure_is_the_cause(path: Path) -> None:
     write(path, phase="failed", error={"message": "the peer is gone"}, at=AT_S + 1)
     write(Path(f"{path}.tp1"), phase="failed", error={"message": "NaN in a.weight", "lasting": True})
-    assert (read_load(path, AT_S)["failure"], read_load(path, AT_S)["failure_lasts"]) == ("NaN in a.weight", True)
+    read = read_load(path, AT_S)
+    assert (read["failure"], read["failure_at_s"], read["failure_lasts"]) == ("NaN in a.weight", AT_S, True)
 
     Path(f"{path}.tp1").unlink()
     write(path, phase="failed", error=None)

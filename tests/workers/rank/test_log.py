@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,7 +107,25 @@ def test_reading_goes_on_across_a_rotation(tmp_path: Path) -> None:
     third = logfile.read_log(log.path, second["cursor"])
     assert third["text"] == "five" * 9 + "\n"
     assert logfile.read_log(log.path, third["cursor"]) == {"text": "", "cursor": third["cursor"]}
-    log.close()
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.rename(path.with_suffix(".log-20260101")),
+        lambda path: shutil.rmtree(path.parent),
+        lambda path: path.write_text(""),
+    ],
+    ids=["removed", "moved by logrotate", "removed with its folder", "emptied by copytruncate"],
+)
+def test_what_is_written_after_a_log_was_taken_away_can_be_read(tmp_path: Path, lose: Callable[[Path], object]) -> None:
+    log = logfile.RotatingLog(str(tmp_path / "logs" / "a.log"), max_bytes=1000, backups=1)
+    log.write(["before " * 9])
+    lose(Path(log.path))
+    log.write(["after"])
+    assert logfile.read_log(log.path)["text"] == "after\n"
+    assert log.dropped_lines == 0
 
 
 @pytest.mark.parametrize("cursor", ["", "-1:-1", "1:2:3", "99999999999999999999:5"])

@@ -54,6 +54,7 @@ LINES = {
     "NotReadable": "PermissionError: [Errno 13] Permission denied: '/home/anna/.cache/vllm/torch_compile_cache'",
     "DockerRefused": "permission denied while trying to connect to the docker API at unix:///var/run/docker.sock",
     "NoVllm": "/opt/venv/bin/python: No module named vllm",
+    "PackageMissing": "Qwen3VLVideoProcessor requires the Torchvision library but it was not found in your environment. Check out the",
     "PortTaken": "OSError: [Errno 98] Address already in use",
     "NoGpu": "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG` to turn on verbose",
     "GpuFault": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",

@@ -45,7 +45,8 @@ def worker(place: Place) -> Iterator[subprocess.Popen[bytes]]:
         "RAY_JOB_ID": "7",
         "LEAKED": "x",
     }
-    process = subprocess.Popen([sys.executable, "-m", "workers.ray_executor.worker", "r0", str(script), "--node"], env=environ)
+    command = [sys.executable, "-m", "workers.ray_executor.worker", "r0", str(script), "--node"]
+    process = subprocess.Popen(command, env=environ, process_group=0)  # as Ray makes each of its workers
     until(lambda: any(line.startswith("worker ") for line in place.lines()))
     yield process
     process.kill()
@@ -62,6 +63,7 @@ def test_the_worker_has_its_nodes_environment_and_log_and_is_a_process_of_the_ra
     assert environ == {
         "GLOO_SOCKET_IFNAME": "enp1", "RAY_JOB_ID": "7", "SPARKD_RANK_ID": "r1", "RAY_LOG_TO_STDERR": "1", "LEAKED": None,
     }  # fmt: skip
+    assert os.getsid(worker.pid) == worker.pid != os.getsid(0), "the memory of its session is its own, not that of Ray's processes"
     assert (place.fact()["alive"], place.fact()["processes"]) == (True, 2)
     holders = Holders(place.run_dir, unified=False)
     holders.refresh(0.0)

@@ -59,6 +59,7 @@ function NodeCard({ address }) {
       ${node.agent ? html`<${Word} word=${reading?.level ?? "no reading"} />` : html`<${Word} word="its agent does not answer" tone="bad" />`}
     </header>
     <${MemoryBar} node=${node} />
+    ${reading?.guarded === false && html`<p class="error">No memory guard watches this node.</p>`}
     ${reading?.level_why && html`<p class="error">${reading.level_why}</p>`}
     <dl class="figures">
       <${Pair} name="available" value=${gib(reading?.mem_available_bytes)} />

@@ -1,0 +1,107 @@
+"""Every route of the admin API gets the worst bodies that its fields can hold: none holds the loop, for which `/livez` waits."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.admin.app import PREFIX
+from sparkd.admin.bodies import MOST_MARKS
+from sparkd.errors import MOST_MESSAGE_CHARS
+from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
+from sparkd.schema.yaml_file import MAX_DEPTH
+from tests.sparkd.admin.test_app import _plans_of_this_process, admin_of  # noqa: F401 - a fixture
+
+# Just within what an entry may have.
+SIZE = MOST_ENTRY_CHARACTERS - 4096
+# Of the loop's thread, in parses of 256 KiB of `{}`: at most 6 are seen, and what cost more than its size cost some hundred, up to hours.
+MOST_PARSES, PARSED = 20, b"[" + b",".join([b"{}"] * (256 * 1024 // 3)) + b"]"
+ANCHORS = "\n".join(["a0: &a0 [x, x, x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40))])
+TEXTS = [
+    *(letter * SIZE for letter in ("x", " ", "-", "1", "/", "[", ",", ".", "'")),
+    *(words * (SIZE // len(words)) for words in ("/a", "a-", "a=b ", "${env.A}", "\x1b[2J\u202e", "k: 1\n", "- [{")),
+    ANCHORS,
+    f"args: {{depth: &a [{', '.join(['1'] * 10_000)}], concurrency: *a, pp: *a, tg: *a}}",
+]
+
+
+def within() -> Iterator[bytes]:
+    """Long, deep, many and alike: what the bounds let through."""
+    yield from (json.dumps(text).encode() for text in TEXTS)
+    yield b"[" * (MAX_DEPTH - 3) + b"]" * (MAX_DEPTH - 3)
+    yield b'{"a":' * (MAX_DEPTH - 3) + b"0" + b"}" * (MAX_DEPTH - 3)
+    yield from (worst for count in (MOST_ARGUMENTS, MOST_MARKS - 16) for worst in several(count))
+    yield b"1" * SIZE
+    yield json.dumps({"long_key_" * (SIZE // 9): 1}).encode()
+
+
+def beyond() -> Iterator[bytes]:
+    yield b"[" * 100_000 + b"]" * 100_000
+    yield b'{"a":' * 100_000 + b"0" + b"}" * 100_000
+    yield from several(100_000)
+
+
+def several(count: int) -> Iterator[bytes]:
+    yield b"[" + b",".join([b"1"] * count) + b"]"
+    yield b"[" + b",".join([b"{}"] * (count // 3)) + b"]"
+    yield json.dumps(["--seed=1"] * count).encode()
+    yield json.dumps([f"word{number}" for number in range(count)]).encode()
+    yield json.dumps({f"key{number}": number for number in range(count)}).encode()
+
+
+WITHIN, BEYOND = list(within()), list(beyond())
+
+
+def bodies(schema: Mapping[str, Any]) -> Iterator[bytes]:
+    """Each value as the whole body, and in each of its fields beside the least that the others need."""
+    yield from WITHIN + BEYOND
+    least = {key: {"model": "/y"} if key == "spec" else "new" for key in schema.get("required", ())}
+    for key in schema.get("properties", ()):
+        yield from (body_with(least, key, value) for value in WITHIN + BEYOND)
+    # POST judges as PUT does, and what it has taken in stands in the way of the next.
+    for inner in sorted(KEYS) if [*least] == ["spec"] else ():
+        yield from (body_with(least, "spec", body_with({"model": "/y"}, inner, value)) for value in WITHIN)
+
+
+def body_with(least: Mapping[str, Any], key: str, value: bytes) -> bytes:
+    members = {name: json.dumps(one).encode() for name, one in least.items()} | {key: value}
+    return b"{" + b",".join(b'"%s":%s' % (name.encode(), one) for name, one in members.items()) + b"}"
+
+
+@pytest.mark.usefixtures("_plans_of_this_process")
+async def test_no_body_costs_the_loop_more_than_its_size(tmp_path: Path) -> None:
+    """Counted in CPU time of the loop's thread, for which `/livez` waits: neither other threads nor a busy machine change it."""
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.answers["stored"] = {}
+        document = made.app.openapi()
+        begun_s = time.thread_time()
+        json.loads(PARSED)
+        parse_s = time.thread_time() - begun_s
+
+        async def parses(method: str, path: str, body: bytes) -> float:
+            begun_s = time.thread_time()
+            response = await made.client.request(method, path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code != 500, (method, path, body[:100])
+            assert response.is_success or len(response.json()["error"]["message"]) < 2 * MOST_MESSAGE_CHARS
+            return (time.thread_time() - begun_s) / parse_s
+
+        routes, slow = set(), []
+        for template, operations in document["paths"].items():
+            path = re.sub(r"{\w+}", "new", template)
+            for method, operation in operations.items():
+                schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+                named = document["components"]["schemas"].get((schema or {}).get("$ref", "").rpartition("/")[2], schema)
+                for body in bodies(named) if schema else ():
+                    routes.add((method, template))
+                    # Twice, because the first request for something may import it.
+                    if await parses(method, path, body) > MOST_PARSES and await parses(method, path, body) > MOST_PARSES:
+                        slow.append((method, template, body[:100]))
+        assert {("post", f"{PREFIX}/models"), ("post", f"{PREFIX}/bench"), ("post", f"{PREFIX}/plan")} < routes
+        assert (await made.client.get("/livez")).status_code == 200
+        assert not slow
