@@ -265,7 +265,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a known model, a recipe, or a folder or hub id to add")
     async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
-        return await asyncio.to_thread(registry.meaning, source)
+        return await asyncio.to_thread(operator.meaning, source)
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
@@ -293,7 +293,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     )
     async def fit(question: QuestionHere) -> dict[str, Any]:
         refuse_calibration(question.quantize)
-        spec = await asyncio.to_thread(registry.spec_to_plan, question.model)
+        spec = await asyncio.to_thread(operator.spec_to_plan, question.model)
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         places = registry.model_places()
         return await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
