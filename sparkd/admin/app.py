@@ -79,7 +79,7 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
-from sparkd.state.snapshot import Snapshot
+from sparkd.state.snapshot import ModelView, Snapshot
 
 PREFIX = "/admin/v1"
 MAX_WAIT_S = 3600.0
@@ -294,9 +294,11 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     async def fit(question: QuestionHere) -> dict[str, Any]:
         refuse_calibration(question.quantize)
         spec = await asyncio.to_thread(operator.spec_to_plan, question.model)
-        in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
-        places = registry.model_places()
-        return await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        snapshot = supervisor.snapshot()
+        in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
+        plan = await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        view = snapshot.models.get(spec.name) if spec is not None else None
+        return plan if view is None or not view.ranks else {**plan, "notes": [*plan["notes"], _runs(view)]}
 
     @api.get(
         "/events",
@@ -321,6 +323,13 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
     read = [book.read(name) for name in book.names()]
     problems = [str(problem) for _, wrong in read for problem in wrong]
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
+
+
+def _runs(view: ModelView) -> str:
+    """What a model that runs has, beside what a plan would give it."""
+    tokens = view.progress.kv_tokens if view.progress else None
+    cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
+    return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
 
 
 def _status(snapshot: Snapshot) -> dict[str, Any]:
