@@ -326,7 +326,7 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
 
 
 def _runs(view: ModelView) -> str:
-    """What a model that runs has, beside what a plan would give it."""
+    """The memory and the cache of a model that runs, beside what a plan would give it."""
     tokens = view.progress.kv_tokens if view.progress else None
     cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
     return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
