@@ -61,17 +61,7 @@ from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import (
-    REQUEST_ID,
-    BadRequest,
-    MethodNotAllowed,
-    SparkdError,
-    UnknownModel,
-    UnknownRecipe,
-    UnknownRoute,
-    error_body,
-    unexpected,
-)
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
@@ -80,6 +70,7 @@ from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.unexpected import unexpected
 
 PREFIX = "/admin/v1"
 MAX_WAIT_S = 3600.0
