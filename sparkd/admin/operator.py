@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.config import config_hash
+from sparkd.config.config import config_hash, parse_model
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
-from sparkd.errors import CheckpointError, Conflict, ModelUnusable
+from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
+from sparkd.models.source import name_of
+from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
 
@@ -23,6 +26,20 @@ class Operator:
         self._registry = registry
         self._journal = journal
         self._cluster = cluster
+
+    def meaning(self, source: str) -> dict[str, Any]:
+        """The name and the spec that add MODEL: a recipe's name goes before a folder or a hub id. Blocks: it reads the recipes' folders."""
+        key = "recipe" if self._registry.config.book().has(source) else "model"
+        return {"name": name_of(source), "spec": {key: source}}
+
+    def spec_to_plan(self, source: str) -> ModelConfig | None:
+        """The entry of the model, or else the recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that
+        cannot be used."""
+        with suppress(UnknownModel):
+            return self._registry.find(source).spec
+        meant = self.meaning(source)
+        book = self._registry.config.book()
+        return parse_model(meant["name"], meant["spec"], over_admin=True, book=book) if "recipe" in meant["spec"] else None
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
         """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`, and ConfigError for an entry with which a
