@@ -197,7 +197,7 @@ class LeaseQueue:
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
         if need is not None and need.lacks:
             members = " or ".join(f"`{member}`" for member in need.lacks)
-            raise BadRequest(f"The body has no {members}, so {record.name} is not loaded for it.", param=need.lacks[0])
+            raise BadRequest(f"The body has no {members}, so {record.name} is not loaded for it: add it.", param=need.lacks[0])
         self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)

@@ -386,7 +386,7 @@ def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
     seen: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in _ONCE and seen.setdefault(name, value) != value:
-            raise BadRequest(f"The header {name.decode()} may be sent only once, or alike.")
+            raise BadRequest(f"The header {name.decode()} comes more than once, with different values: send it once.")
 
 
 async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:
