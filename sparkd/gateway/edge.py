@@ -130,7 +130,7 @@ class Edge:
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = Exchange(_request_id(headers))
+        exchange = Exchange(_request_id(headers), scope["path"])
         exchange.task = asyncio.current_task()
         self._open_requests += 1
         try:
@@ -157,7 +157,7 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         page = self._page(scope["path"], headers)
         always = page_headers(page) if page is not None else []
-        if scope["path"].startswith("/v1/messages"):
+        if exchange.anthropic:
             always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
         if always:
             scope["extensions"][CONNECTION].say_always(always)
@@ -328,7 +328,7 @@ class Edge:
             scope["extensions"][CONNECTION].cut()
             return
         status = exchange.status = exchange.status_of(error)
-        body = error_bytes(error, exchange.request_id, anthropic=scope["path"].startswith("/v1/messages"))
+        body = error_bytes(error, exchange.request_id, anthropic=exchange.anthropic)
         exchange.bytes_out = len(body)
         answer = json_headers(len(body), exchange.request_id, error.headers())
         bodiless = b"content-length" not in headers and b"transfer-encoding" not in headers

@@ -77,10 +77,12 @@ class Exchange:
     all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
     `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of the client's key; `tokens`
     is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are made
-    of the request.
+    of the request. `anthropic` says that the client speaks Anthropic's API.
     """
 
     __slots__ = (
+        "_responses",
+        "anthropic",
         "body",
         "bytes_out",
         "cancelled",
@@ -105,9 +107,12 @@ class Exchange:
         "whole",
     )
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, path: str) -> None:
         self.request_id = request_id
         self.route = "none"
+        # By its path the client says whose API it speaks, also where nothing is there.
+        self.anthropic = path.startswith("/v1/messages")
+        self._responses = path.startswith("/v1/responses")
         self.model = ""
         self.status = 0
         self.code: str | None = None
@@ -130,20 +135,15 @@ class Exchange:
         self.trace: OpenTrace | None = None
 
     @property
-    def anthropic(self) -> bool:
-        """Whether the client speaks Anthropic's API."""
-        return self.route.startswith("/v1/messages")
-
-    @property
     def failure_is_cut(self) -> bool:
         """Whether the connection is cut behind the event that tells a stream's failure: some readers overlook it and take a part for the
         whole. Those of /v1/responses know a whole answer by its last event, and Codex drops the failure for the cut."""
-        return not self.route.startswith("/v1/responses")
+        return not self._responses
 
     def status_of(self, error: SparkdError) -> int:
         """Codex, which asks by /v1/responses, asks again after every status but 400."""
         lasts = isinstance(error, (ModelCannotLoad, RequestCancelled))
-        return 400 if lasts and self.route.startswith("/v1/responses") else error.status
+        return 400 if lasts and self._responses else error.status
 
     def error_event(self, error: SparkdError, first: bytes = b"", tail: bytes = b"") -> bytes:
         """The server-sent event by which the client's API says that a stream failed. first, tail: the stream's first and last bytes."""
@@ -156,7 +156,7 @@ class Exchange:
         Clients of /v1/responses read that API's own events and codes only, with a number each. Codex tries again unless it is told that the
         request is to blame.
         """
-        if not self.route.startswith("/v1/responses"):
+        if not self._responses:
             name = b"event: error\n" if self.anthropic else b""
             return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"
         try:

@@ -33,7 +33,7 @@ async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
 
 
 def asked(log: RequestLog, number: int, **facts: Any) -> Exchange:
-    exchange = Exchange(f"req-{number}")
+    exchange = Exchange(f"req-{number}", "/v1/chat/completions")
     exchange.route, exchange.model = "/v1/chat/completions", "m"
     log.begin(exchange)
     for name, value in facts.items():

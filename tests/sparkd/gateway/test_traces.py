@@ -82,7 +82,7 @@ def counted(outcome: str) -> float:
 
 
 def end(trace: RequestTrace) -> None:
-    trace.end(Exchange("id"))
+    trace.end(Exchange("id", "/v1/chat/completions"))
 
 
 @pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (0.5, 60, 140), (1.0, 200, 200)])
@@ -104,7 +104,7 @@ def test_the_sample_of_what_begins_here(make: Make, ratio: float, least: int, mo
 
 def test_times_are_of_the_wall_and_in_order(make: Make) -> None:
     tracer, exporter = make()
-    trace, exchange = begun(tracer), Exchange("id")
+    trace, exchange = begun(tracer), Exchange("id", "/v1/chat/completions")
     trace.asked_s, exchange.queued_s, exchange.first_s = exchange.started_s + 1, 2.0, exchange.started_s + 4
     trace.end(exchange)
     tracer.close()
