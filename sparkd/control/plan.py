@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 
 from sparkd.control.facts import ModelFacts
 from sparkd.control.scheduler import Turn
 from sparkd.state.combined_progress import progress_of
-from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want
+from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want, by_cause
 from workers.rank.log_parser import ROOT_CAUSE_WINDOW_S, signal_name
 from workers.rank.signatures import HINT
 
@@ -308,7 +307,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
-        first = min(filter(_says_why, present), key=attrgetter("cause_order"), default=dead[0])
+        first = next(filter(_says_why, by_cause(present)), dead[0])
         return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
@@ -345,8 +344,7 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
         cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
         return Fail(facts.name, "StartTimeout", cause + cure)
-    in_order = sorted(present, key=attrgetter("cause_order"))
-    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in in_order)), None):
+    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in by_cause(present))), None):
         # The engine may take long to end, or hang, but its load has failed already.
         return Fail(facts.name, *failed)
     phase = _PHASES.get(progress.phase)
@@ -362,7 +360,7 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _why(present: list[RankFact]) -> str:
-    diagnosis = next((fact.diagnosis for fact in sorted(present, key=attrgetter("cause_order")) if fact.diagnosis), None)
+    diagnosis = next((fact.diagnosis for fact in by_cause(present) if fact.diagnosis), None)
     return f"{diagnosis.cause} {diagnosis.cure} " if diagnosis else ""
 
 

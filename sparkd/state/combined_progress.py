@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sparkd.state.nouns import Progress, RankFact
+from sparkd.state.nouns import Progress, RankFact, by_cause
 from workers.rank.kv_report import GIB, over_nodes
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
@@ -29,7 +29,7 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
     if not others:
         return first
     kv = over_nodes([progress.kv for progress in progresses if progress.kv])
-    by_cause = [fact.progress for fact in sorted(facts, key=lambda fact: fact.cause_order)]
+    in_order = [fact.progress for fact in by_cause(facts)]
     etas = [progress.eta_s for progress in progresses]
     fractions = [progress.fraction for progress in progresses if progress.fraction is not None]
     return replace(
@@ -44,8 +44,8 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
         bytes_per_s=_sum([progress.bytes_per_s for progress in progresses]),
         read_bytes=_sum([progress.read_bytes for progress in progresses]),
         weights_s=max((progress.weights_s for progress in progresses if progress.weights_s is not None), default=None),
-        last_error=next((progress.last_error for progress in by_cause if progress.last_error), None),
-        failure=next((progress.failure for progress in by_cause if progress.failure), None),
+        last_error=next((progress.last_error for progress in in_order if progress.last_error), None),
+        failure=next((progress.failure for progress in in_order if progress.failure), None),
         failure_lasts=any(progress.failure_lasts for progress in progresses),
         kv=kv or None,
         kv_gib=kv["pool_bytes"] / GIB if kv.get("pool_bytes") is not None else first.kv_gib,

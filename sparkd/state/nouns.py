@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -179,11 +179,6 @@ class RankFact:
     host_bytes: int | None = None
     device_bytes: int | None = None
 
-    @property
-    def cause_order(self) -> float:
-        """A key that sorts the ranks of one look by their errors, the first error first; before it those that ended without one."""
-        return float("-inf") if self.cause_age_s is None else -self.cause_age_s
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -278,6 +273,11 @@ class Event:
     model: str | None
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def by_cause(facts: Iterable[RankFact]) -> list[RankFact]:
+    """The ranks of one look by their errors, the first error first; before it those that ended without one."""
+    return sorted(facts, key=lambda fact: float("-inf") if fact.cause_age_s is None else -fact.cause_age_s)
 
 
 def ages_s(events: Sequence[Event], wall_s: float) -> list[float]:
