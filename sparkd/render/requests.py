@@ -51,18 +51,18 @@ def _names(row: Mapping[str, Any]) -> Sequence[str]:
     return row["model"] or "-", row["key"] or "-", row["route"]
 
 
-def _cells(row: Mapping[str, Any]) -> list[Text]:
+def _cells(row: Mapping[str, Any]) -> list[str | Text]:
     ended_s = row["started_s"] + row["seconds"]
     counts = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
     rate = row["tokens_per_s"]
     times = (_seconds(row["seconds"]), _seconds(row["queued_s"]), _seconds(row["ttft_s"]))
     return [
         Text(time.strftime("%m-%d %H:%M:%S", time.localtime(ended_s)), style="dim"),
-        *map(Text, _names(row)),
+        *_names(row),
         Text(_status(row), style="red" if row["failed"] else "green"),
-        *map(Text, times),
-        *(Text("-" if count is None else f"{count:,}") for count in counts),
-        Text("-" if rate is None else f"{rate:,.1f}"),
+        *times,
+        *("-" if count is None else f"{count:,}" for count in counts),
+        "-" if rate is None else f"{rate:,.1f}",
     ]
 
 
