@@ -530,13 +530,13 @@ def _private_folder(path: Path) -> None:
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
     """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
-    check_bind(config.model_copy(update={"listen": _url(*_numeric(listening.getsockname())).removeprefix("http://")}), environ)
+    check_bind(config.model_copy(update={"listen": _authority(*_numeric(listening.getsockname()))}), environ)
 
 
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
     host, port = _numeric(listening.getsockname())
-    return _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+    return "http://" + _authority({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def _lan_url(listening: socket.socket) -> str | None:
@@ -549,7 +549,7 @@ def _lan_url(listening: socket.socket) -> str | None:
             probe.connect(("2001:db8::1" if host == "::" else "192.0.2.1", 9))  # of documentation; a datagram socket sends nothing for it
         except OSError:
             return None
-        return _url(_numeric(probe.getsockname())[0], port)
+        return "http://" + _authority(_numeric(probe.getsockname())[0], port)
 
 
 def _numeric(address: Any) -> tuple[str, str]:
@@ -557,5 +557,5 @@ def _numeric(address: Any) -> tuple[str, str]:
     return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
 
 
-def _url(host: str, port: str) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _authority(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
