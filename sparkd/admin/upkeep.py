@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
+from heapq import merge
 from typing import Any
 
 from fastapi import APIRouter
@@ -48,8 +49,10 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
     @api.get("/incidents", **answers(Incidents), summary="Actions of the nodes' memory guards, newest first")
     async def incidents() -> dict[str, Any]:
         by_node = await cluster.everywhere("incidents")
-        rows = sorted((row for listed in by_node.values() for row in listed or ()), key=lambda row: str(row["id"]), reverse=True)
-        return {"incidents": rows, "silent": [node for node, listed in by_node.items() if listed is None]}
+        # A node lists its own oldest first, also where its clock was set back.
+        newest_first = (reversed(listed) for listed in by_node.values() if listed)
+        rows = merge(*newest_first, key=lambda row: str(row["id"]), reverse=True)
+        return {"incidents": list(rows), "silent": [node for node, listed in by_node.items() if listed is None]}
 
     @api.get(
         "/incidents/{incident_id}",

@@ -188,8 +188,10 @@ async def test_how_the_nodes_are_prepared(tmp_path: Path) -> None:
 async def test_what_the_guards_did(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         rows = [{"id": f"20261122-00000{number}-m", "model": "m"} for number in (1, 2)]
-        made.scene.cluster.answers |= {"incidents": {"a": rows[:1], "b": rows[1:], "c": None}, "incident": {"a": None, "b": rows[1]}}
-        assert await made.ask("GET", "/incidents") == {"incidents": rows[::-1], "silent": ["c"]}
+        ahead = {"id": "20991122-000000-m", "model": "m"}  # of a clock that was set back since
+        listed = {"a": [ahead, *rows[:1]], "b": rows[1:], "c": None}
+        made.scene.cluster.answers |= {"incidents": listed, "incident": {"a": None, "b": rows[1]}}
+        assert await made.ask("GET", "/incidents") == {"incidents": [*rows[::-1], ahead], "silent": ["c"]}
         assert await made.ask("GET", f"/incidents/{rows[1]['id']}") == rows[1]
         made.scene.cluster.answers["incident"] = {"a": None}
         assert (await made.ask("GET", "/incidents/x", status=404))["error"]["code"] == "incident_not_found"
