@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers.host.cgroups import CGROUP, left_bytes, limit_bytes
+from workers.host.cgroups import CGROUP, limits
 
 PROC = Path("/proc")
 
@@ -49,9 +49,8 @@ def read_fields(proc: Path = PROC, cgroup: Path = CGROUP) -> dict[str, int]:
     Only the guard reads the files differently: it holds them open. Raises OSError.
     """
     fields = parse_fields((proc / "meminfo").read_text())
-    for name, most in (("MemTotal", limit_bytes(proc, cgroup)), ("MemAvailable", left_bytes(proc, cgroup))):
-        if most is not None and name in fields:
-            fields[name] = min(fields[name], most)
+    for limit, left in limits(proc, cgroup):
+        fields |= {"MemTotal": min(fields.get("MemTotal", 0), limit), "MemAvailable": min(fields.get("MemAvailable", 0), left)}
     return fields
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.host.cgroups import CGROUP, RECLAIMABLE_SHARE
+from workers.host.cgroups import CGROUP
 from workers.host.meminfo import read_fields
 from workers.host.processes import anonymous_bytes, table
 
 PROC = Path("/proc")
 EVERY_S = 0.05
+# Of the page cache the driver gets what is clean and unused at once; some of it is mapped or under write-back.
+RECLAIMABLE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from workers.host.meminfo import read_fields
 from workers.kv.memory import host
 
 MACHINE = (100 * 1024, 90 * 1024)
-# memory.max and memory.current of each group; 80 bytes of its page cache come back.
+# memory.max and memory.current of each group, of which 100 bytes come back.
 LIMITS: Mapping[str, tuple[str, Mapping[str, tuple[str, str]], tuple[int, int]]] = {
-    "the tightest of those above": ("a/b", {"a": ("700", "650"), "a/b": ("1000", "400")}, (700, 50 + 80)),
+    "the tightest of those above": ("a/b", {"a": ("700", "650"), "a/b": ("1000", "400")}, (700, 50 + 100)),
     "more is held than is allowed": ("a/b", {"a/b": ("1000", "4000")}, (1000, 0)),
     "no limit": ("a/b", {"a/b": ("max", "400")}, MACHINE),
     "more than the machine has": ("a/b", {"a/b": (str(1 << 40), "400")}, MACHINE),
-    "a container, in which its group is the root": ("not/here", {"": ("700", "650")}, (700, 50 + 80)),
+    "a container, in which its group is the root": ("not/here", {"": ("700", "650")}, (700, 50 + 100)),
     "a group that has gone": ("gone", {}, MACHINE),
 }
 
@@ -35,7 +35,7 @@ def test_the_least_of_the_machine_and_its_control_groups_counts(
         (groups / folder).mkdir(parents=True, exist_ok=True)
         (groups / folder / "memory.max").write_text(f"{limit}\n")
         (groups / folder / "memory.current").write_text(f"{used}\n")
-        (groups / folder / "memory.stat").write_text("active_file 60\ninactive_file 40\n")
+        (groups / folder / "memory.stat").write_text("active_file 50\ninactive_file 40\nslab_reclaimable 10\nslab 99\n")
 
     fields, sizing, guard = read_fields(proc, groups), host(proc, groups), Vitals(proc, groups).look(1.0)
 
