@@ -134,10 +134,9 @@ class ProcFile:
 class Vitals:
     """The samples of one node. `look()` adds one, `trend()` computes the slopes, `rows()` returns the last two minutes."""
 
-    def __init__(self, proc: Path, cgroup: Path = cgroups.CGROUP) -> None:
+    def __init__(self, proc: Path) -> None:
         held = proc == Path("/proc")
-        groups = cgroups.limited_groups(proc, cgroup)
-        self._groups = [[ProcFile(group / name, held=held) for name in cgroups.FILES] for group in groups]
+        self._groups = [[ProcFile(group / name, held=held) for name in cgroups.FILES] for group in cgroups.limited_groups(proc)]
         self.meminfo = ProcFile(proc / "meminfo", held=held)
         self.vmstat = ProcFile(proc / "vmstat", held=held)
         self.pressure = ProcFile(proc / "pressure" / "memory", held=held)
@@ -152,8 +151,12 @@ class Vitals:
         fields = {name: value * 1024 for name, value in values_kib.items() if value is not None}
         has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
         counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
-        found = (cgroups.limit_of(*(file.text() if file.read() else "" for file in group)) for group in self._groups)
-        limits = [(fields.get("MemTotal", 0), fields.get("MemAvailable", 0)), *(limit for limit in found if limit)]
+        limits = [(fields.get("MemTotal", 0), fields.get("MemAvailable", 0))]
+        for group in self._groups:
+            for file in group:
+                file.read()  # one that cannot be read now keeps what it said
+            if limit := cgroups.limit_of(*(file.text() for file in group)):
+                limits.append(limit)
         look = MemorySample(
             now_s,
             min(total for total, _ in limits),

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
 # In each group's folder: its limit, what it holds, and of what.
 FILES = ("memory.max", "memory.current", "memory.stat")
 # What the kernel takes back before it refuses the group a page; MemAvailable counts the same of the machine (mm/show_mem.c).
 _RECLAIMED = ("active_file ", "inactive_file ", "slab_reclaimable ")
 
 
-def limited_groups(proc: Path, cgroup: Path = CGROUP) -> list[Path]:
+def limited_groups(proc: Path) -> list[Path]:
     """The folders of this process's group and its ancestors that can have a limit, the innermost first. Within a container its own group is
-    the mount's root."""
+    the mount's root. /sys is beside proc."""
     lines = _read(proc / "self" / "cgroup").splitlines()
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
     if path is None:
         return []
+    cgroup = proc.parent / "sys" / "fs" / "cgroup"
     folder = cgroup / path.strip("/")
     return [group for group in (folder, *folder.parents) if group.is_relative_to(cgroup) and (group / FILES[0]).exists()]
 
 
-def limits(proc: Path, cgroup: Path = CGROUP) -> list[tuple[int, int]]:
+def limits(proc: Path) -> list[tuple[int, int]]:
     """See limit_of, for each of this process's groups that has a limit."""
-    found = (limit_of(*(_read(group / name) for name in FILES)) for group in limited_groups(proc, cgroup))
+    found = (limit_of(*(_read(group / name) for name in FILES)) for group in limited_groups(proc))
     return [limit for limit in found if limit is not None]
 
 

@@ -85,7 +85,7 @@ def sample(root: Path = ROOT, runtime: str | None = None, workers: Collection[in
         "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
         **_installed(runtime),
         "plugin": plugin() if here else "",
-        "memory_limit_bytes": min((limit for limit, _ in cgroups.limits(root / "proc", root / "sys/fs/cgroup")), default=None),
+        "memory_limit_bytes": min((limit for limit, _ in cgroups.limits(root / "proc")), default=None),
     }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.host.cgroups import CGROUP
 from workers.host.meminfo import read_fields
 from workers.host.processes import anonymous_bytes, table
 
@@ -65,9 +64,9 @@ class MemoryReading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryReading:
+def host(proc: Path = PROC) -> MemoryReading:
     """The host's memory, within the limits of this process's control groups. Raises OSError where /proc/meminfo is unreadable."""
-    fields = read_fields(proc, cgroup)
+    fields = read_fields(proc)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else fields.get("Cached", 0)
     total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))
