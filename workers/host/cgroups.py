@@ -9,7 +9,7 @@ from pathlib import Path
 
 # In each group's folder: its limit, what it holds, and of what.
 FILES = ("memory.max", "memory.current", "memory.stat")
-# What the kernel takes back before it refuses the group a page; MemAvailable counts the same of the machine (mm/show_mem.c).
+# The kernel takes these back before it refuses the group a page. MemAvailable counts the same of the machine (mm/show_mem.c).
 _RECLAIMED = ("active_file ", "inactive_file ", "slab_reclaimable ")
 
 

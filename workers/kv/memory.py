@@ -16,7 +16,7 @@ from workers.host.processes import anonymous_bytes, table
 
 PROC = Path("/proc")
 EVERY_S = 0.05
-# Of the page cache the driver gets what is clean and unused at once; some of it is mapped or under write-back.
+# The kernel gives clean, unused page cache to the driver at once; some of it is mapped or under write-back.
 RECLAIMABLE_SHARE = 0.8
 
 
