@@ -11,8 +11,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparkd.errors import ConfigError, SparkdError, error_body, lack_of_machine, place_of, unexpected
+from sparkd.errors import ConfigError, SparkdError, error_body
 from sparkd.execution.container_init import run_below_init
+from sparkd.unexpected import lack_of_machine, place_of, unexpected
 from workers.host.interpreter import PACKAGE_DIR
 
 if TYPE_CHECKING:

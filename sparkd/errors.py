@@ -47,20 +47,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-_PACKAGE = Path(__file__).parent
 # In the body of an error: a list of 20 problems has some 4,000.
 MOST_MESSAGE_CHARS = 8000
-# EAGAIN: of fork(), where pids.max or ulimit -u is reached.
-_LACKS = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
-)
 
 
 class SparkdError(Exception):
@@ -100,16 +91,6 @@ class SparkdError(Exception):
 def clause(sentence: str) -> str:
     """Without its full stop, for a longer sentence."""
     return sentence.rstrip(".")
-
-
-def place_of(error: BaseException) -> str:
-    """file:line of the innermost frame that is ours, below this package; else the file's name alone. Never the message, which may hold a
-    client's text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
-    if ours:
-        return f"{Path(ours[-1].filename).relative_to(_PACKAGE).as_posix()}:{ours[-1].lineno}"
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 class ConfigError(SparkdError):
@@ -265,32 +246,6 @@ class ModelUnusable(RankError):
 
 # A model that failed so does not exist, or cannot be reached.
 ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
-
-
-def lack_of_machine(error: BaseException) -> str | None:
-    """The system's words where the machine refused something: disk, memory, descriptors, processes; None for an error of another kind."""
-    if isinstance(error, OSError) and error.errno in _LACKS:
-        return os.strerror(error.errno)
-    if isinstance(error, MemoryError):
-        return os.strerror(errno.ENOMEM)
-    # CPython's words (Modules/_threadmodule.c) for what clone() refused: ulimit -u, or pids.max of the control group.
-    return "no more threads or processes" if isinstance(error, RuntimeError) and str(error) == "can't start new thread" else None
-
-
-def unexpected(error: BaseException) -> SparkdError:
-    """The error to tell for one that no code expected: the machine's by its name, or else sparkd's own. Never the error's own text,
-    which may hold anything."""
-    if (lack := lack_of_machine(error)) is not None:
-        return NodeRefused(f"This node refused what sparkd needs: {lack}. Run `df` and `sparkd doctor` there.")
-    return SparkdError(f"sparkd made an error ({type(error).__name__}); its log has more.")
-
-
-def refused_by(error: OSError, who: str) -> NodeRefused:
-    """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
-    of = f" ({error.filename})" if error.filename else ""
-    reason = error.strerror or str(error) or type(error).__name__
-    message = f"{who} refused the call: {reason}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
-    return NodeRefused(message)
 
 
 class RequestError(SparkdError):
@@ -581,6 +536,14 @@ class EngineError(SparkdError):
 
 class EngineGone(EngineError):
     code = "engine_gone"
+
+
+def refused_by(error: OSError, who: str) -> NodeRefused:
+    """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
+    of = f" ({error.filename})" if error.filename else ""
+    reason = error.strerror or str(error) or type(error).__name__
+    message = f"{who} refused the call: {reason}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
+    return NodeRefused(message)
 
 
 # Where the scope of a request to the admin API has the id that the gateway gave it.

@@ -61,17 +61,7 @@ from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import (
-    REQUEST_ID,
-    BadRequest,
-    MethodNotAllowed,
-    SparkdError,
-    UnknownModel,
-    UnknownRecipe,
-    UnknownRoute,
-    error_body,
-    unexpected,
-)
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
@@ -79,7 +69,8 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
-from sparkd.state.snapshot import Snapshot
+from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.unexpected import unexpected
 
 PREFIX = "/admin/v1"
 MAX_WAIT_S = 3600.0
@@ -265,7 +256,7 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
 
     @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a known model, a recipe, or a folder or hub id to add")
     async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
-        return await asyncio.to_thread(registry.meaning, source)
+        return await asyncio.to_thread(operator.meaning, source)
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
@@ -293,10 +284,12 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
     )
     async def fit(question: QuestionHere) -> dict[str, Any]:
         refuse_calibration(question.quantize)
-        spec = await asyncio.to_thread(registry.spec_to_plan, question.model)
-        in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
-        places = registry.model_places()
-        return await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        spec = await asyncio.to_thread(operator.spec_to_plan, question.model)
+        snapshot = supervisor.snapshot()
+        in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
+        plan = await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        view = snapshot.models.get(spec.name) if spec is not None else None
+        return plan if view is None or not view.ranks else {**plan, "notes": [*plan["notes"], _runs(view)]}
 
     @api.get(
         "/events",
@@ -321,6 +314,13 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
     read = [book.read(name) for name in book.names()]
     problems = [str(problem) for _, wrong in read for problem in wrong]
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
+
+
+def _runs(view: ModelView) -> str:
+    """The memory and the cache of a model that runs, beside what a plan would give it."""
+    tokens = view.progress.kv_tokens if view.progress else None
+    cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
+    return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
 
 
 def _status(snapshot: Snapshot) -> dict[str, Any]:

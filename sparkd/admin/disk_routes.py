@@ -17,9 +17,10 @@ from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored, unexpected
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
 from sparkd.models.source import source_of
 from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
+from sparkd.unexpected import unexpected
 from workers.host.hub_cache import cache_places
 
 GIB = 1 << 30

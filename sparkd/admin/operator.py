@@ -8,10 +8,12 @@ from typing import Any
 
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.config import config_hash
+from sparkd.config.config import config_hash, parse_model
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
-from sparkd.errors import CheckpointError, Conflict, ModelUnusable
+from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
+from sparkd.models.source import name_of
+from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
 
@@ -23,6 +25,28 @@ class Operator:
         self._registry = registry
         self._journal = journal
         self._cluster = cluster
+
+    def meaning(self, source: str) -> dict[str, Any]:
+        """The meaning of MODEL: {"known": a model's name or null, "name", "spec"}; the last two add a model that is not known.
+
+        A name or alias of a model goes before a recipe's name, and that before a folder or a hub id. Blocks: it reads the recipes' folders.
+        """
+        key = "recipe" if self._registry.config.book().has(source) else "model"
+        return {"known": self._known(source), "name": name_of(source), "spec": {key: source}}
+
+    def spec_to_plan(self, source: str) -> ModelConfig | None:
+        """The entry behind `source`, by `meaning`; None for a folder or a hub id. Raises ConfigError for a recipe that cannot be used."""
+        if (known := self._known(source)) is not None:
+            return self._registry.find(known).spec
+        meant = self.meaning(source)
+        book = self._registry.config.book()
+        return parse_model(meant["name"], meant["spec"], over_admin=True, book=book) if "recipe" in meant["spec"] else None
+
+    def _known(self, name: str) -> str | None:
+        try:
+            return self._registry.find(name).name
+        except UnknownModel:
+            return None
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
         """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`, and ConfigError for an entry with which a

@@ -49,7 +49,7 @@ def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) 
         in_flight = log.in_flight(model) if state in (None, "in_flight") else []
         finished = await log.finished(before, most, model, _FAILED.get(state)) if state != "in_flight" else []
         if model and not in_flight and not finished:
-            registry.find(model)  # else a name that was mistyped has no request, as one that nobody asked for
+            registry.find(model)  # else a mistyped name would look like a model without requests
         if as_csv:
             return Response(await asyncio.to_thread(_csv, finished), media_type="text/csv; charset=utf-8")
         following = finished[-1].number if len(finished) == most else None

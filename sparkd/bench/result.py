@@ -93,7 +93,7 @@ class CellResult(Value):
 
     @property
     def distorted(self) -> str | None:
-        """What was not the model's alone while it was measured."""
+        """Why the figures are not the model's alone; None where they are."""
         if self.others_tokens:
             return f"requests of others ran beside it, {self.others_tokens:,} tokens"
         return f"the clock was held down ({', '.join(self.machine.throttled)})" if self.machine.throttled else None

@@ -53,9 +53,12 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
     answers = partial(kept_here, runtime=InquiryRuntime(runtime, places(config.state_dir)))
     # As a start counts it: what it measured before may be less than the formulas say.
-    evidence = Evidence(profiles_in(str(config.profiles_path)), full_version_in(runtime), answers)
+    release, platform = full_version_in(runtime), config.engine.platform
+    if platform == "auto" and release is not None and release.endswith("+cpu"):
+        platform = "cpu"  # as a start here finds it
+    evidence = Evidence(profiles_in(str(config.profiles_path)), release, answers)
     reasons = {"max_model_len": too_long(args, release_in(runtime)), "quantize": uneven(args)}
-    for key, message in [*reasons.items(), *misfits(args, spec.speculative, config.engine.platform, evidence)]:
+    for key, message in [*reasons.items(), *misfits(args, spec.speculative, platform, evidence)]:
         if message:
             yield EntryFault(key, message)
 

@@ -11,13 +11,13 @@ from typing import Any
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel, unexpected
-from sparkd.models.source import name_of
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.store import Store
+from sparkd.unexpected import unexpected
 from sparkd.vllm.logging_args import remark
 
 # Each that is added costs a look at all of them: 0.2 s with so many.
@@ -100,21 +100,6 @@ class Roster:
             "adjusted": sorted(name for name in stays if self.records[name].spec != specs[name]),
             "preload": [name for name in self.config.preload() if name not in preloaded],
         }
-
-    def meaning(self, source: str) -> dict[str, Any]:
-        """What a user means by MODEL: {"known": a model's name or null, "name", "spec"}; the last two would take in what is not known.
-
-        A name or alias of a model goes before a recipe's name, and that before a folder or a hub id. Reads the recipes' folders.
-        """
-        key = "recipe" if self._base.book().has(source) else "model"
-        return {"known": self._names.get(source), "name": name_of(source), "spec": {key: source}}
-
-    def spec_to_plan(self, source: str) -> ModelConfig | None:
-        """The entry behind `source`, by `meaning`; None for a folder or a hub id. Raises ConfigError for a recipe that cannot be used."""
-        if source in self._names:
-            return self.find(source).spec
-        meant = self.meaning(source)
-        return parse_model(meant["name"], meant["spec"], over_admin=True, book=self._base.book()) if "recipe" in meant["spec"] else None
 
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
         """The entry that `add` would accept. Raises the same errors and changes nothing."""

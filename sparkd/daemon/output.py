@@ -53,7 +53,7 @@ class Unblocked:
             left_out, self._left_out = self._left_out, 0
             if left_out:
                 text += f"({left_out} lines were left out, because nobody read this output.)\n"
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
                 rest = text.encode(self._stream.encoding, "replace")
                 while rest:
                     rest = rest[os.write(self._stream.fileno(), rest) :]

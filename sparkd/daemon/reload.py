@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from sparkd.config.config import Config
-from sparkd.errors import ConfigError, SparkdError, unexpected
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.systemd import Systemd
+from sparkd.unexpected import unexpected
 
 log = logging.getLogger("sparkd")
 

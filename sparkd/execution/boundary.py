@@ -11,7 +11,8 @@ from typing import Any
 
 from sparkd import metrics
 from sparkd.condition import Condition
-from sparkd.errors import NodeRefused, SparkdError, lack_of_machine, unexpected
+from sparkd.errors import NodeRefused, SparkdError
+from sparkd.unexpected import lack_of_machine, unexpected
 from workers.host.interpreter import PACKAGE_DIR
 
 log = logging.getLogger("sparkd.boundary")

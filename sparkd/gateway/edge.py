@@ -27,8 +27,6 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
     UnknownRoute,
-    place_of,
-    unexpected,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import KeyDigests, Role
@@ -54,6 +52,7 @@ from sparkd.gateway.responses import (
 )
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
 from sparkd.gateway.traces import Tracer
+from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
 
 _log = logging.getLogger("sparkd.gateway")

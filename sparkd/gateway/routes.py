@@ -116,7 +116,7 @@ _JSON: Mapping[str | None, tuple[str, ...]] = {
     ),
     None: ("/tokenize", "/detokenize", "/invocations"),
 }
-# Of the paths that people use: a body without any of these loads no model, nor evicts another, for the engine's refusal.
+# On the paths that people use a body without any of these loads no model, nor evicts another, for the engine's refusal.
 _ASKS: Mapping[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("messages",),
     "/v1/completions": ("prompt", "prompt_embeds"),

@@ -490,6 +490,17 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
 
 
+async def test_the_plan_of_a_model_that_runs_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda *_: {"notes": ["its own"]})
+    async with admin_of(tmp_path) as made:
+        ask = {"model": "m", "hardware": "spark"}
+        assert (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"] == ["its own"]
+        await make_ready(made.scene)
+        (view,) = made.scene.supervisor.snapshot().models.values()
+        own, runs = (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"]
+        assert own == "its own" and f"{view.memory_gib:g} GiB" in runs
+
+
 async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(plan_for_node, "_answer_of_process", plan_for_node._answer)

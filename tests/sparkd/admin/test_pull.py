@@ -298,7 +298,7 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
     assert again.message == ended.message
     snapshot = snapshot_of("owner/name", None, environ)
     assert snapshot is not None and snapshot.name == COMMIT
-    names = ["config.json", *sorted(SHARDS), "model.safetensors.index.json"]
+    names = ["config.json", *sorted(SHARDS), "model.safetensors.index.json", "tokenizer.json"]
     assert sorted(path.name for path in snapshot.iterdir()) == sorted(names)
     assert all((snapshot / name).read_bytes() == (hub.folder / name).read_bytes() for name in names)
     assert len([asked for asked in hub.asked if asked.server == "store" and asked.sent]) == len(SHARDS)

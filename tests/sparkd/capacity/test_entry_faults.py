@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity import entry_faults
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
@@ -47,6 +48,20 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("key", "entry"), FAULTS.values(), ids=FAULTS)
 def test_an_entry_that_its_files_refuse_is_named_with_the_key(key: str, entry: dict[str, Any], folder: Path) -> None:
     assert refusal(config(folder, good={}, bad=entry)).startswith(f"models.bad.{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("release", "platform", "fits"), [("0.32.0+cpu", "auto", True), ("0.32.0", "auto", False), ("0.32.0+cpu", "cuda", False)]
+)
+def test_memory_is_counted_for_the_engine_that_would_start_here(
+    release: str, platform: str, fits: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_faults, "full_version_in", lambda _: release)
+    entry = {"model": str(folder), "max_model_len": 4096, "memory_gib": 2}
+    given = load_config(None, flags={"models": {"m": entry}, "engine": {"platform": platform}}, environ={})
+
+    found = entry_faults.entry_faults(given.models["m"], {}, given)
+    assert [fault.key for fault in found] == ([] if fits else ["memory_gib"])
 
 
 def test_every_entry_is_named(folder: Path) -> None:

@@ -138,6 +138,7 @@ def test_vllms_own_benchmark_measures_the_same_cells(stage: Stage) -> None:
         (row,) = cell["rows"]
         assert len(row["e2e_ttft"]["values"]) == requests and row["tg_throughput"]["mean"] > 0
         assert cell["prompt_tokens"] >= 32 * requests and cell["engine"]["output_tokens"] == cell["output_tokens"] > 0
+        assert not cell["others_tokens"]
 
 
 def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Path) -> None:

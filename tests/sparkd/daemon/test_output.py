@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.daemon.output import WAITING, Unblocked
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
 
@@ -52,6 +53,18 @@ def daemon(tmp_path: Path) -> Iterator[OnTerminal]:
     made.kill()
     made.close()
     made.client.close()
+
+
+def test_what_nobody_reads_is_left_out_and_said() -> None:
+    readable, writable = os.pipe()
+    with os.fdopen(readable) as reader, os.fdopen(writable, "w") as pipe:
+        stream = Unblocked(pipe)
+        for number in range(3 * WAITING):
+            stream.write(f"{number:0200}\n")
+        stream.flush()
+        lines = iter(reader.readline, "")
+        assert next(lines) == f"{0:0200}\n"
+        assert next(line for line in lines if "left out" in line)
 
 
 def test_a_terminal_that_nobody_reads_holds_up_no_request(daemon: OnTerminal) -> None:

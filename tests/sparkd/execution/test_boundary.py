@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from sparkd.errors import NodeRefused, SparkdError, lack_of_machine
+from sparkd.errors import NodeRefused, SparkdError
 from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
 from sparkd.gateway import GatewayServer, routes
 from sparkd.metrics import INTERNAL_ERRORS
+from sparkd.unexpected import lack_of_machine
 from tests.sparkd.gateway.fakes import RawEngine, serving
 from tests.support.fakes import FakeClock
 from tests.support.faulty_sparkd import ERRORS

@@ -102,6 +102,7 @@ def test_what_an_older_vllm_lacks_is_not_chosen() -> None:
 def made(folder: Path, **files: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (folder / "tokenizer.json").touch()
     for name, content in files.items():
         path = folder / {"template": "chat_template.jinja", "tokenizer": "tokenizer_config.json", "processor": "chat_template.json"}[name]
         path.write_text(content if isinstance(content, str) else json.dumps(content))
