@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 
-from sparkd.bench.compare import compare
+from sparkd.bench.compare import Comparison, compare
 from sparkd.cli import bench, incidents
 from sparkd.render import fabric, models, plan, recipes, requests
 from sparkd.render.terminal import Page
@@ -52,7 +53,7 @@ def _tables() -> Iterator[tuple[str, Callable[[Console], object]]]:
     yield "sparkd plan", _options
     yield "sparkd bench ls", lambda console: bench.ls(_session(console, {"benches": _benches()}))
     yield "sparkd bench show", lambda console: bench._show(_session(console, {}), _result())
-    yield "sparkd bench compare", lambda console: bench._compared(compare(_result(), _result(0.9)), console)
+    yield "sparkd bench compare", lambda console: bench._compared(_comparison(), console)
     yield "sparkd incidents ls", lambda console: incidents.ls(_session(console, {"incidents": _incidents(), "silent": []}))
 
 
@@ -150,6 +151,12 @@ def _result(speed: float = 1.0) -> Any:
     subject = result.subject.model_copy(update={"model": LARGE if speed == 1.0 else SMALL})
     rows = {"cells": result.cells[1:], "loads": result.loads[:1], "quality": result.quality[-1:]}
     return result.model_copy(update={"subject": subject, **rows})
+
+
+def _comparison() -> Comparison:
+    """Two rows: one within the spread, and the widest."""
+    whole = compare(_result(), _result(0.9))
+    return replace(whole, changes=(whole.changes[3], whole.changes[-2]))
 
 
 def _incidents() -> list[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -93,33 +94,33 @@ def _sources() -> list[tuple[str, ast.Module]]:
     return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())) for path in paths]
 
 
-def _starts(tree: ast.Module) -> list[ast.Call]:
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func) in STARTS]
+@functools.cache
+def _calls() -> list[tuple[str, ast.Call, str]]:
+    """Every call, by its module, with the name of what is called."""
+    nodes = ((path, node) for path, tree in _sources() for node in ast.walk(tree))
+    return [(path, node, ast.unparse(node.func)) for path, node in nodes if isinstance(node, ast.Call)]
 
 
 def test_the_programs_that_are_started_are_those_that_are_tried_here() -> None:
-    assert {path: len(found) for path, tree in _sources() if (found := _starts(tree))} == SITES
+    assert Counter(path for path, _, name in _calls() if name in STARTS) == SITES
 
 
 def test_python_goes_on_in_a_forked_child_only_where_the_program_is_its_own_and_has_one_thread() -> None:
     """A lock that another thread holds stays held in the child for ever, and Ray has many threads."""
     forks = {"os.fork", "os.forkpty", "multiprocessing.Process", "multiprocessing.Pool", "ProcessPoolExecutor"}
-    found = {path for path, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in forks}
-    keywords = (node for _, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.keyword))
+    found = {path for path, _, name in _calls() if name in forks}
 
     assert found == {"sparkd/execution/container_init.py", "workers/rank/shim.py", "workers/engine/model_answer.py"}
-    assert not [keyword for keyword in keywords if keyword.arg == "preexec_fn"]
+    assert not [path for path, call, _ in _calls() if any(keyword.arg == "preexec_fn" for keyword in call.keywords)]
 
 
 def test_every_start_says_what_environment_the_program_gets() -> None:
     silent = []
-    for path, tree in _sources():
-        for call in _starts(tree):
-            said = any(keyword.arg == "env" for keyword in call.keywords)
-            said |= ast.unparse(call.func) in ("os.execve", "Spoken") and len(call.args) > 1
-            if not said and path not in WITHOUT_ENVIRONMENT:
-                silent.append(f"{path}:{call.lineno}")
+    for path, call, name in _calls():
+        said = any(keyword.arg == "env" for keyword in call.keywords)
+        said |= name in ("os.execve", "Spoken") and len(call.args) > 1
+        if name in STARTS and not said and path not in WITHOUT_ENVIRONMENT:
+            silent.append(f"{path}:{call.lineno}")
     assert not silent
 
 

@@ -1,7 +1,7 @@
 """`python -m tests.support.orphan_driver FOLDER`: a cluster of one as a service manager has it, with process 1 for its parent.
 
 Ray ends a driver whose raylet has ended where the driver's parent is process 1. A line for its process id, and one for each time that it
-joined Ray: the process ids of Ray's head.
+joined Ray: the process ids of Ray's head. Where another process takes in orphans (prctl(2), PR_SET_CHILD_SUBREAPER), it ends.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ if __name__ == "__main__":
     ray_connection.DISCONNECT_TIMEOUT_S = 2.0
     if os.fork() == 0:
         os.setsid()
+        starter = os.getpid()
         if os.fork() == 0:
-            while os.getppid() != 1:
+            while os.getppid() == starter:
                 os.sched_yield()
-            say({"driver": os.getpid()})
+            say({"driver": os.getpid(), "parent": os.getppid()})
+            if os.getppid() != 1:
+                os._exit(0)
             try:
                 asyncio.run(main(Path(sys.argv[1])))
             except KeyboardInterrupt:

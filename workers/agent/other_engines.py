@@ -12,8 +12,6 @@ from workers.host import processes
 from workers.host.bounded_child import ask, stuck
 from workers.rank.status import living_workers
 
-# Beginnings of the names that vLLM's front end, engine cores and workers give themselves, and its workers under Ray.
-_ENGINE = ("VLLM::", "vllm", "ray::RayWorker")
 # A desktop and a browser hold less; a model that matters holds more.
 DEVICE_LEAST_BYTES = 512 * MIB
 # systemd's ProtectProc=invisible hides them from /proc, and nvidia-smi asks the driver.
@@ -25,7 +23,7 @@ def foreign(run_dir: str, *, ask_device: bool = True) -> list[dict[str, Any]]:
     run_dir: of this node's ranks."""
     stats = processes.table()
     device = _device() if ask_device else {}
-    engines = {pid for pid, stat in stats.items() if stat.name.startswith(_ENGINE)}
+    engines = {pid for pid, stat in stats.items() if stat.name.startswith(processes.VLLM_NAMES)}
     suspects = engines | {pid for pid in stats if device.get(pid, 0) >= DEVICE_LEAST_BYTES}
     suspects -= processes.of_ranks(stats, living_workers(run_dir))
     roots = [pid for pid in suspects if not _parents(pid, stats) & suspects]

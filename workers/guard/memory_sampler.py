@@ -1,7 +1,7 @@
 """Samples a node's memory: reads /proc and the control groups' limits, keeps two minutes of samples, and computes their trend.
 
-A look opens no file and allocates nothing larger than a number. Files stay open, and buffers and the ring are allocated in advance, because
-this must work on a machine without a free page.
+A look opens no file and allocates nothing larger than the text of one. Files stay open, and buffers and the ring are allocated in advance,
+because this must work on a machine without a free page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _MEMINFO = {
 }
 # Pages that a process had to scan itself because none was free, and pages swapped (mm/vmstat.c).
 _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
-_CACHE = tuple(f"{name} ".encode() for name in cgroups.CACHE)
 
 
 @dataclass(slots=True)
@@ -132,27 +131,12 @@ class ProcFile:
             return -1
 
 
-class ControlGroup:
-    """The memory limit of one control group, from files that stay open."""
-
-    def __init__(self, folder: Path, *, held: bool) -> None:
-        self._limit, self._used, self._stat = (ProcFile(folder / name, held=held) for name in (cgroups.LIMIT, cgroups.USED, cgroups.STAT))
-
-    def read(self) -> tuple[int, int] | None:
-        """Bytes that it allows and that it leaves; None without a limit."""
-        limit, used = (file.number(b"") if file.read() else None for file in (self._limit, self._used))
-        if limit is None or used is None:
-            return None
-        cache = sum(self._stat.number(name) or 0 for name in _CACHE) if self._stat.read() else 0
-        return limit, cgroups.left_of(limit, used, cache)
-
-
 class Vitals:
     """The samples of one node. `look()` adds one, `trend()` computes the slopes, `rows()` returns the last two minutes."""
 
-    def __init__(self, proc: Path, cgroup: Path = cgroups.CGROUP) -> None:
+    def __init__(self, proc: Path) -> None:
         held = proc == Path("/proc")
-        self._groups = [ControlGroup(folder, held=held) for folder in cgroups.limited_groups(proc, cgroup)]
+        self._groups = [[ProcFile(group / name, held=held) for name in cgroups.FILES] for group in cgroups.limited_groups(proc)]
         self.meminfo = ProcFile(proc / "meminfo", held=held)
         self.vmstat = ProcFile(proc / "vmstat", held=held)
         self.pressure = ProcFile(proc / "pressure" / "memory", held=held)
@@ -167,7 +151,12 @@ class Vitals:
         fields = {name: value * 1024 for name, value in values_kib.items() if value is not None}
         has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
         counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
-        limits = [(fields.get("MemTotal", 0), fields.get("MemAvailable", 0)), *(found for group in self._groups if (found := group.read()))]
+        limits = [(fields.get("MemTotal", 0), fields.get("MemAvailable", 0))]
+        for group in self._groups:
+            for file in group:
+                file.read()  # one that cannot be read now keeps what it said
+            if limit := cgroups.limit_of(*(file.text() for file in group)):
+                limits.append(limit)
         look = MemorySample(
             now_s,
             min(total for total, _ in limits),

@@ -53,8 +53,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 # Caches that vLLM and its compilers keep between starts. vLLM's folder holds descriptions of models too; only compiled code counts.
 CACHES = (".cache/vllm/torch_compile_cache", ".cache/vllm/deep_gemm", ".cache/flashinfer", ".triton/cache", ".tilelang")
-# Beginnings of names in /proc/PID/stat, of 15 characters at most.
-ENGINE_NAMES = ("VLLM::", "vllm", "ray::RayWorker", "sglang", "llama-server", "ollama")
+ENGINE_NAMES = (*processes.VLLM_NAMES, "sglang", "llama-server", "ollama")
 
 
 def sample(root: Path = ROOT, runtime: str | None = None, workers: Collection[int] = ()) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def sample(root: Path = ROOT, runtime: str | None = None, workers: Collection[in
         "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
         **_installed(runtime),
         "plugin": plugin() if here else "",
-        "memory_limit_bytes": cgroups.limit_bytes(root / "proc", root / "sys/fs/cgroup"),
+        "memory_limit_bytes": min((limit for limit, _ in cgroups.limits(root / "proc")), default=None),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers.host.cgroups import CGROUP, left_bytes, limit_bytes
+from workers.host.cgroups import limits
 
 PROC = Path("/proc")
 
@@ -42,16 +42,15 @@ def parse_fields(text: str) -> dict[str, int]:
     return sizes
 
 
-def read_fields(proc: Path = PROC, cgroup: Path = CGROUP) -> dict[str, int]:
+def read_fields(proc: Path = PROC) -> dict[str, int]:
     """The fields of /proc/meminfo, see parse_fields. MemTotal and MemAvailable are at most what this process's control groups allow and
     leave.
 
     Only the guard reads the files differently: it holds them open. Raises OSError.
     """
     fields = parse_fields((proc / "meminfo").read_text())
-    for name, most in (("MemTotal", limit_bytes(proc, cgroup)), ("MemAvailable", left_bytes(proc, cgroup))):
-        if most is not None and name in fields:
-            fields[name] = min(fields[name], most)
+    for limit, left in limits(proc):
+        fields |= {"MemTotal": min(fields.get("MemTotal", 0), limit), "MemAvailable": min(fields.get("MemAvailable", 0), left)}
     return fields
 
 

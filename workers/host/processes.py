@@ -20,6 +20,8 @@ from typing import Any
 RANK_ID_VARIABLE = "SPARKD_RANK_ID"
 # The name that a shim gives itself.
 SHIM_NAME = "sparkd-rank"
+# Beginnings of the names, of 15 characters at most, that vLLM's front end, engine cores and workers give themselves, and Ray its workers.
+VLLM_NAMES = ("VLLM::", "vllm", "ray::RayWorker")
 RUN_DIR_VARIABLE = "SPARKD_RUN_DIR"
 STOP = signal.SIGTERM
 STOP_NOW = signal.SIGUSR1

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.host.cgroups import CGROUP, RECLAIMABLE_SHARE
 from workers.host.meminfo import read_fields
 from workers.host.processes import anonymous_bytes, table
 
 PROC = Path("/proc")
 EVERY_S = 0.05
+# The kernel gives clean, unused page cache to the driver at once; some of it is mapped or under write-back.
+RECLAIMABLE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,9 @@ class MemoryReading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryReading:
+def host(proc: Path = PROC) -> MemoryReading:
     """The host's memory, within the limits of this process's control groups. Raises OSError where /proc/meminfo is unreadable."""
-    fields = read_fields(proc, cgroup)
+    fields = read_fields(proc)
     files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else fields.get("Cached", 0)
     total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))

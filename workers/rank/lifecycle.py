@@ -80,8 +80,7 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     alive: shim and engine both live. processes: the number of living processes of the rank without the shim; if it is above 0 while alive
     is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server is up and its socket's file
     is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the
-    log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s:
-    see _cause_age_s.
+    log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s: see _cause_age_s.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:

@@ -99,9 +99,9 @@ class RotatingLog:
         written = 0
         pending: list[bytes] = []
         try:
+            self._open()
             for line in lines:
                 data = f"{line}\n".encode("utf-8", "replace")
-                self._open()
                 if self._size and self._size + len(data) > self._max_bytes:
                     written += self._append(pending)
                     pending = []
@@ -121,8 +121,6 @@ class RotatingLog:
         self._fd = -1
 
     def _open(self) -> None:
-        if self._fd >= 0:
-            return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
         facts = os.fstat(self._fd)

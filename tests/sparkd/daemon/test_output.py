@@ -30,7 +30,7 @@ class OnTerminal(DaemonProcess):
     def _launch(self, through: Sequence[str], arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
         self.terminal, end = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), *arguments],
+            [sys.executable, "-m", self.program, "serve", "--config", str(self.config), *arguments],
             cwd=self.root,
             stdin=end,
             stdout=end,
@@ -75,21 +75,14 @@ def test_a_terminal_that_nobody_reads_holds_up_no_request(daemon: OnTerminal) ->
     assert daemon.end(signal.SIGTERM) == 0
 
 
-def test_a_terminal_that_is_closed_ends_nothing(daemon: OnTerminal) -> None:
-    daemon.start()
-    daemon.settled()
-    daemon.config.write_text("listen: none")
-    daemon.close()
-    until(lambda: "listen" in str(daemon.status()["conditions"]), "SIGHUP came, and the file is read again")
-    assert daemon.client.get("/v1/models").status_code == 200
-    assert daemon.end(signal.SIGTERM) == 0
-
-
-def test_signals_that_mean_nothing_to_it_end_nothing(daemon: OnTerminal) -> None:
+def test_a_terminal_that_is_closed_and_signals_that_mean_nothing_end_nothing(daemon: OnTerminal) -> None:
     daemon.start()
     daemon.settled()
     assert daemon.process is not None
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         daemon.process.send_signal(number)
+    daemon.config.write_text("listen: none")
+    daemon.close()
+    until(lambda: "listen" in str(daemon.status()["conditions"]), "SIGHUP came, and the file is read again")
     assert daemon.client.get("/v1/models").status_code == 200
     assert daemon.end(signal.SIGTERM) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from sparkd.render.table import Table
@@ -28,15 +27,13 @@ def filled(*, spare: tuple[str, ...] = ()) -> Table:
     return table
 
 
-@pytest.mark.parametrize("width", range(30, 160))
-def test_no_value_is_cut_or_broken_whatever_the_width(width: int) -> None:
-    lines = lines_of(filled(), width)
-
-    for model, state, tokens, why in ROWS:
-        for value in (model, *([] if state == "-" else [state]), tokens, *why.split()):
-            assert any(value in line for line in lines), value
-    assert all(len(line) <= width for line in lines if "/var/lib" not in line)
-    assert all(line == line.rstrip() for line in lines)
+def test_no_value_is_cut_or_broken_whatever_the_width() -> None:
+    values = [value for model, state, tokens, why in ROWS for value in (model, state, tokens, *why.split()) if value != "-"]
+    for width in range(30, 160):
+        lines = lines_of(filled(), width)
+        assert [value for value in values if not any(value in line for line in lines)] == [], width
+        assert all(len(line) <= width for line in lines if "/var/lib" not in line), width
+        assert all(line == line.rstrip() for line in lines)
 
 
 def test_spare_columns_go_first_and_are_named() -> None:

@@ -39,7 +39,7 @@ def spark(folder: Path, capture: str) -> MemoryReading:
     """As the worker reads it: on a GB10 the driver's free memory is MemFree."""
     (folder / "self").mkdir()
     (folder / "meminfo").write_text((FIXTURES / f"{capture}.txt").read_text())
-    alone = host(folder, folder)
+    alone = host(folder)
     return replace(alone, device_free=alone.free, device_total=alone.total, integrated=True)
 
 

@@ -29,7 +29,7 @@ def machine(tmp_path: Path, meminfo: str, cgroup: str = "") -> Path:
     ],
 )
 def test_the_room_of_real_sparks(tmp_path, capture, room_gib):
-    host_alone = host(machine(tmp_path, (FIXTURES / f"{capture}.txt").read_text()), tmp_path)
+    host_alone = host(machine(tmp_path, (FIXTURES / f"{capture}.txt").read_text()))
     # On a GB10 the driver's free memory is MemFree.
     reading = replace(host_alone, device_free=host_alone.free, device_total=host_alone.total, integrated=True)
     assert reading.room / GIB == pytest.approx(room_gib, abs=0.01)
