@@ -547,7 +547,7 @@ def document(served: DaemonProcess) -> dict[str, Any]:
         return dict(json.loads(next(line for line in stream.iter_lines() if line.startswith("data:")).removeprefix("data:")))
 
 
-# Bytes and bytes per second. The guard takes the steeper of two slopes for its time, and a card shows the one that it took.
+# Bytes and bytes per second. While memory is tight the guard takes the steeper of two slopes for its time, and a card shows the one that it took.
 @pytest.mark.parametrize(
     ("slope", "floor_in_s", "shown"),
     [
@@ -564,7 +564,7 @@ def test_a_card_tells_the_slope_that_its_time_to_the_floor_is_of(
     now = document(served)
     (node,) = now["nodes"].values()
     node["limits"]["floor"] = 2 * GIB
-    node["reading"] |= {"mem_available_bytes": 10 * GIB, "slope_bytes_per_s": slope, "floor_in_s": floor_in_s}
+    node["reading"] |= {"level": "tight", "mem_available_bytes": 10 * GIB, "slope_bytes_per_s": slope, "floor_in_s": floor_in_s}
     tab = Tab(context, served.url, ADMIN)
     body = f"id: 1-1\nevent: snapshot\ndata: {json.dumps(now)}\n\n"
     tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
