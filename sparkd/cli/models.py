@@ -223,7 +223,10 @@ def rm(
         return
     if config is not None:
         raise ConfigError("--config needs --cached.")
-    _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
+    operation = session.client.delete(model_path(model))
+    _finish(session, [operation], no_wait, timeout)
+    if not session.json:
+        session.out.print(f"{operation['model']} is removed.", markup=False)
 
 
 def ps(

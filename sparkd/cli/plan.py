@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     session: Session,
-    model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id or a configured name.")],
+    model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id, a recipe or a configured name.")],
     nodes: Annotated[
         int | None, option("--nodes", metavar="N", parser=NODES, help="Number of nodes; default: the daemon's, else 1.")
     ] = None,

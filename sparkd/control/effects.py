@@ -299,7 +299,7 @@ class Actions:
     def rest(self, record: Record) -> None:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
-            message = "It had failed and is no longer requested, so sparkd does not try again."
+            message = "It had failed; sparkd does not try again."
             record.attempt = replace(record.attempt, load_s=None)
             self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
         record.forget_rank()

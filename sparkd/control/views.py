@@ -96,10 +96,10 @@ def _idle_s(queue: RequestQueue, now_s: float) -> float:
 
 
 def _message(record: Record) -> str | None:
-    """A model that waits says why; one that is STOPPED and waits for nothing has nothing to say."""
-    if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.wait is not None):
-        return record.wait.message if record.wait is not None else None
-    return record.attempt.message
+    """A model that waits says why, one that failed first how; one that is STOPPED and waits for nothing has nothing to say."""
+    waits = record.wait.message if record.wait is not None and record.state in (ModelState.STOPPED, ModelState.FAILED) else None
+    failed = record.attempt.message if record.state is not ModelState.STOPPED else None
+    return " ".join(filter(None, (failed, waits))) or None
 
 
 def _without_cache(progress: Progress | None) -> Progress | None:

@@ -56,11 +56,9 @@ class Console:
     async def _tell(self, question: str | None) -> None:
         lan = f", for other machines on [bold]{self._lan_url}[/]" if self._lan_url else ""
         self._say(f"sparkd listens on [bold]{self._base_url}[/]{lan}")
-        names = await self._follow()
-        ready = next((view.name for view in self._wished() if view.state is ModelState.READY), None)
-        if question is not None and ready:
-            await self._ask(ready, question)
-        elif question is not None and names:
+        names = await self._follow(question)
+        ready = self._first_ready()
+        if question is not None and names and not ready:
             self._say("[red]No model is ready, so no question was asked. `sparkd ps` and `sparkd logs MODEL` show why.[/]")
         if question is not None or self._terminal.is_terminal:
             self._say_how_to_go_on(ready, question or GREETING, any_models=bool(names))
@@ -82,12 +80,15 @@ class Console:
     def say_ended(self, stop_engines: bool) -> None:
         self._say("Everything that was started has ended." if stop_engines else "Engines run on.")
 
-    async def _follow(self) -> list[str]:
-        """Names of the models that were wished for, in order, once none of them is on its way any more."""
+    async def _follow(self, question: str | None) -> list[str]:
+        """Names of the models that were wished for, in order, once none of them is on its way. The first that is ready is asked."""
         with show.progress(self._terminal) as line:
             while True:
                 snapshot, views = self._supervisor.snapshot(), self._wished()
                 self._say_changes(views)
+                if question is not None and (ready := self._first_ready()):
+                    await self._ask(ready, question)
+                    question = None
                 moving = [view for view in views if view.state in _WAITING]
                 if not moving:
                     return [view.name for view in views]
@@ -99,10 +100,13 @@ class Console:
     def _wished(self) -> list[ModelView]:
         return [view for view in self._supervisor.snapshot().models.values() if view.want is Want.RUNNING]
 
+    def _first_ready(self) -> str | None:
+        return next((view.name for view in self._wished() if view.state is ModelState.READY), None)
+
     def _say_changes(self, views: Iterable[ModelView]) -> None:
         """A line for each model that became ready, failed or stopped since the last call."""
         for view in views:
-            news = f"{view.state} {view.message}" if view.state is ModelState.FAILED else view.state.value
+            news = f"{view.state} {view.since_s}" if view.state is ModelState.FAILED else view.state.value
             before = self._said.get(view.name)
             self._said[view.name] = news
             if news == before:

@@ -253,7 +253,7 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
         _say(console, f"{size(answer['writing_bytes'])} are being written{cause}.", "yellow")
     if not rows:
         hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
-        console.print(f"No quantized weights are kept in {answer['folder']}. {hint}", markup=False, soft_wrap=True)
+        console.print(f"No quantized weights are kept in {answer['folder']}. {hint}", markup=False, soft_wrap=not console.is_terminal)
         return
     columns = ("MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE")
     table = Table(*columns, right={"SIZE", "MADE", "USED"}, folds={"FORMAT"}, spare=("MADE", "SOURCE"))
@@ -272,7 +272,9 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
     for row in (row for row in rows if not row["valid"]):
         _say(console, f"{row['name']}: {row['fault']}", "yellow")
     limit = "" if answer["limit_bytes"] is None else f" of {size(answer['limit_bytes'])}"
-    console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}", markup=False, soft_wrap=True)
+    console.print(
+        f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}", markup=False, soft_wrap=not console.is_terminal
+    )
 
 
 def _calibrated(row: Mapping[str, Any]) -> str:
@@ -322,7 +324,7 @@ def event_line(event: Mapping[str, Any], console: Console) -> None:
     """One line of history: local time, kind, model, message."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at_s"]))
     line = Text.assemble((at, "dim"), "  ", (f"{event['kind']:<9}", "bold"), f" {event['model'] + ': ' if event['model'] else ''}")
-    console.print(line.append(printable(event["message"])), soft_wrap=True)
+    console.print(line.append(printable(event["message"])), soft_wrap=not console.is_terminal)
 
 
 def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:

@@ -166,7 +166,8 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
     runtime = printable(vllm["runtime"])
     if vllm["version"] is None:
         return f"vLLM was not consulted: the environment of {runtime} has none."
-    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {'answered' if vllm['answered'] else 'gave no answer'}."
+    told = "answered" if vllm["answered"] else "was not asked about it, or could not tell"
+    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {told}."
 
 
 def _format(option: Mapping[str, Any]) -> str:

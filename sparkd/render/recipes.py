@@ -111,7 +111,7 @@ class _Say:
         self._console = console
 
     def line(self, text: str, style: str | None = None) -> None:
-        self._console.print(printable(text), style=style, markup=False, soft_wrap=True)
+        self._console.print(printable(text), style=style, markup=False, soft_wrap=not self._console.is_terminal)
 
     def row(self, name: str, text: str) -> None:
         self.line(f"  {name:<12} {text}")

@@ -141,7 +141,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     handle = agent.spawn(spec, True)
     made = Engine(f"http://{handle['host']}:{handle['port']}", agent.api_key(handle["rank_id"]), folder / "log" / "m.log")
     try:
-        until(lambda: _ended(agent, made) or "Application startup complete" in made.log.read_text())
+        until(lambda: _ended(agent, made) or (made.log.exists() and "Application startup complete" in made.log.read_text()))
         yield made
     finally:
         agent.destroy(handle, 5.0)

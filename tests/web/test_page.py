@@ -547,7 +547,8 @@ def document(served: DaemonProcess) -> dict[str, Any]:
         return dict(json.loads(next(line for line in stream.iter_lines() if line.startswith("data:")).removeprefix("data:")))
 
 
-# Bytes and bytes per second. While memory is tight the guard takes the steeper of two slopes for its time, and a card shows the one that it took.
+# Bytes and bytes per second. While memory is tight the guard takes the steeper of two slopes for its time, and
+# a card shows that one.
 @pytest.mark.parametrize(
     ("slope", "floor_in_s", "shown"),
     [
