@@ -43,7 +43,7 @@ IDLE_SHARE = 0.2
 GUARD_ABSENT = "GuardAbsent"
 UNGUARDED = (
     "no memory guard watches this node, so a model that takes too much freezes it: the guard's process hangs, or its lock is held by one "
-    "that does. Run `systemctl restart sparkd-ray` there; if that does not help within a minute, restart the node."
+    "that does. If this stays for a minute, restart the node."
 )
 
 _STEPS = tuple(f"vllm:{name}" for name in ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum"))

@@ -195,7 +195,7 @@ def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None
 
 def _bars(choice: Mapping[str, Any], page: Page) -> None:
     parts = choice["footprint"]
-    cells = min(BAR_CELLS, max(20, page.width - 16))
+    cells = min(BAR_CELLS, max(20, page.width - 20))
     widths = _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells)
     bar = [(letter * width, style) for (_, letter, style), width in zip(SEGMENTS, widths, strict=True)]
     for number in range(choice["nodes"]):

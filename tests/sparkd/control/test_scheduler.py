@@ -249,6 +249,24 @@ def test_the_first_waits_for_what_is_started_or_ended_before_it(other: ModelFact
     assert reason(found, "d") == (STARTED_FIRST, ("c",), None)
 
 
+async def test_a_model_that_failed_says_so_while_it_waits(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path)) as made:
+        made.cluster.offered = {"n": 100}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick(2)
+        made.cluster.show(alive=False, exit_code=1)
+        await made.tick()
+        made.cluster.show()
+        made.supervisor.want("b", Want.RUNNING, "config")
+        await made.tick(2)
+        made.clock.now_s += 30
+        await made.tick()
+
+        view, wait = made.supervisor.snapshot().models["a"], made.supervisor.registry.find("a").wait
+        assert (view.state.value, view.reason, wait and wait.reason) == ("FAILED", "EngineExited", LOADS)
+        assert wait and lacking(view.message, "exit code 1", wait.message) == []
+
+
 async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path)) as made:
         made.cluster.offered = {"n": 100}

@@ -260,3 +260,18 @@ async def test_the_command_can_be_copied_into_a_shell(
         "temperature": 0,
     }
     assert err == b""
+
+
+async def test_the_question_waits_for_no_second_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with showing(tmp_path, monkeypatch, capsys, models={"a": {"model": "/a"}, "b": {"model": "/b"}}) as made:
+        for name in ("a", "b"):
+            made.scene.supervisor.want(name, Want.RUNNING, "config")
+        await made.scene.tick()
+        await made.begin(QUESTION)
+        await load(made, "a")
+
+        text = "\n".join(await made.rest())
+        assert made.asker.asked == [("a", QUESTION)]
+        assert text.index("a is ready") < text.index("Paris.") < text.index("b: loading") < text.index("curl")
