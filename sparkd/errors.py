@@ -248,6 +248,14 @@ class ModelUnusable(RankError):
 ABSENT = frozenset(kind.__name__ for kind in (HubUnreachable, ModelUnusable))
 
 
+def refused_by(error: OSError, who: str) -> NodeRefused:
+    """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
+    of = f" ({error.filename})" if error.filename else ""
+    reason = error.strerror or str(error) or type(error).__name__
+    message = f"{who} refused the call: {reason}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
+    return NodeRefused(message)
+
+
 class RequestError(SparkdError):
     status = 400
     type = "invalid_request_error"
@@ -536,14 +544,6 @@ class EngineError(SparkdError):
 
 class EngineGone(EngineError):
     code = "engine_gone"
-
-
-def refused_by(error: OSError, who: str) -> NodeRefused:
-    """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
-    of = f" ({error.filename})" if error.filename else ""
-    reason = error.strerror or str(error) or type(error).__name__
-    message = f"{who} refused the call: {reason}{of}. Run `df` and `sparkd doctor` there; sparkd tries again."
-    return NodeRefused(message)
 
 
 # Where the scope of a request to the admin API has the id that the gateway gave it.

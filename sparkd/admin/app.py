@@ -364,9 +364,9 @@ def _known(registry: Roster, name: str) -> bool:
 async def _refuse_unknown(request: Request) -> None:
     """Refuse what the route would ignore: a query parameter that it lacks, and a body where it takes none; `{}` asks for nothing."""
     route = request.scope["route"]
-    known = {field.alias for field in route.dependant.query_params}
-    if unknown := next((name for name in request.query_params if name not in known), None):
-        takes = f"takes {', '.join(sorted(known))}" if known else "takes none"
+    parameters = {field.alias for field in route.dependant.query_params}
+    if unknown := next((name for name in request.query_params if name not in parameters), None):
+        takes = f"takes {', '.join(sorted(parameters))}" if parameters else "takes none"
         raise BadRequest(f"{unknown[:SHOWN_CHARS]} is not a known query parameter: this path {takes}.", param=unknown[:SHOWN_CHARS])
     if route.body_field is None and (await request.body()).strip() not in (b"", b"{}"):
         raise BadRequest("This path takes no body: send it without.", param="body")

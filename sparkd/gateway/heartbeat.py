@@ -143,9 +143,7 @@ class Heartbeat:
 
     def _write(self, event: bytes) -> None:
         self._exchange.bytes_out += len(event)
-        if self._client.takes_chunks:
-            event = b"%x\r\n%b\r\n" % (len(event), event)
-        self._client.transport.write(event)
+        self._client.write_event(event)
 
 
 def how_far(loading: Mapping[str, Any]) -> str:

@@ -110,9 +110,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
         self.loop.call_later(self.limits.cut_s, self._close)
 
+    def write_event(self, event: bytes) -> None:
+        """Send a server-sent event as a piece of an answer of unknown length."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.takes_chunks else event)
+
     def fail(self, event: bytes, *, cut: bool) -> None:
         """End a stream with `event`, which tells its failure; in order, or so that a reader that overlooks it meets the cut."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.takes_chunks else event)
+        self.write_event(event)
         if cut:
             self.cut()
             return

@@ -166,8 +166,8 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
     runtime = printable(vllm["runtime"])
     if vllm["version"] is None:
         return f"vLLM was not consulted: the environment of {runtime} has none."
-    told = "answered" if vllm["answered"] else "was not asked about it, or could not tell"
-    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {told}."
+    outcome = "answered" if vllm["answered"] else "was not asked about it, or could not tell"
+    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {outcome}."
 
 
 def _format(option: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from tests.sparkd.admin.test_app import Admin, _plans_of_this_process, admin_of 
 
 # Just within what an entry may have.
 SIZE = MOST_ENTRY_CHARACTERS - 4096
-# Of the loop's thread, in parses of 256 KiB of `{}`: at most 6 are seen, and what cost more than its size cost some hundred, up to hours.
+# The time of the loop's thread, in parses of 256 KiB of `{}`. A body took at most 6; one that cost more than its size took hundreds.
 MOST_PARSES, PARSED = 20, b"[" + b",".join([b"{}"] * (256 * 1024 // 3)) + b"]"
 ANCHORS = "\n".join(["a0: &a0 [x, x, x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40))])
 TEXTS = [

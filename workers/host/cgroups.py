@@ -27,8 +27,8 @@ def limited_groups(proc: Path) -> list[Path]:
 
 def limits(proc: Path) -> list[tuple[int, int]]:
     """See limit_of, for each of this process's groups that has a limit."""
-    found = (limit_of(*(_read(group / name) for name in FILES)) for group in limited_groups(proc))
-    return [limit for limit in found if limit is not None]
+    of_groups = (limit_of(*(_read(group / name) for name in FILES)) for group in limited_groups(proc))
+    return [limit for limit in of_groups if limit is not None]
 
 
 def limit_of(limit: str, used: str, stat: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Nobody who reads the daemon's output, and nobody who does not, holds it up: a terminal that stands still, and one that is closed."""
+"""The daemon serves on while a terminal does not take its output: one that stands still, and one that is closed."""
 
 from __future__ import annotations
 

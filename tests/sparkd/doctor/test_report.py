@@ -199,7 +199,7 @@ def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None
 def test_a_running_daemon_adds_its_time_outs_nodes_without_a_guard_and_failed_models(tmp_path: Path) -> None:
     flags = {"health_check_timeout_s": 120, "engine.env": {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30"}, "state_dir": str(tmp_path)}
     failed = replace(view("m", state=ModelState.FAILED), reason="ServeTwice", message="Take it out.", node="n")
-    unguarded = Condition("GuardAbsent", "Nobody watches.", "n")
+    unguarded = Condition("GuardAbsent", "No guard watches.", "n")
     readings = {"n": inspection.sample(write(tmp_path))}
     found = examined(readings, load_config(None, flags=flags, environ={}), [failed, view("fine")], [unguarded])
 
@@ -207,7 +207,7 @@ def test_a_running_daemon_adds_its_time_outs_nodes_without_a_guard_and_failed_mo
         ("health_check_timeout_s", "health_check_timeout_s is 120"),
         ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30 s"),
     ]
-    assert [(one["verdict"], one["node"], one["evidence"]) for one in of_check(found, "guard")] == [("fail", "n", "Nobody watches.")]
+    assert [(one["verdict"], one["node"], one["evidence"]) for one in of_check(found, "guard")] == [("fail", "n", "No guard watches.")]
     assert of_check(found, "model") == [
         {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out.", "command": None}
     ]
