@@ -145,10 +145,14 @@ class HubSilent(CheckpointError):
 
 
 class MissingSymbol(SparkdError):
-    """Names the symbol, the release and the cure."""
+    """A release of vLLM lacks what sparkd uses. The message names the symbol, the release and the cure; symbol: its dotted name alone."""
 
     status = 422
     code = "engine_unsupported"
+
+    def __init__(self, message: str, *, symbol: str) -> None:
+        super().__init__(message)
+        self.symbol = symbol
 
 
 class StateError(SparkdError):

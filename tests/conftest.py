@@ -44,12 +44,12 @@ SHARED = {
         "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py", "sparkd/daemon/test_traced_requests.py",
         "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
     ),
-    "answers": ("sparkd/inquiry/test_rare_configs.py", "sparkd/inquiry/test_known_architectures.py", "workers/engine/test_model_answer.py"),
+    "answers": (
+        "sparkd/inquiry/test_rare_configs.py", "sparkd/inquiry/test_known_architectures.py", "workers/vllm/ask/test_model_answer.py",
+    ),
     "vllm": (
-        "workers/stream/vllm/", "workers/stream/test_gpt_oss.py", "workers/stream/test_published.py", "workers/kv/test_with_vllm.py",
-        "workers/stream/cache/test_partial.py", "workers/kv/test_vllm_releases.py", "workers/kv/test_rehearsal.py",
-        "workers/kv/test_engine_identity.py", "workers/kv/test_symbols_lookahead.py", "sparkd/capacity/test_against_vllm.py",
-        "sparkd/vllm/test_arg_check.py", "security/test_media.py",
+        "workers/vllm/", "workers/load/test_gpt_oss.py", "workers/load/test_published.py", "workers/cache/test_partial.py",
+        "sparkd/capacity/test_against_vllm.py", "sparkd/vllm/test_arg_check.py", "security/test_media.py",
     ),
 }  # fmt: skip
 # A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
@@ -159,9 +159,7 @@ def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     from sparkd.inquiry.model_answers import InquiryRuntime, ask
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
-    questions = {
-        module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if hasattr(module, "questions")
-    }
+    questions = {module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if hasattr(module, "questions")}
     runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
     answers = iter(ask([question for asked in questions.values() for question in asked.values()], runtime))
     return VllmAnswers(questions, {name: {key: next(answers) for key in asked} for name, asked in questions.items()}, runtime)

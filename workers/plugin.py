@@ -14,10 +14,10 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
-from workers.engine import media, remote_code
 from workers.host.media_rules import CONNECTOR, CONNECTOR_VARIABLE
-from workers.ray_executor import engine
-from workers.stream.vllm.symbols import lacking
+from workers.vllm import media, remote_code
+from workers.vllm.ray import engine
+from workers.vllm.symbols import has, lacking, symbol
 
 LOAD_FORMAT = "spark_stream"
 _registered = False
@@ -35,24 +35,23 @@ def register() -> None:
     remote_code.enforce(os.environ)
     _guard_media()
     try:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.layers.quantization import register_quantization_config
-        from vllm.model_executor.model_loader import register_model_loader
+        engine_args = symbol("EngineArgs")
+        register_quantization, register_loader = symbol("register_quantization_config"), symbol("register_model_loader")
 
-        from workers.stream.vllm.loader import SparkStreamLoader
-        from workers.stream.vllm.method import NAME, SparkConfig
-        from workers.stream.vllm.warmup import make_ready_if_told
+        from workers.vllm.load.loader import SparkStreamLoader
+        from workers.vllm.load.method import NAME, SparkConfig
+        from workers.vllm.load.warmup import make_ready_if_told
 
-        described = _describing(EngineArgs.create_model_config)
+        described = _describing(engine_args.create_model_config)
     except (ImportError, AttributeError) as error:
         _refuse(lacking(str(error)))
         return
     except MissingSymbol as error:
         _refuse(error.message)
         return
-    register_quantization_config(NAME)(SparkConfig)
-    register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
-    EngineArgs.create_model_config = described
+    register_quantization(NAME)(SparkConfig)
+    register_loader(LOAD_FORMAT)(SparkStreamLoader)
+    engine_args.create_model_config = described
     make_ready_if_told(os.environ)
 
 
@@ -61,26 +60,24 @@ def _guard_media() -> None:
     try:
         media.register(os.environ)
         return
-    except (ImportError, AttributeError) as error:
-        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): its own connector fetches.", error)
+    except MissingSymbol as error:
+        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): its own connector fetches.", error.symbol)
     if os.environ.get(CONNECTOR_VARIABLE) == CONNECTOR:
         del os.environ[CONNECTOR_VARIABLE]  # else every medium fails, a data: URL too
     try:
         media.close(os.environ)
-    except (ImportError, AttributeError) as error:
+    except (MissingSymbol, AttributeError) as error:
         logger.warning("sparkd: this vLLM has no allowed_media_domains (%s): any URL in a request is fetched.", error)
 
 
 def _refuse(sentence: str) -> None:
     """Register a loader that refuses sparkd's load format with this sentence. Models with another load format are served as before."""
     logger.warning("sparkd: %s", sentence)
-    try:
-        from vllm.model_executor.model_loader import register_model_loader
-        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-    except ImportError:
+    if not (has("register_model_loader") and has("BaseModelLoader")):
         return  # then vLLM itself says that it does not know the format
+    base: Any = symbol("BaseModelLoader")
 
-    class Refusing(BaseModelLoader):
+    class Refusing(base):
         def __init__(self, load_config: Any) -> None:
             raise RuntimeError(sentence)
 
@@ -88,7 +85,7 @@ def _refuse(sentence: str) -> None:
 
         def load_weights(self, model: Any, model_config: Any) -> None: ...
 
-    register_model_loader(LOAD_FORMAT)(Refusing)
+    symbol("register_model_loader")(LOAD_FORMAT)(Refusing)
 
 
 def _describing(create_model_config: Any) -> Any:
@@ -102,7 +99,7 @@ def _describing(create_model_config: Any) -> Any:
     @functools.wraps(create_model_config)
     def described(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(getattr(self, "load_format", "")) == LOAD_FORMAT:
-            from workers.stream.vllm.loader import describe
+            from workers.vllm.load.loader import describe
 
             describe(self, os.environ)
         return create_model_config(self, *args, **kwargs)

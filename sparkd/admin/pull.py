@@ -25,9 +25,9 @@ from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, OperationState, Progress
+from workers.files.manifest import is_loaded, refuse_without_room
 from workers.host.hub_cache import is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
-from workers.transfer.manifest import is_loaded, refuse_without_room
 
 log = logging.getLogger("sparkd.pulls")
 

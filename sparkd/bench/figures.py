@@ -61,9 +61,7 @@ def finite(value: object) -> float | None:
 
 def ordered(result: BenchResult) -> list[CellResult]:
     """Every cell, in the order in which llama-benchy runs them."""
-    return sorted(
-        result.cells, key=lambda each: (each.cell.depth, each.cell.prompt_tokens, each.cell.output_tokens, each.cell.concurrency)
-    )
+    return sorted(result.cells, key=lambda each: (each.cell.depth, each.cell.prompt_tokens, each.cell.output_tokens, each.cell.concurrency))
 
 
 def measured(result: BenchResult) -> list[CellResult]:

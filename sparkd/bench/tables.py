@@ -166,10 +166,7 @@ def tables(result: BenchResult) -> Iterator[Table]:
 def quality_rows(result: BenchResult) -> tuple[list[str], list[list[str]]]:
     """Head and rows."""
     head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
-    rows = [
-        [row.format, number(row.perplexity, 4), number(row.kl), number(row.kl_p99), _share(row.agreement)]
-        for row in result.quality
-    ]
+    rows = [[row.format, number(row.perplexity, 4), number(row.kl), number(row.kl_p99), _share(row.agreement)] for row in result.quality]
     return head, rows
 
 

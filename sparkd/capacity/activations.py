@@ -23,7 +23,7 @@ CUBLAS_BYTES = 32 * MIB
 # The input, the residual and the normed row.
 HELD_ROWS = 3
 # The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities; and those of a row that prompt
-# log-probabilities are computed for, so many rows at a time (workers/kv/prompt_logprobs.py).
+# log-probabilities are computed for, so many rows at a time (workers/vllm/kv/prompt_logprobs.py).
 LOGITS_BYTES, LOGPROB_BYTES, LOGPROB_ROWS = 4 + 4 + 8 + 4, 4 + 4, 128
 # The sampler's kernel keeps a row of float32 for each request, of at most so many processors (v1/sample/ops/topk_topp_triton.py).
 PROCESSORS = 132

@@ -22,8 +22,8 @@ from sparkd.models.shape import LAYERS
 from sparkd.models.source import folder_of
 from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
 from sparkd.vllm.unaccounted_args import REST
-from workers.engine.model_question import DRAFT
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+from workers.vllm.ask.model_question import DRAFT
 
 Ask = Callable[[Sequence[ModelQuestion]], Sequence[ModelAnswer | None]]
 # A format and a split: recipe, tensor-parallel and pipeline-parallel size.

@@ -175,7 +175,7 @@ def longest(size: object, layout: KvLayout, most: int, room: int, *, limit: int 
 
 
 def _lookahead(serving: Serving) -> int:
-    """Tokens that a request has slots for beyond its own, for what is drafted: as workers.kv.symbols.lookahead_of counts them."""
+    """Tokens that a request has slots for beyond its own, for what is drafted: as workers.vllm.kv.costs.lookahead_of counts them."""
     drafts = serving.speculative_tokens
     steps = 2 if serving.batches_in_flight > 1 else 1
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)

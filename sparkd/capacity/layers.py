@@ -97,9 +97,7 @@ class LayerListing:
         }
 
 
-def layers_of(
-    checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None, *, wide: bool = False
-) -> LayerListing:
+def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None, *, wide: bool = False) -> LayerListing:
     """The layers and what one GPU holds of them. consult: vLLM, about the model. wide: the entry asks for float32.
 
     Raises CheckpointError.
@@ -182,7 +180,7 @@ def _scaled(name: str, formats: Assignment) -> str | None:
 
 
 def _misfit(tensor: TensorRef, formats: Assignment, checkpoint: Checkpoint) -> Misfit | None:
-    """Where the format of a weight, or of the one that it is a scale of, cannot be (workers/stream/formats/base.py, Quantizer.check)."""
+    """Where the format of a weight, or of the one that it is a scale of, cannot be (workers/load/formats/base.py, Quantizer.check)."""
     module = _scaled(tensor.name, formats) or tensor.name.removesuffix(".weight")
     weight = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors.get(module)
     chosen = formats.get(module)

@@ -63,7 +63,7 @@ def _refusals(model: FormattedModel, ranks: int, stages: int) -> Iterator[str]:
 
 
 def _torn_blocks(model: FormattedModel) -> Iterator[str]:
-    """Reasons why blocks do not divide the columns, as in workers/stream/vllm/supported.py."""
+    """Reasons why blocks do not divide the columns, as in workers/vllm/load/supported.py."""
     for one in model.groups:
         lengths = one.part.tensor.shape
         if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:
@@ -71,7 +71,7 @@ def _torn_blocks(model: FormattedModel) -> Iterator[str]:
 
 
 def uneven_groups(model: FormattedModel) -> Iterator[str]:
-    """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
+    """The columns that share a scale must divide a weight's, on one rank too (workers/load/formats/base.py, Quantizer.check)."""
     for name, columns, form, fits in _uneven(model):
         yield f"{columns} columns of {name} do not divide into groups of {form.group}: {fits} would fit"
 

@@ -320,7 +320,7 @@ def _layer_of(name: str, kind: str) -> int | None:
 
 
 def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format]) -> Iterator[PartGroup]:
-    # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized (workers/stream/virtual.py).
+    # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized (workers/load/virtual.py).
     fp8 = (part.tensor.name for part in parts if part.tensor.dtype == "F8_E4M3" and len(part.tensor.shape) == 2)
     kept = {stem: _BF16 for name in fp8 if (stem := name.removesuffix(".weight")) not in assignment} if assignment else {}
     first: dict[object, tuple[WeightPart, Format | None]] = {}

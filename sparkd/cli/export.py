@@ -99,7 +99,7 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
         "cache_dir": wanted.cache_dir,
         "device": device,
     }
-    command = module_command(str(wanted.runtime or sys.executable), "workers.stream.export")
+    command = module_command(str(wanted.runtime or sys.executable), "workers.vllm.export")
     with tempfile.TemporaryFile() as errors:
         try:
             program = subprocess.Popen(

@@ -11,8 +11,8 @@ from sparkd.errors import CheckpointError, ConfigError, Conflict
 from sparkd.models.folder import refuse_unusable
 from sparkd.models.source import name_of, snapshot_of, source_of
 from sparkd.schema.quantize import is_open
-from workers.stream.cache import store
-from workers.stream.cache.manifest import model_name
+from workers.cache import store
+from workers.cache.manifest import model_name
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config

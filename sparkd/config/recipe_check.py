@@ -191,7 +191,7 @@ def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
     asked."""
     try:
         done = subprocess.run(
-            module_command(runtime, "workers.engine.parse_args"),
+            module_command(runtime, "workers.vllm.ask.parse_args"),
             input=json.dumps({"lines": [each.line for each in resolved], "serve": True}),
             capture_output=True,
             text=True,

@@ -11,14 +11,14 @@ from typing import Any
 
 from sparkd.errors import EngineError, StateError
 from sparkd.inquiry.parser_answers import put
-from workers.engine.model_question import told
 from workers.quantization.mix import UNMEASURED, MixErrors
+from workers.vllm.ask.model_question import told
 
 # A file of a model with 100 layers has some 100 kB.
 _MOST_FILE_BYTES = 16 << 20
 # The longest silence: reading the weights of a large model from a slow disk.
 _SILENCE_S = 1200.0
-_PROGRAM = "workers.stream.mix_program"
+_PROGRAM = "workers.load.mix_program"
 
 
 def mix_folder(profiles: Path | str) -> Path:

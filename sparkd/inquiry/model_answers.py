@@ -1,6 +1,6 @@
 """Owns the answers of the installed vLLM about models: asked in a child of its Python environment, and kept on disk. Never imports vLLM.
 
-A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/engine/model_answer.py defines
+A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers.vllm.ask.model_answer says
 the JSON of the answer. `kept_answers` reads the disk only, in milliseconds; `ask` starts a child for answers that are not on disk, which
 takes as long as vLLM's import.
 """
@@ -27,10 +27,10 @@ from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import neighbours, put
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.translate import release_of, speculative_config, translated, without_any
-from workers.engine.model_question import FILES, conversation
 from workers.host import regular_file
 from workers.host.interpreter import inherited_environment
 from workers.host.runtime import cpu_abilities
+from workers.vllm.ask.model_question import FILES, conversation
 
 OWN = "own"
 SPARK = "cuda:12.1"
@@ -127,7 +127,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
     """vLLM's answer about a model. platform: `cpu` or `cuda:12.1`; stand_in: whether the child imitated that platform. facts: the other
-    fields of workers.engine.model_answer, up to the step that failed (`architecture`, `max_model_len`, `dtype`, `cache_dtype`,
+    fields of workers.vllm.ask.model_answer, up to the step that failed (`architecture`, `max_model_len`, `dtype`, `cache_dtype`,
     `quantization`, `tasks`, `block_size`, ..). groups: the groups of vLLM's block pool, as JSON."""
 
     vllm: str
@@ -268,7 +268,7 @@ def _run(
 
 
 def _wire(question: ModelQuestion, runtime: InquiryRuntime, version: str) -> dict[str, Any]:
-    """The question in the JSON of workers.engine.model_question."""
+    """The question in the JSON of workers.vllm.ask.model_question."""
     args, env = _engine(question, runtime, version)
     wire: dict[str, Any] = {
         "folder": None if question.folder is None else str(question.folder),

@@ -22,10 +22,10 @@ from typing import Any
 from sparkd.errors import CheckpointError, SparkdError
 from sparkd.models.hub import Hub, RepositoryListing
 from sparkd.models.remote_headers import complete
+from workers.files.chunks import Buffer, sha256_of
+from workers.files.manifest import File, ModelManifest, lacking, refuse_without_room
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
-from workers.transfer.chunks import Buffer, sha256_of
-from workers.transfer.manifest import File, ModelManifest, lacking, refuse_without_room
 
 THREADS = 4
 PROGRESS_S = 0.3

@@ -33,7 +33,7 @@ _FLAT = {
 
 @dataclass(frozen=True, slots=True)
 class RefusedArg:
-    """One argument that a vLLM's parser refuses; the fields are those of workers/engine/parse_args.py."""
+    """One argument that a vLLM's parser refuses; the fields are those of workers/vllm/ask/parse_args.py."""
 
     flag: str
     kind: str

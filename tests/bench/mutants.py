@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.bench.arguments import Parser, amount, count
 from tests.support.daemon_process import ROOT
 
-FOLDERS = ("sparkd/control", "sparkd/gateway", "workers/guard", "workers/stream", "workers/kv")
+FOLDERS = ("sparkd/control", "sparkd/gateway", "workers/guard", "workers/load", "workers/kv")
 KINDS = ("comparison", "arguments", "await", "release", "boolean")
 BAR = 38 / 40
 OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from tests.bench.arguments import Parser, pattern
+from workers.load.formats import quantizer
 from workers.quantization.formats import Format
-from workers.stream.formats import quantizer
 
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (6144, 2048))
 TOKENS = (1, 4, 16, 64, 256, 4096)
@@ -179,7 +179,7 @@ def _fp8(parts: Parts, n: int, k: int) -> Product:
 
 
 def _nf4(parts: Parts, n: int, k: int) -> Product:
-    import workers.stream.vllm.nf4_products  # noqa: F401 - registers the operators
+    import workers.vllm.load.nf4_products  # noqa: F401 - registers the operators
 
     packed, scale = parts["weight_packed"].clone(), parts["weight_scale"].clone()
     return lambda x: torch.ops.sparkd.packed_linear(x, packed, scale, None, None, "nf4")
@@ -232,7 +232,7 @@ def experts() -> None:
 
 
 def _nf4_experts(up: Parts, down: Parts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    import workers.stream.vllm.nf4_products  # noqa: F401 - registers the operators
+    import workers.vllm.load.nf4_products  # noqa: F401 - registers the operators
 
     matrices = [part for each in (up, down) for part in (each["weight_packed"], each["weight_scale"], None, None)]
 

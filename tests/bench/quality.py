@@ -83,7 +83,7 @@ def main() -> int:
 
 def weight_figures(folder: Path, form: str) -> list[str]:
     """Bits of a quantized weight with its scales, and the relative error. Raises SparkdError where the format does not suit the model."""
-    from workers.stream.formats import quantizer
+    from workers.load.formats import quantizer
 
     checkpoint = read_checkpoint(folder)
     nbytes = weights = 0

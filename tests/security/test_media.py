@@ -21,10 +21,10 @@ from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
 from sparkd.vllm.translate import Translation
 from workers import plugin
-from workers.engine import media
 from workers.host.media_rules import CONNECTOR, CONNECTOR_VARIABLE, VARIABLE, Rules, is_public
 from workers.rank.command import build_environment
 from workers.rank.spec import RankSpec
+from workers.vllm import media
 
 HOST = "pictures.test"
 
@@ -48,6 +48,7 @@ class Bytes:
 @pytest.fixture(scope="module")
 def vllm_media() -> Any:
     import vllm.multimodal.media as found
+
     return found
 
 

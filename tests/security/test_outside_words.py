@@ -15,9 +15,9 @@ from sparkd.admin.bodies import Pulling
 from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError, RankError
 from sparkd.models.hub import Hub
+from workers.files.manifest import ModelManifest
 from workers.host.hub_cache import is_hub_id, is_revision, snapshot_of
 from workers.rank.log_parser import Parser
-from workers.transfer.manifest import ModelManifest
 
 ELSEWHERE = ["/etc", "../../etc", "a/../../..", ".", "a\0b", "a" * 2000, "-a", "é"]
 REVISIONS = ["refs/pr/3", "0123456789abcdef0123456789abcdef01234567", "feature/x_y.z"]

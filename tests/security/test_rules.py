@@ -108,7 +108,7 @@ _MADE_HERE = {
     "sparkd/schema/yaml_file.py": "constants of YAML's core schema",
     "workers/quantization/expression.py": "validates, and matches single characters",
     "workers/quantization/rules.py": "one set of characters",
-    "workers/stream/vllm/config.py": "patterns that this module has made itself, every name in them escaped",
+    "workers/vllm/load/config.py": "patterns that this module has made itself, every name in them escaped",
     "workers/rank/signatures.py": "constants",
     "workers/stub/engine.py": "constants, and no engine of a client's",
 }

@@ -40,12 +40,12 @@ from workers.agent import rating
 from workers.agent.jobs import Jobs
 from workers.guard import gpu_meter
 from workers.host import bounded_child, ends_with_parent, network, runtime
+from workers.load import input_scales
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank import lifecycle, ray_environment
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
-from workers.ray_executor import worker
-from workers.stream import input_scales
+from workers.vllm.ray import worker
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
@@ -73,17 +73,17 @@ SITES = {
     "workers/host/bounded_child.py": 1,
     "workers/host/ends_with_parent.py": 1,
     "workers/host/network.py": 1,
-    "workers/engine/model_question.py": 1,
+    "workers/vllm/ask/model_question.py": 1,
     "workers/rank/lifecycle.py": 1,
     "workers/agent/rating.py": 1,
-    "workers/ray_executor/worker.py": 1,
+    "workers/vllm/ray/worker.py": 1,
     "workers/host/runtime.py": 1,
     "workers/rank/shim.py": 1,
     "workers/host/line_reader.py": 1,
     "workers/agent/jobs.py": 1,
     # Children of the stub engine, which carry the rank's mark as an engine's do.
     "workers/stub/__main__.py": 2,
-    "workers/stream/input_scales.py": 1,
+    "workers/load/input_scales.py": 1,
 }
 WITHOUT_ENVIRONMENT = {"workers/stub/__main__.py"}
 
@@ -110,7 +110,7 @@ def test_python_goes_on_in_a_forked_child_only_where_the_program_is_its_own_and_
     forks = {"os.fork", "os.forkpty", "multiprocessing.Process", "multiprocessing.Pool", "ProcessPoolExecutor"}
     found = {path for path, _, name in _calls() if name in forks}
 
-    assert found == {"sparkd/execution/container_init.py", "workers/rank/shim.py", "workers/engine/model_answer.py"}
+    assert found == {"sparkd/execution/container_init.py", "workers/rank/shim.py", "workers/vllm/ask/model_answer.py"}
     assert not [path for path, call, _ in _calls() if any(keyword.arg == "preexec_fn" for keyword in call.keywords)]
 
 

@@ -27,7 +27,7 @@ def given(*arguments: Any, **more: Any) -> MemoryReading:
 
 def install() -> None:
     """From now on the worker class of this process reads the given machine."""
-    from workers.kv import cpu
+    from workers.vllm.kv import cpu
 
     cpu.host = given  # type: ignore[attr-defined]
 

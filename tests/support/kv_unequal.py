@@ -10,11 +10,11 @@ from typing import Any
 
 from tests.support.given_memory import install
 from workers.kv.arithmetic import Demand
-from workers.kv.cpu import SparkCPUWorker
-from workers.kv.engine_identity import identity_of
 from workers.kv.memory import MemoryReading
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.settings import CacheSettings
+from workers.vllm.kv.cpu import SparkCPUWorker
+from workers.vllm.kv.engine_identity import identity_of
 
 
 class UnequalWorker(SparkCPUWorker):

@@ -46,6 +46,7 @@ class Receiver:
 
     def wait_for(self, number: int, **wanted: Any) -> list[Span]:
         """At least so many spans whose fields have these values."""
+
         def found() -> list[Span]:
             return [span for span in self.spans if all(getattr(span, name) == value for name, value in wanted.items())]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from workers.stream.pipeline import Needed, Pipeline, Receivers
-from workers.stream.reader import Reader
-from workers.stream.virtual import VirtualCheckpoint
+from workers.load.pipeline import Needed, Pipeline, Receivers
+from workers.load.reader import Reader
+from workers.load.virtual import VirtualCheckpoint
 
 
 def pipeline_of(virtual: VirtualCheckpoint, device: torch.device, reader: Callable[..., Reader], **options: Any) -> Pipeline:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.stream.vllm.repack import _BY_EXPERT
+from workers.vllm.load.repack import _BY_EXPERT
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = (ROOT / "docs/kv-cache.md").read_text().partition("## What is replaced in vLLM")[2].partition("\n## ")[0]
@@ -15,57 +15,57 @@ SECTION = (ROOT / "docs/kv-cache.md").read_text().partition("## What is replaced
 # Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that docs/kv-cache.md has for it.
 REPLACED = {
     ("workers/plugin.py", "EngineArgs.create_model_config"): ("EngineArgs.create_model_config",),
-    ("workers/ray_executor/engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
-    ("workers/stream/vllm/repack.py", "setattr(module, name, ours)"): tuple(name for _, name, *_ in _BY_EXPERT),
-    ("workers/stream/vllm/early_repack.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
-    ("workers/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
-    ("workers/kv/prompt_logprobs.py", "setattr(module, _V2, rows_at_a_time(function))"): ("compute_prompt_logprobs_with_chunking",),
-    ("workers/kv/prompt_logprobs.py", "runner.model"): ("model",),
-    ("workers/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
-    ("workers/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
-    ("workers/kv/stock_worker.py", "cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
+    ("workers/vllm/ray/engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
+    ("workers/vllm/load/repack.py", "setattr(module, name, ours)"): tuple(name for _, name, *_ in _BY_EXPERT),
+    ("workers/vllm/load/early_repack.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
+    ("workers/vllm/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
+    ("workers/vllm/kv/prompt_logprobs.py", "setattr(module, _V2, rows_at_a_time(function))"): ("compute_prompt_logprobs_with_chunking",),
+    ("workers/vllm/kv/prompt_logprobs.py", "runner.model"): ("model",),
+    ("workers/vllm/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
+    ("workers/vllm/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
+    ("workers/vllm/kv/stock_worker.py", "cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
     ("workers/kv/start_gate.py", "cache_config.gpu_memory_utilization"): ("gpu_memory_utilization",),
-    ("workers/kv/symbols.py", "cache_config.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
-    ("workers/kv/rehearsal.py", "cache.num_gpu_blocks"): ("num_gpu_blocks",),
-    ("workers/kv/rehearsal.py", "cache.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
-    ("workers/kv/rehearsal.py", "compilation.max_cudagraph_capture_size"): ("max_cudagraph_capture_size",),
-    ("workers/kv/rehearsal.py", "layer.kv_cache"): ("kv_cache",),
-    ("workers/kv/rehearsal.py", "manager._capture_descs"): ("_capture_descs",),
-    ("workers/kv/rehearsal.py", "platform._global_graph_pool"): ("_global_graph_pool",),
-    ("workers/kv/rehearsal.py", "wrapper.graph_pool"): ("graph_pool",),
-    ("workers/kv/rehearsal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
-    ("workers/kv/rehearsal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
-    ("workers/kv/rehearsal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
-    ("workers/kv/rehearsal.py", "setattr(holder, name, value)"): (
+    ("workers/vllm/kv/costs.py", "cache_config.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
+    ("workers/vllm/kv/rehearsal.py", "cache.num_gpu_blocks"): ("num_gpu_blocks",),
+    ("workers/vllm/kv/rehearsal.py", "cache.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
+    ("workers/vllm/kv/rehearsal.py", "compilation.max_cudagraph_capture_size"): ("max_cudagraph_capture_size",),
+    ("workers/vllm/kv/rehearsal.py", "layer.kv_cache"): ("kv_cache",),
+    ("workers/vllm/kv/rehearsal.py", "manager._capture_descs"): ("_capture_descs",),
+    ("workers/vllm/kv/rehearsal.py", "platform._global_graph_pool"): ("_global_graph_pool",),
+    ("workers/vllm/kv/rehearsal.py", "wrapper.graph_pool"): ("graph_pool",),
+    ("workers/vllm/kv/rehearsal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
+    ("workers/vllm/kv/rehearsal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
+    ("workers/vllm/kv/rehearsal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
+    ("workers/vllm/kv/rehearsal.py", "setattr(holder, name, value)"): (
         *("max_num_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_encoder_input_tokens", "encoder_cache_size"),
         *("mm_max_items_per_batch", "skip_mm_profiling"),
     ),
-    ("workers/kv/rehearsal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
-    ("workers/stream/vllm/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
-    ("workers/stream/vllm/loader.py", "config.quantization_config"): ("quantization_config",),
+    ("workers/vllm/kv/rehearsal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
+    ("workers/vllm/load/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
+    ("workers/vllm/load/loader.py", "config.quantization_config"): ("quantization_config",),
 }
 # Of errors, functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {
     ("workers/quantization/formats.py", "error.explanation"),  # of our own error
-    ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
-    ("workers/kv/stock_worker.py", "config.parallel_config.worker_cls"),  # of another one
-    ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.input_global_scale"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.input_size_per_partition"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.logical_widths"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.output_size_per_partition"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.weight_block_size"),
-    ("workers/stream/vllm/cpu_linear.py", "layer.weight_global_scale"),
-    ("workers/stream/vllm/cpu_moe.py", "setattr(bias, key, value)"),
-    ("workers/stream/vllm/cpu_moe.py", "setattr(parameter, key, value)"),
-    ("workers/stream/vllm/early_repack.py", "parameter.data"),
-    ("workers/stream/vllm/loader.py", "plain.load_format"),
-    ("workers/stream/vllm/loader.py", "plain.model_loader_extra_config"),
-    ("workers/stream/vllm/method.py", "layer.scheme"),
-    ("workers/stream/vllm/repack.py", "in_place.sparkd_stock"),
-    ("workers/stream/vllm/repack.py", "setattr(self._layer, name, value)"),
-    ("workers/stream/direct_target.py", "libc.fallocate.argtypes"),
-    ("workers/stream/mix_program.py", "layer.forward"),  # of transformers' model in a process of its own
+    ("workers/vllm/kv/costs.py", "shorter.model_config"),  # of a copy of the configuration
+    ("workers/vllm/kv/stock_worker.py", "config.parallel_config.worker_cls"),  # of another one
+    ("workers/vllm/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
+    ("workers/vllm/load/cpu_linear.py", "layer.input_global_scale"),
+    ("workers/vllm/load/cpu_linear.py", "layer.input_size_per_partition"),
+    ("workers/vllm/load/cpu_linear.py", "layer.logical_widths"),
+    ("workers/vllm/load/cpu_linear.py", "layer.output_size_per_partition"),
+    ("workers/vllm/load/cpu_linear.py", "layer.weight_block_size"),
+    ("workers/vllm/load/cpu_linear.py", "layer.weight_global_scale"),
+    ("workers/vllm/load/cpu_moe.py", "setattr(bias, key, value)"),
+    ("workers/vllm/load/cpu_moe.py", "setattr(parameter, key, value)"),
+    ("workers/vllm/load/early_repack.py", "parameter.data"),
+    ("workers/vllm/load/loader.py", "plain.load_format"),
+    ("workers/vllm/load/loader.py", "plain.model_loader_extra_config"),
+    ("workers/vllm/load/method.py", "layer.scheme"),
+    ("workers/vllm/load/repack.py", "in_place.sparkd_stock"),
+    ("workers/vllm/load/repack.py", "setattr(self._layer, name, value)"),
+    ("workers/files/direct_target.py", "libc.fallocate.argtypes"),
+    ("workers/load/mix_program.py", "layer.forward"),  # of transformers' model in a process of its own
 }
 INSIDE = [ROOT / "workers" / name for name in ("plugin.py", "engine/headless.py", "ray_executor/engine.py", "ray_executor/cpu_platform.py")]
 INSIDE += [path for folder in ("stream", "kv", "quantization") for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]

@@ -66,7 +66,7 @@ class Jobs:
 class _Job:
     def __init__(self, program: str, order: Mapping[str, Any]) -> None:
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
-        command = module_command(sys.executable, f"workers.transfer.{program}")
+        command = module_command(sys.executable, f"workers.files.{program}")
         self._program = Spoken(command, environ | {"PYTHONPATH": PACKAGE_DIR}, order, "copies")
         self.fetches = str(order["manifest"]["model"]) if program == "sink" else None
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from workers.agent.other_engines import foreign
+from workers.files.manifest import ModelManifest, lacking, manifest_of
 from workers.host import inspection, meminfo, network
 from workers.host.identity import identity
 from workers.host.link_peers import knock
 from workers.host.runtime import probe
 from workers.rank.status import living_workers
-from workers.transfer.manifest import ModelManifest, lacking, manifest_of
 
 
 class NodeFacts:
@@ -55,12 +55,12 @@ class NodeFacts:
         return identity(interpreter, model, revision, {**os.environ, **environ})
 
     def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
-        """This node's files of a model: workers.transfer.manifest.ModelManifest, None where it has none. Raises RankError."""
+        """This node's files of a model: workers.files.manifest.ModelManifest, None where it has none. Raises RankError."""
         manifest = manifest_of(model, revision, {**os.environ, **environ})
         return manifest.to_dict() if manifest else None
 
     def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-        """See workers.transfer.manifest.lacking. Raises RankError."""
+        """See workers.files.manifest.lacking. Raises RankError."""
         return lacking(ModelManifest.from_dict(manifest), {**os.environ, **environ})
 
 

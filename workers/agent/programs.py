@@ -17,7 +17,7 @@ class Programs:
         self._copies, self._rating = Jobs(), Rating()
 
     def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-        """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.transfer. {"job", ..}. Raises RankError."""
+        """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.files. {"job", ..}. Raises RankError."""
         return self._copies.start(program, order | {"environ": cache_places({**os.environ, **environ})})
 
     def copying(self, job: str) -> dict[str, Any]:

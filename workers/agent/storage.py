@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError, refused_by
+from workers.cache import store
+from workers.cache.manifest import model_name
+from workers.files.chunks import Buffer, sha256_of
 from workers.host.hub_cache import hub_cache
-from workers.stream.cache import store
-from workers.stream.cache.manifest import model_name
-from workers.transfer.chunks import Buffer, sha256_of
 
 HUB, QUANTIZED, PROFILE = KINDS = ("hub", "quantized", "profile")
 _HUB_FOLDER = re.compile(r"models--[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")

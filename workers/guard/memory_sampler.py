@@ -21,10 +21,7 @@ ROWS = 1200
 COLUMNS = ("at_s", "available", "free", "cached", "swap_free", "cma_free", "unaccounted", "scanned", "swapped", "psi_full")
 SHORT_S, MIDDLE_S, LONG_S = 1.0, 5.0, 60.0
 # The lines that are read of /proc/meminfo, and how each begins.
-_MEMINFO = {
-    name: f"{name}:".encode()
-    for name in ("MemTotal", "MemAvailable", "Cached", "SwapFree", "CmaFree", *RECLAIMABLE, *ACCOUNTED)
-}
+_MEMINFO = {name: f"{name}:".encode() for name in ("MemTotal", "MemAvailable", "Cached", "SwapFree", "CmaFree", *RECLAIMABLE, *ACCOUNTED)}
 # Pages that a process had to scan itself because none was free, and pages swapped (mm/vmstat.c).
 _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 

@@ -14,7 +14,7 @@ _DISTRIBUTION = "sparkd_plugin-0.dist-info"
 _FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
     "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n\n"
-    "[vllm.platform_plugins]\nsparkd = workers.ray_executor.engine:platform\n",
+    "[vllm.platform_plugins]\nsparkd = workers.vllm.ray.engine:platform\n",
 }
 
 

@@ -113,9 +113,7 @@ def members(*, shim: Identity | None, engine: Identity | None, worker: Identity 
     return {pid: Identity(pid, stats[pid].start_ticks, boot) for pid in pids - {os.getpid()}}
 
 
-def belonging(
-    stats: Mapping[int, Stat], boot: str, worker: Identity | None, *, shim: Identity | None, engine: Identity | None
-) -> set[int]:
+def belonging(stats: Mapping[int, Stat], boot: str, worker: Identity | None, *, shim: Identity | None, engine: Identity | None) -> set[int]:
     """Pids of a rank, its shim not among them. stats: of this moment and this boot.
 
     A session's number is the pid of its first process, and the kernel gives it to no other process before its last member has ended: it is

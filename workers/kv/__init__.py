@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+from sparkd.errors import MissingSymbol
+
+# The names are those that engines are started with; what they name needs vLLM, which this package does not.
+_CLASSES = {"SparkWorker": "workers.vllm.kv.cuda", "SparkCPUWorker": "workers.vllm.kv.cpu"}
 __all__ = ["SparkCPUWorker", "SparkWorker"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a worker class when vLLM asks for it, so that the arithmetic can be used without vLLM."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name == "SparkWorker":
-            from workers.kv.cuda import SparkWorker
-
-            return SparkWorker
-        if name == "SparkCPUWorker":
-            from workers.kv.cpu import SparkCPUWorker
-
-            return SparkCPUWorker
-    except ImportError as error:
-        from workers.kv.stock_worker import in_place_of
-
-        return in_place_of(error)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_CLASSES[name]), name)
+    except (ImportError, MissingSymbol) as error:
+        return importlib.import_module("workers.vllm.kv.stock_worker").in_place_of(error)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from workers.kv.symbols import imported
+from typing import TypeVar
 
 V = TypeVar("V")
 _LACKS = {"unlearned": "no profile of this engine", "scarce": "no memory to spare"}
@@ -85,21 +83,6 @@ def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
 def alone(mine: V) -> Sequence[V]:
     """The Gather of an engine with one rank."""
     return [mine]
-
-
-def over_world(mine: Any) -> Sequence[Any]:
-    """The Gather over the engine's processes, through vLLM's CPU group. Blocks until every rank has sent its value. Raises Missing.
-
-    Imports vLLM.
-    """
-    world = imported("vllm.distributed.parallel_state", "get_world_group")()
-    if world.world_size == 1:
-        return [mine]
-    import torch
-
-    answers: list[Any] = [None] * world.world_size
-    torch.distributed.all_gather_object(answers, mine, group=world.cpu_group)
-    return answers
 
 
 def _mixed(source: str, reason: str, votes: Sequence[Vote], those: Sequence[Vote]) -> Course | None:

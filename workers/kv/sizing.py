@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from sparkd.errors import MissingSymbol
 from workers.kv.advice import OTHER_PROGRAMS, Cure, advised
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
 from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, SizeBounds, pool, too_little
@@ -20,7 +21,6 @@ from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.report import Report
 from workers.kv.request import PLENTY_BYTES, CacheRequest
 from workers.kv.settings import CacheSettings
-from workers.kv.symbols import Missing
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
@@ -46,10 +46,10 @@ class Rehearsal(Batches, Protocol):
         unknown. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
-        """Run the largest batches on a minimal cache and remove it; the compile run's peak does not count. Raises Missing, RanOut."""
+        """Run the largest batches on a minimal cache and remove it; the compile run's peak does not count. Raises MissingSymbol, RanOut."""
 
     def keep(self) -> None:
-        """Run the largest batches on the real cache, after the capture, and keep their memory. Raises Missing, RanOut."""
+        """Run the largest batches on the real cache, after the capture, and keep their memory. Raises MissingSymbol, RanOut."""
 
     def read(self) -> MemoryReading: ...
 
@@ -134,8 +134,8 @@ class Sizing:
             raise ValueError(str(sentence)) from None
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except Missing as symbol:
-            reason = f"this vLLM has no {symbol}"
+        except MissingSymbol as error:
+            reason = f"this vLLM has no {error.symbol}"
         except _Stock as stock_error:
             reason = str(stock_error)
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
@@ -185,7 +185,7 @@ class Sizing:
             self._rehearsal.keep()
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except (Missing, AttributeError, TypeError, ImportError, AssertionError) as other:
+        except (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError) as other:
             # As in the rehearsal: what is private to vLLM may be missing, or behave differently.
             logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(other).__name__, other)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
@@ -228,7 +228,7 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, Missing, _Stock."""
+        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, MissingSymbol, _Stock."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)
@@ -246,8 +246,8 @@ class Sizing:
             if need is None:
                 return Vote(self._rank)
             self._about = self._identity()
-        except Missing as symbol:
-            return Vote(self._rank, missing=f"this vLLM has no {symbol}")
+        except MissingSymbol as error:
+            return Vote(self._rank, missing=f"this vLLM has no {error.symbol}")
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
             return Vote(self._rank, missing=_another(error))
         self._key = key_of(self._about)
@@ -282,7 +282,7 @@ class Sizing:
         return self._sized(need, Course("rehearsal", why=f"{who}{reason}"))
 
     def _sized(self, need: CacheCosts, course: Course) -> int:
-        """The size of this rank's cache. Raises CacheDoesNotFit, Missing, RanOut; _Wrong where a profile is not credible."""
+        """The size of this rank's cache. Raises CacheDoesNotFit, MissingSymbol, RanOut; _Wrong where a profile is not credible."""
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
         demand = Demand()
@@ -363,7 +363,7 @@ class Sizing:
         return min(size, left)
 
     def _rehearsed(self, setbacks: int) -> Demand:
-        """The demand, by a rehearsal with a batch that is halved for each setback. Raises Missing, RanOut."""
+        """The demand, by a rehearsal with a batch that is halved for each setback. Raises MissingSymbol, RanOut."""
         scale = 0.5 ** min(setbacks, MOST_SETBACKS)
         if setbacks:
             logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)

@@ -1,4 +1,4 @@
-"""Owns the weight formats' names and spellings. Never quantizes: workers/stream/formats does."""
+"""Owns the weight formats' names and spellings. Never quantizes: workers/load/formats does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.errors import ConfigError, clause
 
-# By spelling, the relative Frobenius error of Gaussian weights (tests/workers/stream/formats/test_error.py). Those of fp8 and fp8-block
+# By spelling, the relative Frobenius error of Gaussian weights (tests/workers/load/formats/test_error.py). Those of fp8 and fp8-block
 # are equal in the measurement; fp8 counts as more precise, because each row has a scale of its own. That of nvfp4-a4 counts the
 # activations too.
 ERRORS: Mapping[str, float] = {

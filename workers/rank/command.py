@@ -25,7 +25,7 @@ from workers.rank.spec import SOCKET_PATH_BYTES, RankSpec
 
 KEEP_ALIVE_S = 75
 # vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
-HEADLESS = "workers.engine.headless"
+HEADLESS = "workers.vllm.headless"
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
 

@@ -1,6 +1,6 @@
 """The load file of a rank, read on its node: how far the loader inside the engine is, as it tells itself. Never writes one, never decides.
 
-One small JSON file for each tensor-parallel rank (workers.rank.reports); workers.stream.progress writes them.
+One small JSON file for each tensor-parallel rank (workers.rank.reports); workers.load.progress writes them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from workers.rank.spec import RankSpec
 
-KEEPER = "workers.ray_executor.keeper"
+KEEPER = "workers.vllm.ray.keeper"
 GROUP = "SPARKD_RAY_GROUP"
 # Names of the rank's whole environment: each worker has its own node's, so none of them crosses.
 OWN = "SPARKD_RAY_OWN"
@@ -19,7 +19,7 @@ ON_CPU = "SPARKD_RAY_ON_CPU"
 # Ray's name of it. Each bundle and each worker asks for it: a node has one GPU, and how many models share it is a matter of its memory.
 DEVICE, DEVICE_SHARE = "GPU", 0.01
 # Run by a shell of each node (ray/_private/runtime_env/context.py), so that each takes its own interpreter.
-_WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_executor.worker"
+_WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.vllm.ray.worker"
 
 
 def environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -113,9 +113,7 @@ def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment
     return [segment for segment in new if segment.key in noted.seen or NAMES.match(segment.name)]
 
 
-def judge(
-    files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int
-) -> tuple[list[Segment], list[tuple[Segment, str]]]:
+def judge(files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int) -> tuple[list[Segment], list[tuple[Segment, str]]]:
     """(files that surely belong to the dead rank, files that may, each with the reason for the doubt). held: seen with other ranks."""
     sure, unsure = [], []
     for segment in candidates(files, noted, user):

@@ -69,7 +69,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def worker_path(run_dir: str, rank_id: str) -> Path:
-    """Where the Ray worker of a rank says which process it is: it is no child of the rank's shim (workers.ray_executor.worker)."""
+    """Where the Ray worker of a rank says which process it is: it is no child of the rank's shim (workers.vllm.ray.worker)."""
     return Path(run_dir, f"{rank_id}.worker")
 
 

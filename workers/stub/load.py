@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from workers.stream.progress import ProgressFile
+from workers.load.progress import ProgressFile
 
 UNITS = 100
 _GATE_AGAIN_S = 0.05

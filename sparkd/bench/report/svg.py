@@ -262,9 +262,7 @@ def _x_scale(plot: LinePlot, points: Sequence[Point], left: float, right: float)
     return scale, kept[::-1]
 
 
-def _frame(
-    canvas: Canvas, plot: LinePlot, sides: tuple[float, float], x: tuple[Scale, list[float]], y: tuple[Scale, list[float]]
-) -> None:
+def _frame(canvas: Canvas, plot: LinePlot, sides: tuple[float, float], x: tuple[Scale, list[float]], y: tuple[Scale, list[float]]) -> None:
     """Grid, ticks and the names of the axes."""
     (left, right), (x_scale, x_ticks), (y_scale, y_ticks) = sides, x, y
     for tick in y_ticks:

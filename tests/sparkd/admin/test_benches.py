@@ -82,7 +82,7 @@ def test_a_name_that_changes_a_terminal_is_refused_where_it_enters(key: str) -> 
 
 
 def test_the_longest_book_is_a_body_that_is_taken() -> None:
-    book = ("some words of a line, and \"more\" of them\n" * MOST_BOOK_BYTES)[:MOST_BOOK_BYTES]
+    book = ('some words of a line, and "more" of them\n' * MOST_BOOK_BYTES)[:MOST_BOOK_BYTES]
     request = httpx.Request("POST", "http://test", json={"model": "m", "book": book})
     assert len(request.content) < ClientLimits().admin_body_bytes
     assert Benching.model_validate({"model": "m", "book": book})

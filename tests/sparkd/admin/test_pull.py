@@ -29,8 +29,8 @@ from tests.support.facts import lacking
 from tests.support.fakes import scene as supervised
 from tests.support.hub_server import COMMIT, Repository, serving
 from tests.support.waiting import eventually
+from workers.files import manifest
 from workers.host.hub_cache import snapshot_of
-from workers.transfer import manifest
 
 A, B = "192.168.100.11", "192.168.100.12"
 FOLDER = "/models/plain"

@@ -31,8 +31,8 @@ from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.accounts import account, misfits, needed_gib
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of
-from workers.engine.model_question import DRAFT
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+from workers.vllm.ask.model_question import DRAFT
 
 FP8 = QuantizationRecipe.parse("fp8")
 ODD = ModelRefusal("config", "ValueError", "9 heads are odd.", True)

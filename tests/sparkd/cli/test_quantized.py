@@ -20,9 +20,9 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S
+from workers.cache import store
+from workers.cache.writer import CacheContent, CacheWriter
 from workers.quantization.recipe import QuantizationRecipe
-from workers.stream.cache import store
-from workers.stream.cache.writer import CacheContent, CacheWriter
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256}
@@ -259,9 +259,7 @@ def test_what_cannot_be_exported(
 def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:
     source = checkpoint(here / "Tiny-A")
     slow = here / "python"
-    code = (
-        "import signal, sys, workers.stream.export as e; say = e._say; e._say = lambda **l: (say(**l), signal.pause()); sys.exit(e.main())"
-    )
+    code = "import signal, sys, workers.vllm.export as e; say = e._say; e._say = lambda **l: (say(**l), signal.pause()); sys.exit(e.main())"
     slow.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
     slow.chmod(0o755)
     (here / "sparkd.yaml").write_text(json.dumps({"state_dir": str(here / "state"), "engine": {"runtime": str(slow)}}))

@@ -121,13 +121,13 @@ def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, ca
 
 def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
-    # As `python -m workers.engine.parse_args` answers: the first line is taken, the others are not.
+    # As `python -m workers.vllm.ask.parse_args` answers: the first line is taken, the others are not.
     refusal = {"flag": "a", "kind": "unknown", "names": [], "near": None, "key": "", "text": ""}
     answer = (
         "import json,sys; lines = json.load(sys.stdin)['lines']; "
         f"json.dump(dict(vllm='0.32.0', refused=[[]] + [[{refusal}]] * (len(lines) - 1)), sys.stdout)"
     )
-    python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.engine.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
+    python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.vllm.ask.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "r.yaml").write_text(RECIPE)
 

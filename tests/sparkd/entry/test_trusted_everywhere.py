@@ -23,8 +23,8 @@ from tests.sparkd.cluster.test_placer import Scene
 from tests.support.checkpoints import mixture, write
 from tests.support.hub_server import COMMIT, Repository
 from tests.support.published_tensors import tensors_of
+from workers.files import manifest
 from workers.host.runtime import API_SERVER, Runtime
-from workers.transfer import manifest
 
 FIRST, SECOND = "1" * 40, "2" * 40
 TOOLS, PARSER = "{{ tools }}<minimax:tool_call>", "minimax_m2"

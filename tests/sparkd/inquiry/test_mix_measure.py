@@ -20,15 +20,13 @@ PYTHON = Path(sys.executable)
 
 @pytest.mark.parametrize("free_bytes", [0, pytest.param(1 << 40, marks=pytest.mark.rest)])
 def test_a_child_measures_a_checkpoint_once_and_it_is_kept(free_bytes: int, tmp_path: Path) -> None:
-    """Without memory for the model it compares weights alone; tests/workers/stream/test_mix_program.py runs the model in one process."""
+    """Without memory for the model it compares weights alone; tests/workers/load/test_mix_program.py runs the model in one process."""
     model, kept = tmp_path / "m", tmp_path / "state" / "mixes"
     write_qwen3_moe(model, **PRESETS["smallest"])
     identity = checkpoint_of(str(model))
     assert mix_measure.kept_errors(identity, kept) is UNMEASURED
     heard: list[tuple[int, int]] = []
-    found = mix_measure.measure(
-        str(model), identity, PYTHON, kept, free_bytes, progress=lambda *step: heard.append(step)
-    )
+    found = mix_measure.measure(str(model), identity, PYTHON, kept, free_bytes, progress=lambda *step: heard.append(step))
     keys = [unit.key for unit in units_of(read_checkpoint(model)).units]
     assert list(found.errors) == keys and list(found.sensitivities) == (keys if free_bytes else [])
     assert not free_bytes or heard == [(number, len(keys)) for number in range(len(keys))]

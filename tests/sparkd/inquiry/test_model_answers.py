@@ -18,7 +18,7 @@ from sparkd.inquiry.model_answers import SPARK, InquiryRuntime, ModelAnswer, Mod
 from tests.support.checkpoints import dense, write
 from tests.support.kept_answer import kept
 from tests.support.published_tensors import tensors_of
-from workers.engine.model_question import DRAFT
+from workers.vllm.ask.model_question import DRAFT
 
 LAYER = {
     "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "block": 16, "page_bytes": 65536, "token_bytes": 4096.0,
@@ -143,7 +143,7 @@ def test_the_front_end_and_its_secrets_are_not_asked_about(engine: Engine) -> No
     assert asked["questions"][0] | {"folder": ""} == {
         "folder": "", "args": ["--max-num-seqs", "8"], "env": {"VLLM_X": "1"}, "tensor_parallel": 1, "pipeline_parallel": 1,
     }  # fmt: skip
-    assert asked["files"] == {"config.json": LLAMA.decode()} and asked["argv"] == ["-P", "-m", "workers.engine.model_answer"]
+    assert asked["files"] == {"config.json": LLAMA.decode()} and asked["argv"] == ["-P", "-m", "workers.vllm.ask.model_answer"]
     assert kept(one(args=("--max-num-seqs=8", "--port", "1"), env={"VLLM_X": "1"}), engine) is None
     assert kept(one(args=("--max-num-seqs", "8", "--port", "1"), env={"VLLM_X": "1"}), engine) is not None
 

@@ -25,7 +25,7 @@ from tests.sparkd.recipes.test_expand import BOOK, OURS
 from tests.support.accounts import needing
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
-from workers.engine import parse_args
+from workers.vllm.ask import parse_args
 
 # (flag, kind, the nearest), a line for each way in which one is refused.
 REFUSED: dict[str, tuple[str, str, str | None]] = {

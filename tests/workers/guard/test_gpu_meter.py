@@ -63,7 +63,12 @@ DRAWN = {"gpu_power_w": 120.4, "gpu_busy_percent": 97.0, "gpu_celsius": 41.0}
         ("No devices were found", {}),
     ],
     ids=[
-        "an older driver", "a GB10, held down", "idle, and it does not tell all", "a decimal comma", "numbers that are none", "no GPU",
+        "an older driver",
+        "a GB10, held down",
+        "idle, and it does not tell all",
+        "a decimal comma",
+        "numbers that are none",
+        "no GPU",
     ],
 )
 def test_what_a_row_says(text: str, values: dict[str, object]) -> None:
@@ -179,9 +184,7 @@ def test_one_that_cannot_be_ended_is_not_joined_by_another(fake: FakeNvidiaSmi, 
     ],
     ids=["it knows no loop", "it gives up", "it is killed"],
 )
-def test_one_that_ends_is_trouble_and_is_tried_again(
-    does: str, facts: tuple[str, ...], fake: FakeNvidiaSmi, meter: GpuMeter
-) -> None:
+def test_one_that_ends_is_trouble_and_is_tried_again(does: str, facts: tuple[str, ...], fake: FakeNvidiaSmi, meter: GpuMeter) -> None:
     fake.does(does)
     meter.want(True)
     values, trouble = until(lambda: troubled(meter))

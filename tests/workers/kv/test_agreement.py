@@ -20,7 +20,7 @@ from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import EXIT_CODE, Sizing
-from workers.kv.symbols import Missing
+from workers.vllm.kv.costs import Missing
 
 __all__ = ["at_once"]  # a fixture
 

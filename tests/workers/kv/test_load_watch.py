@@ -15,8 +15,8 @@ from tests.workers.kv.test_sizing import DEMAND, Machine, at_once, serve, start,
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.load_watch import EVERY, LOOKS, UnderLoad
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
-from workers.kv.sized_worker import SizedWorker
 from workers.kv.sizing import Sizing
+from workers.vllm.kv.sized_worker import SizedWorker
 
 __all__ = ["at_once"]  # a fixture
 KEY = key_of({"model": "m"})

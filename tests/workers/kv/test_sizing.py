@@ -20,7 +20,7 @@ from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.request import PLENTY_BYTES
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
-from workers.kv.symbols import Missing
+from workers.vllm.kv.costs import Missing
 
 BLOCK = GIB // 256
 NEED = CacheCosts(per_request=GIB, least=GIB + BLOCK, max_model_len=8192)

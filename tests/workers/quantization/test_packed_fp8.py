@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.pipelines import pipeline_of
-from tests.workers.stream.formats.test_fp8_source_load import described
-from tests.workers.stream.reference import E4M3
-from tests.workers.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
+from tests.workers.load.formats.test_fp8_source_load import described
+from tests.workers.load.reference import E4M3
+from tests.workers.load.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
+from workers.load.formats import quantizer
+from workers.load.read_plan import Batch, steps
+from workers.load.trace import Trace, phantoms
+from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import Format
 from workers.quantization.packed import PackedWeight
 from workers.quantization.packed_scale import block_scale, packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
-from workers.stream.formats import quantizer
-from workers.stream.read_plan import Batch, steps
-from workers.stream.trace import Trace, phantoms
-from workers.stream.virtual import VirtualCheckpoint
 
 INTER = 192  # gate ends within a block of 128 rows
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -10,10 +10,10 @@ import pytest
 
 from sparkd.checkpoint import SourceQuantization, read_checkpoint
 from tests.support.checkpoints import checkpoint_of, layered, write_folder
+from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.mix import UNMEASURED, recipe_of, select
 from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import BF16, units_of
-from workers.stream.virtual import VirtualCheckpoint
 
 W = (128, 128)
 DENSE = {

@@ -242,6 +242,7 @@ def test_damaged_status_files_are_reported_and_can_be_cleaned(place: Place) -> N
 def test_the_run_directory_need_not_exist(place: Place) -> None:
     assert lifecycle.scan(place.run_dir) == []
 
+
 @pytest.mark.parametrize("lost", ["its status file", "its folder"])
 def test_a_status_file_is_written_again_and_without_its_folder_an_engine_ends(place: Place, lost: str) -> None:
     """With the folder its socket and its key are gone: no daemon could reach it or find it any more."""

@@ -1,0 +1,182 @@
+"""Files as they are found: past the page cache, through it where there is no other way, missing, too short or unreadable."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sparkd.errors import CheckpointError
+from tests.support.facts import lacking
+from tests.workers.load.shards import (
+    KIB,
+    cached_pages,
+    contents,
+    drain,
+    expected,
+    make_reader,
+    released,
+    shard_of,
+    write_shard,
+)
+from workers.files import direct_io
+from workers.load.reader import Piece
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def test_a_file_that_cannot_be_read_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    """One that is missing, a folder, and one that ends too early."""
+    for path in (tmp_path / "gone.safetensors", tmp_path):
+        with pytest.raises(CheckpointError) as raised:
+            make_reader([Piece(0, str(path), 0, 1)])
+        assert raised.value.file == str(path)
+    with pytest.raises(CheckpointError, match=r"shard\.bin: .* 5000, .* 5001\."):
+        make_reader([Piece(0, write_shard(tmp_path, 5000), 4000, 1001)])
+
+
+@pytest.mark.parametrize(("past_cache", "left"), [(None, 0), (None, 9000), (None, 61440), (False, 4096), (False, 61440)])
+def test_a_file_that_is_cut_later_fails_where_its_bytes_are_due(tmp_path: Path, past_cache: bool | None, left: int) -> None:
+    path = write_shard(tmp_path, 100_000)
+    reader = make_reader([Piece(n, path, n * 20_000, 20_000) for n in range(5)], block_bytes=20_480 + 4096, direct=past_cache)
+    os.truncate(path, left)
+    whole = 0
+    with reader, pytest.raises(CheckpointError, match=rf"shard\.bin: .* {left}, .* [0-9]+\."):
+        for chunk in released(reader):
+            whole += chunk.last
+    assert whole == left // 20_000
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path, 4096)
+    real = os.open
+
+    def denied(name: str, flags: int) -> int:
+        if name == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(name, flags)
+
+    reader = make_reader([Piece(0, path, 0, 1)])
+    monkeypatch.setattr(os, "open", denied)
+    with reader, pytest.raises(CheckpointError) as raised:
+        next(reader)
+    assert raised.value.file == path
+
+
+def test_nothing_stays_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path, (5 << 20) + 123)
+    pieces = [Piece(n, path, n * 700_000 + 1, 650_000) for n in range(7)]
+    before = cached_pages(path)
+    reader = make_reader(pieces, block_bytes=256 * KIB)
+    drain(reader)
+    assert cached_pages(path) <= before
+    forced = make_reader(pieces, block_bytes=256 * KIB, direct=False)
+    drain(forced)
+    assert cached_pages(path) <= before
+    assert not forced.stats.direct
+    assert forced.stats.fallback_reason is not None
+    assert lacking(forced.stats.fallback_reason, path) == []
+
+
+@pytest.mark.parametrize("where", ["open", "second read"])
+def test_a_file_system_without_o_direct(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Only the file that needs it is read through the page cache."""
+    stubborn, other = shard_of(shards, 300_007), shard_of(shards, 3 * 65536)
+    _refuse_direct(monkeypatch, stubborn, where)
+    pieces = [Piece(0, other, 0, 150_000), Piece(1, stubborn, 7, 250_000), Piece(2, other, 150_000, 10)]
+    reader = make_reader(pieces, block_bytes=32 * KIB)
+    assert contents(reader) == expected(shards, pieces)
+    assert not reader.stats.direct
+    assert reader.stats.fallback_reason is not None
+    assert stubborn in reader.stats.fallback_reason
+    assert other not in reader.stats.fallback_reason
+
+
+def test_several_threads_are_refused_at_once(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shard_of(shards, 300_007)
+    real, both = os.preadv, threading.Barrier(2)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait()
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    pieces = [Piece(0, path, 0, 300_007)]
+    reader = make_reader(pieces, block_bytes=152 * KIB, threads=2)
+    assert contents(reader) == expected(shards, pieces)
+    assert not reader.stats.direct
+
+
+def test_direct_reads_that_were_demanded(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shard_of(shards, 300_007)
+    _refuse_direct(monkeypatch, path, "first read")
+    with make_reader([Piece(0, path, 0, 9)], direct=True) as reader, pytest.raises(CheckpointError, match="O_DIRECT"):
+        next(reader)
+
+
+def test_memory_file_systems(shards: dict[str, bytes]) -> None:
+    """tmpfs has no O_DIRECT before Linux 6.6, and reads through its own memory since."""
+    path = Path("/dev/shm") / f"sparkd-test-{os.getpid()}"
+    data = shards[shard_of(shards, 300_007)]
+    try:
+        path.write_bytes(data)
+        assert contents(make_reader([Piece(0, str(path), 3, 300_000)], block_bytes=8 * KIB)) == [data[3:300_003]]
+    finally:
+        path.unlink()
+
+
+ALIGNMENTS = [
+    # what statx says of (memory, offset and length); block bytes; alignment, or why it is read through the page cache
+    (None, 4096, 4096),
+    ((512, 4096), 64 * KIB, 4096),
+    ((4096, 65536), 128 * KIB, 65536),
+    ((0, 0), 4096, "O_DIRECT"),
+    ((512, 65536), 96 * KIB, "65536"),
+    ((8192, 4096), 64 * KIB, "8192"),
+]
+
+
+@pytest.mark.parametrize(("says", "block_bytes", "outcome"), ALIGNMENTS)
+def test_the_file_system_names_the_alignment(
+    shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, says: tuple[int, int] | None, block_bytes: int, outcome: int | str
+) -> None:
+    monkeypatch.setattr(direct_io, "_direct_alignment", lambda _: says)
+    path = shard_of(shards, 300_007)
+    file = direct_io.SourceFile(path, direct=None, block_bytes=block_bytes)
+    assert (file.alignment, file.direct) == ((outcome, True) if isinstance(outcome, int) else (4096, False))
+    assert file.direct or str(outcome) in str(file.fallback_reason)
+    pieces = [Piece(0, path, 150_000, 100_000), Piece(1, path, 10, 9), Piece(2, path, 70_000, 1)]
+    assert contents(make_reader(pieces, block_bytes=block_bytes)) == expected(shards, pieces)
+
+
+def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:
+    """A file system that says EINVAL to O_DIRECT for this file when it is opened, or at one of its reads."""
+    real_open, real_preadv = os.open, os.preadv
+    fds: set[int] = set()
+    reads = 0
+
+    def open_file(name: str, flags: int) -> int:
+        if name == path and flags & os.O_DIRECT and where == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real_open(name, flags)
+        if name == path and flags & os.O_DIRECT:
+            fds.add(fd)
+        return fd
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal reads
+        if fd in fds and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            reads += 1
+            if where == "first read" or reads > 1:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real_preadv(fd, buffers, offset)
+
+    patch.setattr(os, "open", open_file)
+    patch.setattr(os, "preadv", preadv)

@@ -1,0 +1,205 @@
+"""Copies from the reader's ring to the device: joins chunks to whole inputs and returns ring blocks as soon as they are free. Never decides
+what is read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.load.read_plan import Input
+from workers.load.reader import Chunk, Reader
+
+EVENT_BYTES = 4 * 2**20  # one CUDA event for about so many copied bytes: an event for every small tensor would cost more than its copy
+EVENT_CHUNKS = 64
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The copies of one stream in their order: chunks without an event yet, and chunks that wait for one."""
+
+    copied: list[Chunk] = field(default_factory=list)
+    copied_bytes: int = 0
+    waiting: deque[tuple[torch.cuda.Event, list[Chunk]]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One of two alternating buffers. used: the event after the device's last work on its contents."""
+
+    memory: torch.Tensor | None = None
+    used: torch.cuda.Event | None = None
+
+
+class Feed:
+    """Takes inputs in exactly the order in which their pieces were given to `reader`.
+
+    On the CPU an input in one chunk is returned as a view into the ring, valid until `release`; any other input is copied once.
+    """
+
+    def __init__(self, reader: Reader, device: torch.device) -> None:
+        self._reader = reader
+        self._chunks: Iterator[Chunk] = iter(reader)
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._lent: list[Chunk] = []
+        self._lane, self._other = _Lane(), _Lane()
+        self._aside: torch.cuda.Stream | None = None
+        self._stages = (_Stage(), _Stage())
+        # The disk keeps the rest of the ring while the device processes the copied part.
+        self._most_held = max(1, reader.blocks // 2)
+
+    def take(self, source: Input, *, keep: bool = False) -> torch.Tensor:
+        """uint8 [nbytes] on the device. keep: it must outlive `release`."""
+        chunks = self._of(source)
+        first = next(chunks, None)
+        if first is None:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        if first.view.numel() == source.nbytes and not keep and self._may_lend(first):
+            self._lent.append(first)
+            return first.view
+        tensor = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+        self._copy(itertools.chain((first,), chunks), tensor)
+        return tensor
+
+    def fill(self, source: Input, into: torch.Tensor) -> None:
+        """The input's bytes into uint8 [nbytes] on the device."""
+        self._copy(self._of(source), into)
+
+    def place(self, source: Input, memory: torch.Tensor) -> None:
+        """Like `fill`, into memory that existed before the pass and that only this copy writes to."""
+        with self._beside():
+            self.fill(source, memory)
+
+    @contextlib.contextmanager
+    def staged(self, fills: Sequence[tuple[Input, int]], nbytes: int) -> Iterator[torch.Tensor]:
+        """uint8 [nbytes] on the device with each input at its offset, valid within the block; the block after the next one overwrites it.
+
+        So the next batch crosses the bus while the device works on one batch.
+        """
+        stage = self._stages[0]
+        self._stages = self._stages[::-1]
+        if stage.memory is None or stage.memory.numel() < nbytes:
+            stage.memory, stage.used = torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
+        memory = stage.memory
+        with self._beside(stage.used, fresh=stage.used is None):
+            for source, at in fills:
+                self.fill(source, memory[at : at + source.nbytes])
+        yield memory[:nbytes]
+        if self._cuda:
+            stage.used = torch.cuda.Event()
+            stage.used.record()
+
+    @contextlib.contextmanager
+    def _beside(self, after: torch.cuda.Event | None = None, *, fresh: bool = False) -> Iterator[None]:
+        """A context in which copies use a GPU's second stream: they do not queue behind kernels, and the ring's blocks return at the speed
+        of the bus. Later work on the current stream waits for the copies.
+
+        after: an event that the copies wait for. fresh: the target memory is newly allocated, and the current stream may still use its
+        former contents.
+        """
+        if not self._cuda:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self._device)
+            fresh = True  # whatever the parameters were made with
+        if fresh:
+            self._aside.wait_stream(current)
+        if after is not None:
+            self._aside.wait_event(after)
+        self._mark(self._lane)
+        self._lane, self._other = self._other, self._lane
+        with torch.cuda.stream(self._aside):
+            yield
+            self._mark(self._lane)
+        self._lane, self._other = self._other, self._lane
+        current.wait_stream(self._aside)
+
+    def parts(self, source: Input) -> Iterator[torch.Tensor]:
+        """The input's bytes in host memory, part by part as they arrive. Each part is valid until the next one is requested, or, on a GPU,
+        for every copy queued until then."""
+        for chunk in self._of(source):
+            yield chunk.view
+            self._done(chunk)
+
+    def release(self) -> None:
+        """Return the ring's chunks that `take` has lent."""
+        for chunk in self._lent:
+            chunk.release()
+        self._lent.clear()
+
+    def finish(self) -> None:
+        """Wait for the last copies; afterwards the ring may be freed."""
+        self.release()
+        self._mark(self._lane)
+        for lane in (self._other, self._lane):
+            while lane.waiting:
+                self._collect(lane, wait=True)
+
+    def _copy(self, chunks: Iterable[Chunk], into: torch.Tensor) -> None:
+        at = 0
+        for chunk in chunks:
+            size = chunk.view.numel()
+            into[at : at + size].copy_(chunk.view, non_blocking=True)
+            at += size
+            self._done(chunk)
+
+    def _may_lend(self, chunk: Chunk) -> bool:
+        return not self._cuda and chunk.view.data_ptr() % 16 == 0 and self._reader.held_blocks <= self._most_held
+
+    def _of(self, source: Input) -> Iterator[Chunk]:
+        left = source.nbytes
+        for piece in source.pieces:
+            while True:
+                chunk = next(self._chunks)
+                if chunk.piece is not piece and chunk.piece != piece:
+                    raise RuntimeError(f"the reader gave {chunk.piece.key!r} where {piece.key!r} was due")
+                left -= chunk.view.numel()
+                yield chunk
+                if chunk.last:
+                    break
+        if left:
+            raise RuntimeError(f"{left} bytes of {source.pieces[0].key!r} did not come")
+
+    def _done(self, chunk: Chunk) -> None:
+        if not self._cuda:
+            chunk.release()
+            return
+        lane = self._lane
+        lane.copied.append(chunk)
+        lane.copied_bytes += chunk.view.numel()
+        crowded = self._reader.held_blocks > self._most_held
+        if crowded or lane.copied_bytes >= EVENT_BYTES or len(lane.copied) >= EVENT_CHUNKS:
+            self._mark(lane)
+        self._collect(lane, wait=False)
+        self._collect(self._other, wait=False)
+        while (lane.waiting or self._other.waiting) and self._reader.held_blocks > self._most_held:
+            self._collect(lane if lane.waiting else self._other, wait=True)
+
+    def _mark(self, lane: _Lane) -> None:
+        """Record an event after the lane's copies, on the current stream, which is the lane's."""
+        if not lane.copied:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        lane.waiting.append((event, lane.copied))
+        lane.copied, lane.copied_bytes = [], 0
+
+    def _collect(self, lane: _Lane, *, wait: bool) -> None:
+        """Return the chunks whose copies have ended; with `wait`, wait for the lane's oldest copies."""
+        while lane.waiting:
+            event, chunks = lane.waiting[0]
+            if wait:
+                event.synchronize()
+                wait = False
+            elif not event.query():
+                return
+            lane.waiting.popleft()
+            for chunk in chunks:
+                chunk.release()

@@ -1,0 +1,119 @@
+"""NVFP4: E2M1 codes, an E4M3 scale for 16 columns, one float32 divisor for the tensor. It never decides which weights share the divisor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from workers.load.formats import e2m1
+from workers.load.formats.base import Parts, amax
+from workers.load.formats.groups import GroupChunk, GroupQuantizer
+from workers.load.formats.sums import least
+
+# Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
+# (nvfp4_marlin_process_scales in vLLM's marlin_utils_fp4.py), so scales keep to the values that every kernel reads alike.
+SMALLEST_SCALE = 0x08
+LARGEST_SCALE = 0x7E
+# float32 bits of an E4M3 code: (code + 960) << 20; the exponent biases differ by 120, the mantissas by 20 bits.
+SCALE_BIAS = 960
+# The scales tried: the first above amax/7, below which the largest magnitude would round past 6, and those up to amax/3.5, an octave.
+# All 119 leave 0.01 % less of an error, over weights of five distributions (tests/workers/load/formats/test_error.py).
+SCALES = 8
+INPUT_SCALE = "input_global_scale"
+
+
+def global_scale(amax: Tensor) -> Tensor:
+    """The divisor (float32, shape of amax) for weights whose largest magnitude is amax (float32, on any device).
+
+    NVIDIA's choice is 448*6/amax. This is the largest power of two that leaves room for a block scale of amax/4, so that one above amax/6
+    can be taken where it is better; scaled weights, scale products and dequantized bfloat16 are all exact. An amax of 0 gives 1.
+    """
+    bits = amax.float().view(torch.int32)
+    # 448*4/amax = 1.75 / m * 2**(10-e): the exponent rounds up where the mantissa m is above 1.75. At most 2**100: its inverse is normal.
+    exponent = 264 - (bits + 0x1FFFFF).bitwise_right_shift_(23)
+    return torch.where(bits == 0, 127, exponent.clamp_(max=227)).bitwise_left_shift_(23).view(torch.float32)
+
+
+_global_scale = global_scale
+
+
+def rounded_activations(x: Tensor, divisor: Tensor) -> Tensor:
+    """x [..., K] as a layer with 4-bit activations sees it, in x's dtype: E2M1 values, an E4M3 scale for 16 columns of a row.
+
+    divisor: float32, one element, the layer's `input_global_scale`. The arithmetic is that of vLLM's scaled_fp4_quant: the scale is
+    divisor * largest / 6, at most 448, so that larger activations saturate; where it rounds to 0, the 16 become 0.
+    """
+    groups = x.float().unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = largest.mul_(1 / e2m1.LARGEST).mul_(divisor).clamp_(max=448.0).to(torch.float8_e4m3fn).float()
+    inverse = torch.where(scale == 0, 0.0, divisor / scale)
+    return e2m1.rounded(groups * inverse).mul_(scale / divisor).flatten(-2).to(x.dtype)
+
+
+class Nvfp4Quantizer(GroupQuantizer):
+    group_size = 16
+    spelling = "nvfp4"
+
+    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {
+            "weight_packed": (torch.uint8, (n, k // 2)),
+            "weight_scale": (torch.float8_e4m3fn, (n, k // 16)),
+            "weight_global_scale": (torch.float32, (1,)),
+        }
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        scale = parts["weight_scale"].float().div_(parts["weight_global_scale"].unsqueeze(-1))
+        value = e2m1.decode(parts["weight_packed"]).unflatten(-1, (-1, 16))
+        return value.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        divisor = out["weight_global_scale"].view(-1)
+        if global_scale is None:
+            global_scale = _global_scale(torch.stack([amax(matrix) for matrix in weight]))
+        divisor.copy_(global_scale.view(-1))
+        for index, matrix in enumerate(weight):
+            words = out["weight_packed"][index].view(torch.int32)
+            self._fill_matrix(matrix, words, out["weight_scale"][index], divisor[index])
+
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        divisor = out["weight_global_scale"].view(-1)
+        divisor.copy_(_global_scale(kernels.amax(weight)) if global_scale is None else global_scale.view(-1))
+        words, scale = out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8)
+        kernels.nvfp4(weight, words, scale, divisor, range(SMALLEST_SCALE, LARGEST_SCALE + 1), SCALE_BIAS, SCALES)
+
+    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
+        value, magnitude, scaled, a, b = groups
+        torch.abs(value, out=magnitude)
+        first = (magnitude.amax(0) * (1 / 7)).view(torch.int32).bitwise_right_shift(20).sub_(SCALE_BIAS - 1)
+        steps = torch.arange(SCALES, dtype=torch.int32, device=value.device).unsqueeze(1)
+        codes = (first.clamp_(SMALLEST_SCALE, LARGEST_SCALE) + steps).clamp_(max=LARGEST_SCALE)
+        scales = _scale(codes)
+        errors = torch.empty_like(scales)
+        for error, inverse in zip(errors, scales.reciprocal(), strict=True):
+            torch.mul(magnitude, inverse, out=scaled)
+            error.copy_(e2m1.squared_error(scaled, a, b, saturate=False))
+        best = least(errors.mul_(scales.square_()))
+        chosen = best.add_(first).clamp_(max=LARGEST_SCALE)
+        return e2m1.encode(value.div_(_scale(chosen)), a, b), chosen.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+class Nvfp4A4Quantizer(Nvfp4Quantizer):
+    """The same weights for a layer with 4-bit activations, which also needs the divisor of its input; 1 until the input is measured."""
+
+    spelling = "nvfp4-a4"
+
+    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {**super().parts(n, k), INPUT_SCALE: (torch.float32, (1,))}
+
+    def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
+        parts = super().quantize(weight, global_scale=global_scale, out=out)
+        parts[INPUT_SCALE].fill_(1.0)
+        return parts
+
+
+def _scale(code: Tensor) -> Tensor:
+    """float32 of E4M3 codes (int32, normal)."""
+    return (code + SCALE_BIAS).bitwise_left_shift_(20).view(torch.float32)

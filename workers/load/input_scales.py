@@ -1,0 +1,168 @@
+"""Owns the divisors of the inputs of layers with 4-bit activations: measured once for a checkpoint and a text, and kept beside the
+quantized cache. Never runs a model itself.
+
+A block of 16 activations has an E4M3 scale, whose normal values span 15 bits. So the divisor of a whole input need not be exact: the power
+of two here leaves room for activations twice as large as the largest of the text, and those are still as precise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from sparkd.checkpoint import Checkpoint
+from workers.host.interpreter import module_command, program_environment
+from workers.host.meminfo import mem_available_bytes
+from workers.quantization.calibration_file import SPARE_BYTES, calibration_file
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+# 448, the largest E4M3 scale, times 6, the largest E2M1 value.
+LARGEST = 2688.0
+ROOM = 2.0
+# The divisor of an input that was not measured: LARGEST is held, and a block of less than 0.006 becomes zero. SmolLM2-135M answers
+# as well with it as with its own (0.139 nats against 0.140, activations alone).
+UNMEASURED = 1.0
+CURE = "Free memory and remove its quantized weights (`sparkd rm --cached`), so that the next load measures; or use nvfp4."
+_PROGRAM = "workers.vllm.load.calibration_program"
+_LIMIT_S = 1800.0
+_DOWN = ("down_proj", "w2")
+# The layers of a language model, whose parents transformers, vLLM and checkpoints name differently. A layer below any other name (a vision
+# tower's, `mtp`) is another layer of the same number.
+_LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|decoder)\.)*(?P<rest>layers\.\d+\..+)")
+_EXPERTS = re.compile(r"(?P<layer>.*?\d+)\..*\bexperts\.(?:\d+\.)?(?P<leaf>\w+)")
+
+
+def divisor_of(largest: float) -> float:
+    """The `input_global_scale` of an input whose largest magnitude this is: a power of two."""
+    if not 0 < largest < math.inf:
+        return UNMEASURED
+    return math.ldexp(1.0, max(-60, min(60, math.floor(math.log2(LARGEST / (ROOM * largest))))))
+
+
+class InputScales:
+    """The divisors of a checkpoint's inputs. largest: the largest magnitude of what is multiplied with each parameter, by transformers'
+    name of it without `.weight`."""
+
+    def __init__(self, largest: Mapping[str, float]) -> None:
+        self._largest: dict[str, float] = {}
+        for name, value in largest.items():
+            site = _site(name)
+            for key in (site, _kind(site)):
+                self._largest[key] = max(self._largest.get(key, 0.0), value)
+
+    def of(self, module: str) -> float:
+        """The divisor of a module, by its name in the checkpoint. All experts of a layer have one for each product. A layer that
+        transformers leaves out (MTP) gets that of the layers with the largest input of its kind."""
+        return divisor_of(self._of_site(_site(module)))
+
+    def unmeasured(self, modules: Iterable[str]) -> int:
+        """How many of these have no figure; all experts of a layer are one for each product."""
+        return sum(not self._of_site(site) for site in {_site(module) for module in modules})
+
+    def _of_site(self, site: str) -> float:
+        return self._largest.get(site) or self._largest.get(_kind(site), 0.0)
+
+
+def _site(name: str) -> str:
+    layer = _LAYER.fullmatch(name)
+    rest = layer["rest"] if layer else name
+    experts = _EXPERTS.fullmatch(rest)
+    return rest if experts is None else f"{experts['layer']}.{'experts_down' if experts['leaf'] in _DOWN else 'experts_up'}"
+
+
+def _kind(site: str) -> str:
+    return site.rpartition(".")[2]
+
+
+def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputScales:
+    """The first load of a checkpoint measures it, which reads the whole of it once more; the result is kept in cache_dir. Blocks; other
+    ranks of the machine wait for the one that measures. Without cache_dir each call measures."""
+    if cache_dir is None:
+        return InputScales(_measured(checkpoint, text))
+    path = calibration_file(cache_dir, checkpoint, text)
+    with _locked(path) as file:
+        largest = _read(file)
+        if not largest:
+            largest = _measured(checkpoint, text)
+            if file is not None and largest:
+                _write(file, largest, path)
+        return InputScales(largest)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str] | None]:
+    """The file, which no other rank has open meanwhile; None, with the reason in the log, where it cannot be written."""
+    with ExitStack() as opened:
+        file = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(open(path, "a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.utime(path)  # the sweep of the cache removes what is not used
+        except OSError as error:
+            _not_kept(error, path)
+        yield file
+
+
+def _read(file: IO[str] | None) -> dict[str, float]:
+    """Empty where nothing was kept, or what was is damaged."""
+    if file is not None:
+        file.seek(0)
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            return {str(name): float(value) for name, value in json.load(file).items()}
+    return {}
+
+
+def _write(file: IO[str], largest: Mapping[str, float], path: Path) -> None:
+    try:
+        file.truncate(0)
+        json.dump(largest, file)
+        file.flush()
+    except OSError as error:
+        _not_kept(error, path)
+
+
+def _not_kept(error: OSError, path: Path) -> None:
+    logger.info("sparkd: the measurement is not kept: %s: %s.", error.filename or path, error.strerror)
+
+
+def _measured(checkpoint: Checkpoint, text: str) -> dict[str, float]:
+    logger.info("sparkd: the inputs of the layers are measured over a text: transformers runs the model once, unquantized.")
+    request: dict[str, Any] = {
+        "folder": checkpoint.folder,
+        "free_bytes": mem_available_bytes() - SPARE_BYTES,
+        "text": text,
+        "parent": os.getpid(),
+    }
+    try:
+        child = subprocess.run(
+            module_command(sys.executable, _PROGRAM),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env=program_environment(os.environ),
+            timeout=_LIMIT_S,
+            check=False,
+        )
+        if child.returncode == 0:
+            largest = dict(json.loads(child.stdout)["largest"])
+            if largest:
+                return largest
+        reason = f"signal {-child.returncode}" if child.returncode < 0 else child.stderr.strip().rpartition("\n")[2][:300]
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {_LIMIT_S:g} s"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("sparkd: the inputs of the layers were not measured: %s. %s", reason, CURE)
+    return {}

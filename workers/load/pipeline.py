@@ -1,0 +1,421 @@
+"""One pass over a virtual checkpoint: reads bytes from the disk, copies them to the device, quantizes them there and yields tensors unit by
+unit. Never knows vLLM.
+
+The reader's threads read ahead. On a GPU the copies to the device and the quantizing use two streams, so that disk, bus and kernels overlap
+while memory holds the ring and one unit, or one batch of like units. A ring block is returned when the event after its copy has passed,
+never by waiting for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Protocol
+
+import torch
+
+from sparkd.checkpoint import TensorRef
+from workers.load.device_feed import Feed
+from workers.load.expert_placement import followers, place, place_stacked, straightened
+from workers.load.finite import Finite
+from workers.load.formats import amax, amax_each, global_scale, quantizer
+from workers.load.formats.base import Parts
+from workers.load.formats.nvfp4 import INPUT_SCALE
+from workers.load.passthrough import Passing
+from workers.load.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
+from workers.load.reader import Reader
+from workers.load.trace import Region, Taken, Target, streamed
+from workers.load.virtual import DTYPES, Emitted, VirtualCheckpoint, Weight, WeightSlice, cut, dtype_of
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+STREAMED_BYTES = 32 * 2**20  # a larger tensor that passes through is copied into its parameter chunk by chunk
+STAGE_ALIGNMENT = 256  # of matrices in a device buffer: the least alignment of CUDA's own allocations (CUDA C++ Programming Guide)
+SHAPE = "weight_shape"  # a tensor that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
+
+
+class CacheSink(Protocol):
+    """Takes the finished tensors, for the quantized cache. `add` must return at once and may take a tensor or refuse it."""
+
+    def add(self, name: str, tensor: torch.Tensor) -> None: ...
+
+    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None: ...
+
+    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
+
+
+class Watcher(Protocol):
+    """Receives the progress of the pass."""
+
+    def advance(self, bytes_done: int, units_done: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """The form of one emitted tensor in a sink: a part of this shape, at the position `at` of the whole. plain: its bytes are the source's
+    own."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    at: tuple[int, ...]
+    plain: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The part of a checkpoint to read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that it
+    does not take; without `regions` everything is read. once: names that are copied once. only: numbers of units, None for all."""
+
+    regions: Mapping[str, Region | None] | None = None
+    once: Container[str] = ()
+    only: Container[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """The receivers of the finished tensors. straight: targets of tensors that the pipeline places itself; a used target is removed,
+    because it holds memory. placed: called with the names of tensors that have reached their parameters."""
+
+    sink: CacheSink | None = None
+    watcher: Watcher | None = None
+    straight: dict[str, Target] = field(default_factory=dict)
+    placed: Callable[[Sequence[str]], None] = lambda _names: None
+
+
+class Pipeline:
+    """`tensors()` yields (name, tensor on `device`) for every needed tensor of `virtual`, ready for a model's `load_weights`.
+
+    A tensor of which only a part is needed has its whole shape, with undefined values elsewhere.
+    trusted: tensors are not checked for NaN and infinities, because a quantized cache was checked when it was made.
+    reader: makes the Reader for a list of pieces. batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
+    """
+
+    def __init__(
+        self,
+        virtual: VirtualCheckpoint,
+        device: torch.device,
+        reader: Callable[..., Reader],
+        needed: Needed | None = None,
+        receivers: Receivers | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        batch_bytes: int | None = None,
+        trusted: bool = False,
+    ) -> None:
+        needed, receivers = needed or Needed(), receivers or Receivers()
+        self.virtual = virtual
+        self._device = device
+        self._make_reader = reader
+        self._dtype = dtype
+        self.sink = receivers.sink
+        self._watcher = receivers.watcher
+        self._straight = receivers.straight
+        self._told = receivers.placed
+        self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
+        self._emitted: dict[int, list[Emitted]] = {}
+        for emitted in virtual.emitted():
+            self._emitted.setdefault(emitted.unit, []).append(emitted)
+        self._regions = needed.regions
+        self._once = needed.once
+        self._only = needed.only
+        self.bytes_read = 0
+        self.waited_s = 0.0
+        self.direct: bool | None = None
+        self.fallback_reason: str | None = None
+        self.unpinned_reason: str | None = None
+        self._trusted = trusted
+        self._finite = Finite(device, weights_only=needed.regions is None)
+
+    @cached_property
+    def _plans(self) -> list[Plan]:
+        """The read plans, made on first use, because a pass that a quantized cache replaces needs none."""
+        return [
+            plan
+            for index, unit in enumerate(self.virtual.units)
+            if (self._only is None or index in self._only)
+            and (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
+        ]
+
+    @cached_property
+    def bytes_total(self) -> int:
+        return sum(plan.nbytes for plan in self._plans)
+
+    @property
+    def units_total(self) -> int:
+        return len(self._plans)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The finished tensors. Raises CheckpointError for a truncated file or weights that are not finite, naming file and tensor."""
+        # A sink takes tensors one by one, so with a sink there are no runs.
+        work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
+        done_bytes = done_units = 0
+        with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
+            feed = Feed(reader, self._device)
+            while work:
+                step = work.popleft()
+                if isinstance(step, Plan):
+                    yield from self._unit(step, feed)
+                elif isinstance(step, Batch):
+                    yield from self._batch(step, feed)
+                else:
+                    self._run(step, feed)
+                done_bytes += step.nbytes
+                done_units += len(step.plans)
+                if self._watcher is not None:
+                    self._watcher.advance(done_bytes, done_units)
+                self._finite.look_now_and_then()
+            feed.finish()
+            self._finite.refuse()
+            stats = reader.stats
+            self.bytes_read = stats.bytes_read
+            self.waited_s = stats.waited_s
+            self.direct = stats.direct
+            self.fallback_reason = stats.fallback_reason
+            self.unpinned_reason = stats.unpinned_reason
+
+    def handed(self) -> dict[str, Handed]:
+        """The tensors that a sink will receive, known before the first read."""
+        handed: dict[str, Handed] = {}
+        for plan in self._plans:
+            if plan.rows is not None:
+                (emitted,) = self._emitted[plan.index]
+                first, rows = plan.rows
+                shape = (rows, *emitted.shape[1:]) if emitted.shape else ()
+                at = (first, *(0 for _ in emitted.shape[1:])) if emitted.shape else ()
+                handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=True)
+            for planned in plan.weights:
+                weight, need = plan.unit.weights[planned.number], planned.need
+                parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
+                for emitted in self._emitted[plan.index]:
+                    if emitted.weight == planned.number:
+                        shape = emitted.shape if emitted.suffix == SHAPE else tuple(parts[emitted.suffix][1])
+                        at = _place(emitted, weight, need) if shape != emitted.shape else (0, 0)
+                        handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=False)
+        return handed
+
+    def handed_whole(self) -> dict[str, Handed] | None:
+        """Like `handed`, but without read plans, where every needed tensor is needed whole; else None."""
+        handed: dict[str, Handed] = {}
+        for index, emitted in self._emitted.items():
+            plain = self.virtual.units[index].plain is not None
+            for tensor in emitted:
+                if self._regions is not None:
+                    region = self._regions.get(tensor.name)
+                    if region is None:
+                        continue
+                    if region != tuple((0, size) for size in tensor.shape):
+                        return None
+                handed[tensor.name] = Handed(tensor.dtype, tensor.shape, tensor.shape, (0,) * len(tensor.shape), plain)
+        return handed
+
+    def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Make the units that emit `names` again for a sink, on `device` in one pass; from any thread, without the model. The pass also
+        makes tensors that the sink does not take; `damaged` receives the names of tensors made from a NaN or an infinity."""
+        wanted = {index for index, emitted in self._emitted.items() if any(tensor.name in names for tensor in emitted)}
+        tensors: list[tuple[str, torch.Tensor]] = []
+
+        class Keep:
+            def add(self, name: str, tensor: torch.Tensor) -> None:
+                tensors.append((name, tensor))
+
+            def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+                tensors.extend(zip(names, stacked, strict=True))
+
+            def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+                raise RuntimeError(f"{name} is not streamed here")
+
+        reader = partial(self._make_reader, pin=device.type == "cuda")
+        regions = self._regions if self.handed_whole() is None else None
+        bad: set[TensorRef] = set()
+        alone = Pipeline(self.virtual, device, reader, Needed(regions, only=wanted), Receivers(Keep()), dtype=self._dtype)
+        alone._finite = Finite(device, weights_only=regions is None, into=bad)
+        for _ in alone.tensors():
+            yield from ((name, tensor) for name, tensor in tensors if name in names)
+            tensors.clear()
+        yield from ((name, tensor) for name, tensor in tensors if name in names)
+        harmed = {index for index in wanted if any(not bad.isdisjoint(weight.made_from) for weight in self.virtual.units[index].weights)}
+        damaged.update(tensor.name for index in harmed for tensor in self._emitted[index])
+
+    def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+        unit = plan.unit
+        if unit.plain is None:
+            yield from self._quantized(plan, feed)
+            return
+        dtype = dtype_of(unit.plain)
+        (emitted,) = self._emitted[plan.index]
+        first, rows = plan.rows or (0, 1)
+        if plan.nbytes > STREAMED_BYTES and emitted.name in self._once:
+            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink, partial(self._look, [unit.plain]))
+            yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
+            passing.drain()
+            self._placed([emitted.name])
+            return
+        loaded = feed.take(plan.inputs[0], keep=True).view(dtype)
+        self._look([unit.plain], loaded)
+        part = loaded.view(rows, *emitted.shape[1:]) if emitted.shape else loaded.view(())
+        if self.sink is not None:
+            self.sink.add(emitted.name, part)
+        tensor = part
+        if tuple(part.shape) != emitted.shape:
+            tensor = torch.empty(emitted.shape, dtype=dtype, device=self._device)
+            tensor[first : first + rows] = part
+        yield from self._hand_on(emitted.name, tensor)
+
+    def _run(self, run: Run, feed: Feed) -> None:
+        feed.place(run.source, run.memory)
+        refs = [plan.unit.plain for plan in run.plans if plan.unit.plain is not None]
+        self._look(refs, run.memory.view(dtype_of(refs[0])))
+        self._placed([ref.name for ref in refs])
+
+    def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+        joined = {id(plan): inputs for plan, inputs in zip(batch.plans, batch.inputs, strict=True)}
+        raw: dict[object, list[tuple[int, int]]] = {}
+        into: dict[int, int] = {}
+        end = 0
+        for kind, plans in batch.alike.items():
+            raw[kind] = []
+            for inputs in zip(*(joined[id(plan)] for plan in plans), strict=True):
+                begin = -(-end // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
+                end = begin + sum(source.nbytes for source in inputs)
+                raw[kind].append((begin, end))
+                into |= {id(source): begin + at for source, at in one_behind_the_other(inputs)}
+        fills = [(source, into[id(source)]) for inputs in batch.inputs for source in inputs]
+        with feed.staged(fills, end) as memory:
+            for kind, plans in batch.alike.items():
+                yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
+
+    def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor | Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of units of one shape and format. matrices: [units * weights of one unit, N, K], or their parts for restated FP8."""
+        weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
+        parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
+        emitted = {(plan.index, each.weight, each.suffix): each for plan in plans for each in self._emitted[plan.index]}
+        for suffix, tensor in parts.items():
+            pieces = [
+                (emitted[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)
+                for plan in plans
+                for planned in plan.weights
+            ]
+            yield from self._stacked(pieces, tensor)
+
+    def _together(self, weights: Sequence[Weight], matrices: torch.Tensor, units: int) -> Parts:
+        largest = amax_each(matrices)
+        self._finite.note([weight.made_from for weight in weights], largest)
+        form = quantizer(weights[0].format)
+        if weights[0].format.weight_name != "nvfp4":
+            return form.quantize(matrices)
+        shared = global_scale(largest.view(units, -1).amax(1, keepdim=True)).expand(-1, len(weights) // units)
+        parts = form.quantize(matrices, global_scale=shared.reshape(-1))
+        if INPUT_SCALE in parts:
+            parts[INPUT_SCALE].copy_(torch.tensor([[self.virtual.input_scale(weight.module)] for weight in weights]))
+        return parts
+
+    def _restated(self, weights: Sequence[Weight], parts: Parts) -> Parts:
+        for part, refs in zip(("weight", "weight_scale"), zip(*(weight.made_from for weight in weights), strict=True), strict=True):
+            self._finite.look(refs, parts[part])
+        return parts
+
+    def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same part of several weights, [weights, ..]; a run with evenly spaced targets is placed at once."""
+        if pieces[0][0].suffix == SHAPE:
+            if self.sink is not None:
+                for emitted, weight, _ in pieces:
+                    self.sink.add(emitted.name, torch.tensor(weight.stored.shape, dtype=stacked.dtype))
+            return
+        if self.sink is not None:
+            self.sink.add_stacked([emitted.name for emitted, *_ in pieces], stacked)
+        targets = [self._target(emitted, weight, need, stacked.shape[1:]) for emitted, weight, need in pieces]
+        for start, stop in followers(targets):
+            if targets[start] is not None:
+                place_stacked([target for target in targets[start:stop] if target is not None], stacked[start:stop])
+                self._placed([emitted.name for emitted, *_ in pieces[start:stop]])
+                continue
+            emitted, weight, need = pieces[start]
+            yield from self._hand_on(emitted.name, _whole(emitted, weight, need, stacked[start]))
+
+    def _target(self, emitted: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
+        """The target of a weight's part in its finished form, or None."""
+        target = self._straight.get(emitted.name)
+        if target is None or tuple(shape) == emitted.shape:
+            return target
+        return straightened(target, _place(emitted, weight, need), shape)
+
+    def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+        raw = [feed.take(source) for source in plan.inputs]
+        needed: list[tuple[WeightPlan, torch.Tensor]] = []
+        for planned in plan.weights:
+            weight, box = plan.unit.weights[planned.number], planned.box
+            matrix = raw[planned.slot].view(DTYPES[weight.stored.ref.dtype]).view(box.rows, box.cols)
+            part: torch.Tensor | Parts = cut(matrix, weight.stored, box, planned.need)
+            if weight.scale is not None and planned.scale_slot is not None:
+                scales = raw[planned.scale_slot].view(dtype_of(weight.scale)).view(weight.scale.shape)
+                part = undone(weight, planned, part, scales.t() if weight.stored.transposed else scales, self._dtype)
+            if isinstance(part, dict):
+                yield from self._emit(plan, planned, self._restated([weight], part))
+            else:
+                needed.append((planned, part))
+        largest = [amax(part) for _, part in needed]
+        shared = None
+        if needed and plan.unit.weights[0].format.weight_name == "nvfp4":  # all weights that vLLM fuses share its second-level scale
+            shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
+        for (planned, part), most in zip(needed, largest, strict=True):
+            weight = plan.unit.weights[planned.number]
+            self._finite.note([weight.made_from], most.reshape(1))
+            form = quantizer(weight.format)
+            parts = form.quantize(part) if shared is None else form.quantize(part, global_scale=shared)
+            if INPUT_SCALE in parts:
+                parts[INPUT_SCALE].fill_(self.virtual.input_scale(weight.module))
+            yield from self._emit(plan, planned, parts)
+        feed.release()
+
+    def _emit(self, plan: Plan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        for emitted in self._emitted[plan.index]:
+            if emitted.weight == planned.number:
+                weight = (emitted, plan.unit.weights[planned.number], planned.need)
+                yield from self._stacked([weight], parts[emitted.suffix].unsqueeze(0))
+
+    def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        target = self._straight.get(name)
+        if target is None:
+            yield name, tensor
+        else:
+            place(target, tensor)
+        self._placed([name])
+
+    def forget(self) -> None:
+        """After the pass: drop the references to parameters and to the receiver of placed names."""
+        self._straight.clear()
+        self._told = lambda _names: None
+
+    def _placed(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._straight.pop(name, None)
+        self._told(names)
+
+    def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
+        if not self._trusted:
+            self._finite.look(refs, tensor)
+
+
+def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
+    """The part within a tensor of the whole shape, for a weight loader of vLLM that narrows it to this rank."""
+    if tuple(part.shape) == emitted.shape or math.prod(emitted.shape) <= 1 or need.is_whole(weight.stored.shape):
+        return part.view(emitted.shape)
+    row, col = _place(emitted, weight, need)
+    whole = torch.empty(emitted.shape, dtype=part.dtype, device=part.device)
+    whole[row : row + part.shape[0], col : col + part.shape[1]] = part
+    return whole
+
+
+def _place(emitted: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
+    """(row, column) at which the needed region begins in an emitted part of a weight."""
+    n, k = weight.stored.shape
+    return need.row_start // -(-n // emitted.shape[0]), need.col_start // -(-k // emitted.shape[1])

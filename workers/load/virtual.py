@@ -1,0 +1,404 @@
+"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made. Never
+reads weights, never touches a device.
+
+A checkpoint is cut into units. A unit is the least that must be in memory at once: one tensor that passes through, one weight to quantize,
+or several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units are in the order of their
+bytes on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from sparkd.checkpoint import Checkpoint, TensorRef
+from sparkd.errors import CheckpointError
+from workers.load.formats import quantizer
+from workers.load.formats.fp8_source import refuse_scale
+from workers.load.reader import Piece
+from workers.load.trace import Region
+from workers.quantization.fusion import FUSED
+from workers.quantization.packed import Packed, PackedWeight, blocks, packed_of
+from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
+from workers.quantization.recipe import Format
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
+SHORTEST_READ_BYTES = 128 * 2**10  # for shorter runs of a row the whole rows are read instead
+
+# The format of a weight that is stored in FP8 and not quantized again, while others are.
+DEQUANTIZED = Format("bf16")
+_LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
+
+_LEADER = {name: group[0] for group in FUSED for name in group}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The place of a 2-D weight: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
+
+    transposed: the file holds [K, N] where vLLM's format needs [N, K]. row_start, row_count select rows of the result (gate or up of one
+    packed block).
+    """
+
+    ref: TensorRef
+    offset: int
+    rows: int
+    cols: int
+    transposed: bool = False
+    row_start: int = 0
+    row_count: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.cols * DTYPES[self.ref.dtype].itemsize
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+        return (n if self.row_count is None else self.row_count), k
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
+
+    scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
+    """
+
+    module: str
+    format: Format
+    stored: Stored
+    scale: TensorRef | None = None
+    scaled: BlockScale | None = None
+    joint: str = "."
+
+    @property
+    def made_from(self) -> tuple[TensorRef, ...]:
+        return (self.stored.ref,) if self.scale is None else (self.stored.ref, self.scale)
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """[N, K] of the matrix to which `scale` belongs."""
+        return self.stored.shape if self.scaled is None else self.scaled.shape
+
+    def scale_origin(self, need: WeightSlice) -> tuple[int, int]:
+        """(row, column) of the scaled matrix at which the needed part begins."""
+        return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
+
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Suffix -> (dtype, shape) of the emitted tensors. An int4 weight under a name of vLLM's own has no shape tensor."""
+        parts = _parts(self.format, *self.stored.shape)
+        return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
+
+
+class Unit(NamedTuple):
+    """Either one tensor that passes through (`plain`), or the weights that are quantized together."""
+
+    plain: TensorRef | None = None
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.plain.name if self.plain is not None else ", ".join(weight.module for weight in self.weights)
+
+
+class Emitted(NamedTuple):
+    """One tensor that vLLM receives: its unit, and for a quantized one the weight and the part (`suffix`).
+
+    A tuple, like Unit and Piece, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: int
+    weight: int | None = None
+    suffix: str = ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The parts of a format for a shape, cached because thousands of experts have one shape."""
+    return quantizer(form).parts(n, k)
+
+
+@dataclass(slots=True)
+class VirtualCheckpoint:
+    """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
+
+    keep: selects the tensors that count. first: selects unchanged tensors that are read before all others of their shard. input_scale: the
+    divisor of the input of a module whose format rounds activations. Raises CheckpointError for a weight whose shape does not suit its
+    format.
+    """
+
+    checkpoint: Checkpoint
+    formats: Mapping[str, Format]
+    keep: Callable[[str], bool] = lambda _name: True
+    first: Callable[[TensorRef], bool] = lambda _ref: False
+    input_scale: Callable[[str], float] = lambda _module: 1.0
+    units: list[Unit] = field(init=False)
+    _emitted: list[Emitted] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
+
+    @property
+    def rounded_inputs(self) -> Iterator[str]:
+        """The modules whose format rounds activations, each expert by itself."""
+        return (weight.module for unit in self.units for weight in unit.weights if weight.format.rounds_activations)
+
+    def emitted(self) -> Sequence[Emitted]:
+        """The tensors that vLLM will see, unit by unit."""
+        if self._emitted is None:
+            self._emitted = self._all_emitted()
+        return self._emitted
+
+    def _all_emitted(self) -> list[Emitted]:
+        emitted: list[Emitted] = []
+        for index, unit in enumerate(self.units):
+            if unit.plain is not None:
+                emitted.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
+            for number, weight in enumerate(unit.weights):
+                for suffix, (dtype, shape) in weight.parts().items():
+                    emitted.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
+        return emitted
+
+    @property
+    def emitted_bytes(self) -> int:
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.emitted())
+
+
+def dtype_of(ref: TensorRef) -> torch.dtype:
+    """torch's dtype of a tensor. Raises CheckpointError for a dtype that this torch does not have."""
+    dtype = DTYPES.get(ref.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first"
+        )
+    return dtype
+
+
+class WeightSlice(NamedTuple):
+    """The part of one weight that a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    def is_whole(self, shape: tuple[int, int]) -> bool:
+        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
+
+
+def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> WeightSlice | None:
+    """The box of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
+
+    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
+    """
+    return _need(weight.format, *weight.stored.shape, tuple(regions))
+
+
+@functools.lru_cache(maxsize=4096)
+def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> WeightSlice | None:
+    """`need_of`, cached because thousands of experts have equal arguments."""
+    parts = _parts(form, n, k)
+    boxes: list[tuple[int, int, int, int]] = []
+    for suffix, region in regions:
+        shape = parts[suffix][1]
+        if region is None or len(shape) != 2 or math.prod(shape) <= 2:
+            continue
+        (r0, r1), (c0, c1) = region
+        down, across = -(-n // shape[0]), -(-k // shape[1])
+        boxes.append((r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
+    if not boxes:
+        return None
+    row_step, col_step = granularity(form)
+    r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
+    c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
+    return WeightSlice(
+        r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
+    )
+
+
+def granularity(form: Format) -> tuple[int, int]:
+    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
+    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
+
+
+def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:
+    """The bytes of a tensor that passes through: whole leading rows only. (piece, first row, rows); a scalar is one row."""
+    if not ref.shape or region is None:
+        return Piece(key, ref.path, ref.offset, ref.nbytes), 0, ref.shape[0] if ref.shape else 1
+    start, stop = region[0]
+    row_bytes = ref.nbytes // max(1, ref.shape[0])
+    return Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes), start, stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The part to read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrowed only if the runs are long
+    enough."""
+
+    row_start: int
+    rows: int
+    col_start: int
+    cols: int
+
+
+def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[Piece], Box]:
+    """(byte runs, box) with the needed part of a weight, in as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
+    size = DTYPES[stored.ref.dtype].itemsize
+    first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
+    rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
+    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < SHORTEST_READ_BYTES:
+        box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
+        return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
+    box = Box(rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0])
+    starts = range(box.row_start, box.row_start + box.rows)
+    return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
+
+
+def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: WeightSlice) -> torch.Tensor:
+    """The needed rows and columns, cut from the part of the file's matrix that was read ([box.rows, box.cols])."""
+    if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
+        return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
+    if stored.transposed:
+        matrix = matrix.t()
+        row_at, col_at = box.col_start, box.row_start
+    else:
+        row_at, col_at = box.row_start, box.col_start
+    first = stored.row_start + need.row_start - row_at
+    count = need.row_stop - need.row_start
+    matrix = matrix[first : first + count]
+    return matrix[:, need.col_start - col_at : need.col_stop - col_at]
+
+
+def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable[[str], bool]) -> list[Unit]:
+    groups: dict[str, list[Weight]] = {}
+    plain: list[Unit] = []
+    used: set[str] = set()
+    for name, ref in checkpoint.tensors.items():
+        if not keep(name):
+            continue
+        weights = _weights(checkpoint, ref, formats, used)
+        if not weights:
+            plain.append(Unit(plain=ref))
+        for weight in weights:
+            groups.setdefault(_group(weight), []).append(weight)
+    return [Unit(weights=tuple(group)) for group in groups.values()] + [unit for unit in plain if unit.name not in used]
+
+
+def _group(weight: Weight) -> str:
+    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed block are read together."""
+    if weight.format.weight_name != "nvfp4" and weight.stored.row_count is None:
+        return weight.module
+    parent, _, last = weight.module.rpartition(".")
+    return f"{parent}.{_LEADER.get(last, last)}"
+
+
+def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
+    if len(ref.shape) == 3 and (packed := packed_of(ref.name)):
+        return _packed(ref, packed, formats, checkpoint, used)
+    if not ref.name.endswith(".weight"):
+        return []
+    module = ref.name.removesuffix(".weight")
+    form = formats.get(module)
+    if form is None or form.name == "bf16":
+        # The new configuration does not describe FP8 weights that are not quantized again: they are dequantized.
+        if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint):
+            return []
+        form = DEQUANTIZED
+    if len(ref.shape) != 2 or ref.dtype not in ("BF16", "F16", "F32", "F8_E4M3"):
+        raise CheckpointError(
+            f"a {ref.dtype} tensor of shape {list(ref.shape)} cannot be {_made(form)}",
+            file=ref.path,
+            tensor=ref.name,
+            cure=_LEAVE_OUT if form is DEQUANTIZED else f"Keep it as it is: add {module!r} to `keep`",
+        )
+    quantizer(form).check(ref.name, *ref.shape, file=ref.path)
+    scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
+    if scale is not None:
+        refuse_codes(scale)
+        refuse_scale(scale.shape, *ref.shape, file=scale.path, tensor=scale.name)
+        used.add(scale.name)
+        used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
+    elif ref.dtype == "F8_E4M3":
+        raise CheckpointError(
+            "an FP8 weight has no scale",
+            file=ref.path,
+            tensor=ref.name,
+            cure=f"{module}.weight_scale_inv or .weight_scale is expected",
+        )
+    return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
+
+
+def _made(form: Format) -> str:
+    return "dequantized here" if form is DEQUANTIZED else f"quantized to {form.spelling}"
+
+
+def checkpoint_dequantizes(checkpoint: Checkpoint) -> bool:
+    """Whether the loader can dequantize the source (FP8) unit by unit."""
+    return checkpoint.quantization is not None and checkpoint.quantization.method in ("fp8_tensor", "fp8_channel", "fp8_block")
+
+
+def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
+    return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
+
+
+def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint, used: set[str]) -> list[Weight]:
+    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py and packed_scale.py."""
+    form = formats.get(packed.module) or formats.get(packed.experts)
+    if form is None or form.name == "bf16":
+        return []
+    _, rows, cols = ref.shape
+    size = rows * cols * DTYPES[ref.dtype].itemsize
+    scale = None
+    if ref.dtype == "F8_E4M3":
+        scale = scale_of(ref, packed.module, checkpoint.tensors)
+        used.update(scales_beside(packed.module, checkpoint.tensors))
+
+    def weight_of(block: PackedWeight) -> Weight:
+        stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
+        if scale is None:
+            return Weight(block.module, form, stored, joint=block.joint)
+        scaled = block_scale(ref, block, scale)
+        return Weight(block.module, form, stored, scaled.ref, scaled, block.joint)
+
+    weights = [weight_of(block) for block in blocks(ref, packed, checkpoint)]
+    for weight in weights[:2]:
+        quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
+    return weights
+
+
+def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit], first: Callable[[TensorRef], bool]) -> list[Unit]:
+    shard = {file.path: number for number, file in enumerate(checkpoint.shards)}
+
+    def place(unit: Unit) -> tuple[int, bool, int]:
+        if unit.plain is not None:
+            return shard[unit.plain.path], not first(unit.plain), unit.plain.offset
+        return min((shard[weight.stored.ref.path], True, weight.stored.offset) for weight in unit.weights)
+
+    return sorted(units, key=place)

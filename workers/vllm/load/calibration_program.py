@@ -1,0 +1,94 @@
+"""Measures how large the inputs of a model's layers become over a text, for formats whose activations have four bits. Writes nothing but
+its answer.
+
+The program is a child of a loading rank: it reads {"folder": PATH, "free_bytes": NUMBER, "text": TEXT, "parent": PID} from stdin and
+writes one JSON line, {"largest": {PARAMETER: MAGNITUDE}}. A parameter has transformers' own name, without `.weight`; experts that
+transformers packs are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparkd.checkpoint import read_checkpoint
+from workers.host import processes
+from workers.load.reference_model import running
+from workers.vllm.load.cpu_linear import has_bf16
+
+# The scale of an input is a power of two with room above: a longer text would not change it.
+MOST_TOKENS = 512
+
+
+def largest_inputs(folder: str, free_bytes: int, text: str) -> dict[str, float]:
+    """The largest magnitude of what is multiplied with each parameter; empty where the model cannot be run (reference_model.running)."""
+    dtype = torch.bfloat16 if has_bf16() else torch.float32
+    model_and_tokens = running(read_checkpoint(folder), free_bytes, text, MOST_TOKENS, dtype)
+    if model_and_tokens is None:
+        return {}
+    model, tokens = model_and_tokens
+    names = {
+        parameter.untyped_storage().data_ptr(): name.removesuffix(".weight")
+        for name, parameter in model.named_parameters()
+        if parameter.dim() in (2, 3)
+    }
+    largest: dict[str, float] = {}
+
+    def note(name: str, operand: torch.Tensor) -> torch.Tensor:
+        if operand.numel():
+            largest[name] = max(largest.get(name, 0.0), float(operand.abs().max()))
+        return operand
+
+    # Inference tensors would reach no dispatch mode as single products.
+    with torch.no_grad(), Operands(names, note):
+        model(tokens, use_cache=False)
+    return largest
+
+
+class Operands(TorchDispatchMode):
+    """A context in which every operation that multiplies with a parameter gets, as the operand before it, what `change` makes of that
+    operand and the parameter's name. names: by the address of the parameter's storage."""
+
+    def __init__(self, names: Mapping[int, str], change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._names = names
+        self._change = change
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = list(args)
+        for at, (operand, weight) in enumerate(pairwise(args)):
+            name = self._name(weight)
+            is_operand = isinstance(operand, torch.Tensor) and operand.is_floating_point() and operand.dim() > 1
+            if name is not None and is_operand and self._name(operand) is None:
+                given[at] = self._change(name, operand)
+        return function(*given, **(kwargs or {}))
+
+    def _name(self, tensor: Any) -> str | None:
+        is_matrix = isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3)
+        return self._names.get(tensor.untyped_storage().data_ptr()) if is_matrix else None
+
+
+def main() -> int:
+    # A rank that ends takes it along.
+    processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    request = json.load(sys.stdin)
+    if os.getppid() != request["parent"]:
+        return 1  # the rank ended before the line above
+    with contextlib.redirect_stdout(sys.stderr):
+        largest = largest_inputs(request["folder"], request["free_bytes"], request["text"])
+    sys.stdout.write(f"{json.dumps({'largest': largest})}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,431 @@
+"""The load format `spark_stream`: joins the streaming loader's modules to vLLM's model loader.
+
+Importing this module imports vLLM. See pipeline.py for the pass over the checkpoint, and trace.py for how a rank's share is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import logging
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, SparkdError
+from workers.cache.layout import Tensors
+from workers.cache.load_session import LoadSession, virtual_of
+from workers.cache.omitted import can_be_completed, completed, left_out, recipe_without
+from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
+from workers.cache.writer import CODES, CacheContent, CacheWriter
+from workers.load.input_scales import CURE, measured
+from workers.load.pipeline import SHAPE
+from workers.load.progress import ProgressFile
+from workers.load.reader import Reader
+from workers.load.settings import LoaderSettings
+from workers.load.trace import Trace
+from workers.load.virtual import VirtualCheckpoint
+from workers.quantization.calibration_file import calibration_file
+from workers.quantization.calibration_text import text_of
+from workers.vllm.load.ask_model import ask
+from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
+from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
+from workers.vllm.load.early_repack import Early
+from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
+from workers.vllm.load.method import NAME, formats_of, is_ours
+from workers.vllm.load.ranks import rank_of_world, ranks, tensor_parallel_rank
+from workers.vllm.load.repack import repack_in_place
+from workers.vllm.load.supported import refuse_unserved
+from workers.vllm.load.warmup import compile_kernels, make_ready
+from workers.vllm.symbols import symbol
+
+DefaultModelLoader: Any = symbol("DefaultModelLoader")
+current_platform: Any = symbol("current_platform")
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+# The first GPUs with FP4 tensor cores.
+_FP4_CAPABILITY = (10, 0)
+# The errors of a model class that does not accept a tensor.
+_MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
+
+
+def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
+    """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
+
+    A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
+    checkpoint in one of our formats. Raises ValueError with the reason if the checkpoint cannot be loaded.
+    """
+    checkpoint = None
+    try:
+        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {}, environ)
+        checkpoint = read_checkpoint(
+            local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
+        )
+        formats = settings.recipe.assign(checkpoint)
+        VirtualCheckpoint(checkpoint, formats)
+        refuse_unserved(checkpoint, formats, getattr(engine_args, "tensor_parallel_size", 1))
+        described = quantization_config(formats, linear_modules(checkpoint))
+        if not described and engine_args.quantization is None and current_platform.is_cpu():
+            described = _quantized_elsewhere(checkpoint)
+    except SparkdError as error:
+        extra_config = engine_args.model_loader_extra_config
+        if isinstance(extra_config, Mapping) and isinstance(path := extra_config.get("progress"), str):
+            # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
+            ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
+        raise ValueError(error.message) from None
+    for sentence in (*settings.recipe.notes, *formats.adjustments):
+        logger.info("sparkd: %s", sentence)
+    if not described:
+        return
+    if engine_args.quantization not in (None, NAME):
+        raise ValueError(
+            f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
+        )
+    if formats and current_platform.is_cuda() and not _may_be_cached(settings, engine_args.model):
+        make_ready(os.environ)
+    described["quant_method"] = NAME
+    overrides = engine_args.hf_overrides
+    if callable(overrides):
+
+        def override_both(config: Any) -> Any:
+            config = overrides(config)
+            config.quantization_config = described
+            return config
+
+        engine_args.hf_overrides = override_both
+        return
+    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
+
+
+def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's own configuration, if our CPU kernels serve it, as vLLM's may not (no AMX, no AVX-512); else {}."""
+    details = checkpoint.quantization.details if checkpoint.quantization is not None else {}
+    return dict(details) if in_our_formats(details) else {}
+
+
+def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
+    return settings.cache_dir is not None and has_entry(settings.cache_dir, model, settings.recipe.canonical())
+
+
+def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
+    """The checkpoint's folder. huggingface_hub fetches a Hub id, or finds it in its cache when offline."""
+    if os.path.isdir(model):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return str(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=["*.safetensors", "*.json"],
+                ignore_patterns=["consolidated*", "original/*"],
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
+            cure="Check the name, the network and HF_HUB_OFFLINE",
+        ) from error
+
+
+def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
+    """Raise CheckpointError if the model takes a tensor that the cache marks as damaged."""
+    for name in sorted(entry.damaged):
+        if trace is None or ((taken := trace.taken.get(name)) is not None and taken.region is not None):
+            raise CheckpointError("it holds NaN or Inf, or was made of a tensor that does", file=entry.folder, tensor=name)
+
+
+def _warn_of_unmeasured(count: int) -> None:
+    if count:
+        logger.warning("sparkd: %d modules in nvfp4-a4 have no measured input: they are less accurate. %s", count, CURE)
+
+
+@contextlib.contextmanager
+def _young_garbage_only() -> Iterator[None]:
+    """Let the garbage collector look only at objects that the load creates.
+
+    vLLM and torch are a million objects, and a load creates enough for several full collections: 1.3 of the 2.6 s that it took to ask
+    9,000 tensors where they go.
+    """
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+class SparkStreamLoader(DefaultModelLoader):
+    """Load format `spark_stream`: yields the tensors of a virtual quantized checkpoint to vLLM, each as soon as its bytes are read."""
+
+    def __init__(self, load_config: Any) -> None:
+        # The base class refuses unknown settings and formats, so it gets a copy without them.
+        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {}, os.environ)
+        plain = copy.copy(load_config)
+        plain.model_loader_extra_config = {}
+        plain.load_format = "safetensors"
+        super().__init__(plain)
+        self._virtual: VirtualCheckpoint | None = None
+        self._source: LoadSession | None = None
+        self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
+        self._progress: ProgressFile | None = None
+        self._handed = ""
+        self._unmeasured = 0
+        self._calibration: str | None = None
+        if current_platform.is_cpu():
+            try:
+                register_cpu_linear_kernels()
+            except SparkdError as error:
+                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
+                raise
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
+
+        If a cache will probably be read, nothing is compiled: nothing will be quantized, and Triton first hashes 400 MB of its own files.
+        """
+        if model_config.quantization == NAME and torch.cuda.is_available() and not _may_be_cached(self._settings, model_config.model):
+            described = getattr(model_config.hf_config, "quantization_config", None) or {}
+            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
+        return super().load_model(vllm_config, model_config, *args, **kwargs)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load as the base class does. Raises CheckpointError with file and tensor if vLLM's model class does not accept a tensor."""
+        try:
+            with _young_garbage_only():
+                super().load_weights(model, model_config)
+        except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
+            # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
+            is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
+            self._abandon(f"the load ended by {type(error).__name__}")
+            refused = self._refusal(error, model, is_placing=is_placing)
+            if refused is None:
+                raise
+            raise refused from error
+        finally:
+            self._source = None
+
+    def _abandon(self, reason: str) -> None:
+        if self._tensors is not None:
+            self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
+        if self._source is not None:
+            # Closing a generator that never ran closes nothing.
+            self._source.abandon(reason)
+            self._source.close()
+
+    def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
+        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
+
+        is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
+        """
+        if self._progress is None or isinstance(error, SparkdError):
+            return None
+        from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
+        is_mismatch = isinstance(error, _MISMATCHES) and not from_device
+        if not (is_placing and is_mismatch) or self._virtual is None:
+            self._progress.failed(ended(error))
+            return None
+        refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
+        self._progress.failed(refused.message, lasting=True)
+        return refused
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
+        self.counter_before_loading_weights = time.perf_counter()
+        progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
+        try:
+            source = self._prepared(model_config, model, progress)
+        except SparkdError as error:
+            progress.failed(error.message)
+            raise
+        self._tensors = self._streamed(source, model)
+        return self._tensors
+
+    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
+        checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            repack_in_place()
+            if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
+                logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
+        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint)) is not None:
+            try:
+                return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
+            except CheckpointError as error:
+                # If the checkpoint has the same fault, reading it raises the error again.
+                logger.info(
+                    "sparkd: the quantized cache %s does not suit this model: %s The checkpoint is read.", entry.folder, error.message
+                )
+                entry.close()
+            except BaseException:
+                entry.close()
+                raise
+        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
+        virtual = VirtualCheckpoint(checkpoint, formats)
+        if any(form.rounds_activations for form in formats.values()):
+            progress.begin(0, 0, "", "calibration")
+            text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
+            # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
+            # for no longer than gloo does, which is less than a large model takes.
+            inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
+            self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            virtual.input_scale = inputs.of
+            self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)
+            _warn_of_unmeasured(self._unmeasured)
+        return self._source_of(virtual, formats, model_config, model, device, checkpoint, progress)
+
+    def _source_of(
+        self,
+        virtual: VirtualCheckpoint,
+        formats: Mapping[str, Any],
+        model_config: Any,
+        model: torch.nn.Module,
+        device: torch.device,
+        checkpoint: Checkpoint,
+        progress: ProgressFile,
+        entry: CachedCheckpoint | None = None,
+    ) -> LoadSession:
+        """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
+        self._virtual = virtual
+        check = self._settings.enable_weights_track
+        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
+        if entry is not None:
+            _refuse_damaged(entry, trace)
+            _warn_of_unmeasured(entry.unmeasured_inputs)
+        reader = partial(
+            Reader,
+            block_bytes=self._settings.block_bytes,
+            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
+            pin=device.type == "cuda",
+            direct=self._settings.direct,
+        )
+        self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
+        source = self._source = LoadSession.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
+        if formats and self._settings.cache_dir is not None:
+            source = self._source = self._beside_cache(source, checkpoint, formats, device)
+        if trace is not None:
+            trace.forget_targets()
+        spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
+        progress.begin(
+            source.pipeline.bytes_total,
+            source.pipeline.units_total,
+            " ".join(spellings),
+            "checkpoint" if source.cached is None else "cache",
+        )
+        return source
+
+    def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
+        """The quantized cache of the whole model; None if there is none, or if this rank may have its own."""
+        if (cache_dir := self._settings.cache_dir) is None:
+            return None
+        recipe = self._settings.recipe.canonical()
+        rank, world = rank_of_world()
+        if world > 1 and os.path.isdir(os.path.join(cache_dir, entry_name(checkpoint, {**recipe, "ranks": ranks()}, (rank, world)))):
+            return None
+        return find(cache_dir, checkpoint, recipe, say=logger.info)
+
+    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> LoadSession:
+        """The session from the quantized cache if there is one; else `source` with a writer that creates the cache."""
+        cache_dir = str(self._settings.cache_dir)
+        recipe, tp_slice = self._settings.recipe.canonical(), None
+        candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
+        in_parts = (wanted := source.pipeline.handed_whole()) is None
+        wanted = source.pipeline.handed() if wanted is None else wanted
+        virtual = source.pipeline.virtual
+        left = left_out(virtual, wanted)
+        completes = bool(left) and not in_parts and rank_of_world()[1] == 1 and can_be_completed(virtual, left)
+        if left and not completes:
+            recipe = recipe_without(recipe, left)
+            candidates.append((recipe, None))
+        if in_parts:
+            recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
+            candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
+        for cached_recipe, part in candidates:
+            cached = find(cache_dir, checkpoint, cached_recipe, part, say=logger.info)
+            if cached is None:
+                continue
+            if served := source.from_cache(cached, wanted):
+                _warn_of_unmeasured(cached.unmeasured_inputs)
+                return served
+            cached.close()
+        handed = wanted if in_parts else source.pipeline.handed()
+        layout: Tensors = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in handed.items()}
+        plain = frozenset(name for name, tensor in handed.items() if tensor.plain and tensor.is_whole)
+        if completes:
+            layout, plain = completed(virtual, layout)
+        source.writer = CacheWriter(
+            cache_dir,
+            CacheContent(
+                checkpoint,
+                recipe,
+                tp_slice,
+                quantization_config(formats, linear_modules(checkpoint)),
+                layout,
+                plain=plain,
+                notes={
+                    SPELLINGS: sorted({form.spelling for form in formats.values()}),
+                    UNMEASURED_INPUTS: self._unmeasured,
+                    CALIBRATION: self._calibration,
+                },
+            ),
+            self._settings.cache_limit_bytes,
+            device=device,
+            on_state=source.progress.cache,
+        )
+        source.pipeline.sink = source.writer
+        return source
+
+    def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
+        started = time.perf_counter()
+        try:
+            for self._handed, tensor in source.tensors():
+                yield self._handed, tensor
+            self._early.wait()
+        except SparkdError as error:
+            source.progress.failed(error.message)
+            source.abandon(error.message)
+            raise
+        except GeneratorExit:
+            source.abandon("the load ended early")
+            raise
+        except BaseException as error:
+            source.abandon(f"the load ended by {type(error).__name__}")
+            source.progress.failed(ended(error))
+            raise
+        finally:
+            self._early.abandon()
+            source.close()
+        for more in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(more)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        pipeline = source.pipeline
+        for reason in (pipeline.fallback_reason, pipeline.unpinned_reason):
+            if reason:
+                logger.warning("sparkd: %s", reason)
+        logger.info(
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk; "
+            "%d modules were put into their kernels' layout meanwhile.",
+            pipeline.units_total,
+            pipeline.bytes_read / 2**30,
+            "checkpoint" if source.cached is None else "quantized cache",
+            seconds,
+            pipeline.bytes_read / seconds / 1e9,
+            " past the page cache" if pipeline.direct else "",
+            pipeline.waited_s,
+            len(self._early.done),
+        )
+        source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
+        source.finish()

@@ -1,0 +1,101 @@
+"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none. Never
+decides a format, never reads a weight.
+
+Importing this module imports vLLM. The configuration is the `quantization_config` of workers/vllm/load/config.py under the name `spark`,
+so a streamed model and an exported checkpoint have the same description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from workers.quantization.recipe import Format
+from workers.vllm.symbols import symbol
+
+RoutedExperts: Any = symbol("RoutedExperts")
+LinearBase: Any = symbol("LinearBase")
+QuantizeMethodBase: Any = symbol("QuantizeMethodBase")
+CompressedTensorsConfig: Any = symbol("CompressedTensorsConfig")
+CompressedTensorsLinearMethod: Any = symbol("CompressedTensorsLinearMethod")
+ParallelLMHead: Any = symbol("ParallelLMHead")
+current_platform: Any = symbol("current_platform")
+
+NAME = "spark"
+
+
+class SparkConfig(CompressedTensorsConfig):
+    """Matches modules and chooses schemes as compressed-tensors does; each module that stock vLLM cannot run gets a method of ours."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, *_args: Any, **_kwargs: Any) -> str | None:
+        """`spark` where the model's configuration names it, because the plugin has written it there."""
+        method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        return NAME if method == NAME and user_quant in (None, NAME) else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        own = self._own_method(layer, prefix)
+        return super().get_quant_method(layer, prefix) if own is None else own
+
+    def _own_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
+            if scheme is None or not _is_ours(form := format_of(scheme)):
+                return None
+            from workers.vllm.load.cpu_moe import packed_moe_method
+
+            return packed_moe_method(form, layer)
+        if isinstance(layer, LinearBase | ParallelLMHead) and (scheme := self.get_scheme_dict(layer, prefix)) is not None:
+            if not _is_ours(form := format_of(scheme)):
+                return None
+            from workers.vllm.load.cpu_linear import packed_scheme
+
+            if (packed := packed_scheme(form)) is not None:
+                layer.scheme = packed
+                return CompressedTensorsLinearMethod(self)
+        return None
+
+
+def _is_ours(form: Format) -> bool:
+    """Whether sparkd may have to serve a layer of this format on this platform; for nf4 on a GPU, its products are ready then."""
+    if form.name == "nf4" and not current_platform.is_cpu():
+        import workers.vllm.load.nf4_products  # noqa: F401 - Triton, which a CPU does without
+
+    return form.name == "nf4" or current_platform.is_cpu()
+
+
+def is_ours(method: Any) -> bool:
+    """Whether a module's method came from `SparkConfig` for a quantized weight: compressed-tensors' own, or one of ours."""
+    place = type(method).__module__
+    return isinstance(method, QuantizeMethodBase) and (".compressed_tensors" in place or place.startswith("workers.load."))
+
+
+def formats_of(described: Mapping[str, Any]) -> list[Format]:
+    """The weight formats that a `quantization_config` names."""
+    schemes = (CompressedTensorsConfig._quantization_scheme_map_from_config(dict(described)) or {}).values()
+    return list(dict.fromkeys(format_of(scheme) for scheme in schemes))
+
+
+def format_of(scheme: Any) -> Format:
+    """The weight format that a compressed-tensors scheme dictionary describes (the inverse of ct_config)."""
+    weights = scheme["weights"]
+    if weights.num_bits == 8:
+        return Format("fp8_block" if str(getattr(weights.strategy, "value", weights.strategy)) == "block" else "fp8", None)
+    if str(getattr(weights.type, "value", weights.type)) == "int":
+        return Format("int4", weights.group_size)
+    if str(weights.scale_dtype) == "torch.bfloat16":
+        return Format("nf4", weights.group_size)
+    if weights.group_size == 32:
+        return Format("mxfp4")
+    return Format("nvfp4" if scheme["input_activations"] is None else "nvfp4_a4")

@@ -1,0 +1,38 @@
+"""Owns this process's rank in the engine, and how ranks share the model, from vLLM's groups. Never changes a group; raises MissingSymbol
+where vLLM lacks one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.vllm.symbols import symbol
+
+
+def experts_are_spread() -> bool:
+    """Whether each rank has experts of its own (expert parallelism)."""
+    return bool(_parallel().enable_expert_parallel)
+
+
+def tensor_parallel_rank() -> int:
+    """This process's tensor-parallel rank; 0 without tensor parallelism."""
+    try:
+        return int(symbol("get_tensor_model_parallel_rank")())
+    except (AssertionError, RuntimeError):
+        return 0
+
+
+def ranks() -> dict[str, int | bool]:
+    """The engine's parallel sizes, for the key of a cache that holds one rank's part."""
+    parallel = _parallel()
+    return {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size, "ep": bool(parallel.enable_expert_parallel)}
+
+
+def rank_of_world() -> tuple[int, int]:
+    """(this rank, number of ranks) of the whole engine."""
+    from torch import distributed
+
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def _parallel() -> Any:
+    return symbol("get_current_vllm_config")().parallel_config
