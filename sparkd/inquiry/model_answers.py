@@ -53,7 +53,9 @@ _FRONT_END = frozenset({
     "pp", "model", "tokenizer", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
     "data-parallel-address", "download-dir", "generation-config",
 })  # fmt: skip
-_PROGRAMS = tuple(Path(workers.__file__).parent / "engine" / name for name in ("model_answer.py", "meta_model.py", "cuda_stand_in.py"))
+_PROGRAMS = tuple(
+    Path(workers.__file__).parent / "vllm" / "ask" / name for name in ("model_answer.py", "meta_model.py", "cuda_stand_in.py")
+)
 
 
 @dataclass(frozen=True, slots=True)

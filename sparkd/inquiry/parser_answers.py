@@ -33,7 +33,7 @@ Subject = tuple[Sequence[str], Mapping[str, str]]
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
 MOST_KEPT = 1024
-_PROGRAM = Path(workers.__file__).parent / "engine" / "parse_args.py"
+_PROGRAM = Path(workers.__file__).parent / "vllm" / "ask" / "parse_args.py"
 # Flags whose plain numbers every vLLM accepts: another number of theirs is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
 # Answers that this process received and no folder keeps. _silent: environments that gave no answer; they are not asked again.

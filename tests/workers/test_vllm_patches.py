@@ -14,12 +14,14 @@ SECTION = (ROOT / "docs/kv-cache.md").read_text().partition("## What is replaced
 
 # Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that docs/kv-cache.md has for it.
 REPLACED = {
-    ("workers/plugin.py", "EngineArgs.create_model_config"): ("EngineArgs.create_model_config",),
+    ("workers/plugin.py", "engine_args.create_model_config"): ("EngineArgs.create_model_config",),
     ("workers/vllm/ray/engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
-    ("workers/vllm/load/repack.py", "setattr(module, name, ours)"): tuple(name for _, name, *_ in _BY_EXPERT),
+    ("workers/vllm/load/repack.py", "setattr(module, name, ours)"): tuple(name for name, *_ in _BY_EXPERT),
     ("workers/vllm/load/early_repack.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
     ("workers/vllm/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
-    ("workers/vllm/kv/prompt_logprobs.py", "setattr(module, _V2, rows_at_a_time(function))"): ("compute_prompt_logprobs_with_chunking",),
+    ("workers/vllm/kv/prompt_logprobs.py", "setattr(sys.modules[function.__module__], _V2, rows_at_a_time(function))"): (
+        "compute_prompt_logprobs_with_chunking",
+    ),
     ("workers/vllm/kv/prompt_logprobs.py", "runner.model"): ("model",),
     ("workers/vllm/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
     ("workers/vllm/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
@@ -67,8 +69,10 @@ OWN = {
     ("workers/files/direct_target.py", "libc.fallocate.argtypes"),
     ("workers/load/mix_program.py", "layer.forward"),  # of transformers' model in a process of its own
 }
-INSIDE = [ROOT / "workers" / name for name in ("plugin.py", "engine/headless.py", "ray_executor/engine.py", "ray_executor/cpu_platform.py")]
-INSIDE += [path for folder in ("stream", "kv", "quantization") for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]
+# A question about a model is answered in a child of its own, which serves nothing.
+FOLDERS = ("cache", "files", "kv", "load", "quantization", "vllm/kv", "vllm/load", "vllm/ray")
+INSIDE = [ROOT / "workers/plugin.py", ROOT / "workers/vllm/headless.py"]
+INSIDE += [path for folder in FOLDERS for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]
 
 
 @functools.cache

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from sparkd.errors import MissingSymbol
-
 # The names are those that engines are started with; what they name needs vLLM, which this package does not.
 _CLASSES = {"SparkWorker": "workers.vllm.kv.cuda", "SparkCPUWorker": "workers.vllm.kv.cpu"}
 __all__ = ["SparkCPUWorker", "SparkWorker"]
@@ -16,6 +14,8 @@ def __getattr__(name: str) -> Any:
     """Import a worker class when vLLM asks for it, so that the arithmetic can be used without vLLM."""
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sparkd.errors import MissingSymbol
+
     try:
         return getattr(importlib.import_module(_CLASSES[name]), name)
     except (ImportError, MissingSymbol) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparkd.errors import CheckpointError
 
 # The text that comes with sparkd.
-OWN = Path(__file__).parents[1] / "stream" / "calibration.txt"
+OWN = Path(__file__).parents[1] / "load" / "calibration.txt"
 LEAST_BYTES, MOST_BYTES = 1 << 10, 1 << 20
 _CURE = "Write the path of a text in UTF-8, of 1 KiB to 1 MiB, that every node has; or leave `calibration` out"
 

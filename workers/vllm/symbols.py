@@ -17,7 +17,7 @@ from sparkd.errors import MissingSymbol
 
 SUPPORTED = ("0.32", "0.33")
 
-# What happens where one of them is missing.
+# The consequence of one that is missing.
 LOAD = "a load with `quantize` is refused; other models are served as before"
 CACHE = "vLLM sizes its KV cache itself"
 PLAN = "a plan is an estimate"
@@ -207,6 +207,11 @@ def lacking(what: str) -> str:
     )
 
 
+def release() -> str:
+    """The installed vLLM's."""
+    return str(importlib.import_module("vllm").__version__)
+
+
 def missing() -> dict[str, str]:
     """The names that the installed vLLM lacks, and what happens without each."""
     return {name: row.without for name, row in TABLE.items() if not has(name)}
@@ -216,8 +221,7 @@ def main() -> None:
     """Print {"vllm": its version, "missing": {name: what happens without it}}."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM greets on stdout
-    version = str(importlib.import_module("vllm").__version__)
-    json.dump({"vllm": version, "missing": missing()}, out)
+    json.dump({"vllm": release(), "missing": missing()}, out)
     out.flush()
 
 

@@ -41,7 +41,7 @@ from workers.cache.writer import CODES, CacheContent, CacheWriter
 from workers.files import direct_target
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 RECIPE = {"format": "nvfp4", "layers": []}
 DESCRIBED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.errors import MissingSymbol
 from tests.support.facts import facts
 from tests.support.waiting import HUNG_S
 from tests.workers.kv.test_sizing import BLOCK, DEMAND, NEED, STOCK, Machine, at_once
@@ -20,7 +21,6 @@ from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import EXIT_CODE, Sizing
-from workers.vllm.kv.costs import Missing
 
 __all__ = ["at_once"]  # a fixture
 
@@ -183,7 +183,7 @@ def test_a_symbol_that_one_rank_lacks_leaves_it_to_vllm_on_all(pair):
     one, other = pair
 
     def need() -> CacheCosts:
-        raise Missing("get_kv_cache_groups")
+        raise MissingSymbol("it is missing", symbol="get_kv_cache_groups")
 
     other.need = need
     assert start(one, other) == [STOCK] * 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.errors import MissingSymbol
 from tests.support.facts import facts
 from tests.support.waiting import HUNG_S
 from workers.kv.advice import Cure, advised
@@ -20,7 +21,6 @@ from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.request import PLENTY_BYTES
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
-from workers.vllm.kv.costs import Missing
 
 BLOCK = GIB // 256
 NEED = CacheCosts(per_request=GIB, least=GIB + BLOCK, max_model_len=8192)
@@ -52,7 +52,7 @@ class Machine:
     def rehearse(self, scale: float) -> Demand:
         self.did.append(f"rehearse {scale}")
         if self.missing:
-            raise Missing(self.missing)
+            raise MissingSymbol("it is missing", symbol=self.missing)
         if self.ran_out:
             raise RanOut(self.ran_out)
         return self.demand
@@ -144,7 +144,7 @@ def test_an_engine_may_grow_by_what_a_real_batch_takes_beyond_the_kept_one(tmp_p
     assert told(other)["growth_bytes"] == size // 2 + PLENTY_BYTES, "no batch was rehearsed"
 
 
-@pytest.mark.parametrize("error", [Missing("_dummy_run"), TypeError("unexpected keyword"), AssertionError()])
+@pytest.mark.parametrize("error", [MissingSymbol("it is missing", symbol="_dummy_run"), TypeError("unexpected keyword"), AssertionError()])
 def test_a_release_that_runs_no_largest_batch_on_the_real_cache_is_ready_all_the_same(tmp_path, caplog, monkeypatch, error):
     machine = Machine(40 * GIB)
     sizing, size = start(machine, tmp_path)

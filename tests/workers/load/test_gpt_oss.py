@@ -179,13 +179,6 @@ def test_what_vllms_class_cannot_take_is_said_before_anything_is_loaded(
     assert "\n" not in caught.value.message
 
 
-def test_an_older_vllm_takes_none(folder: Path, stock: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(stock, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD")
-    with pytest.raises(CheckpointError, match=r"\(MXFP4\), .*int4-g32.*vLLM 0\.32"):
-        described(folder, "int4-g32")
-    described(folder, {"format": "int4-g32", "keep": ["experts"]})
-
-
 @pytest.mark.parametrize(("quantize", "served_there"), [("int4-g32", True), ("mxfp4", False)])
 def test_on_a_gpu_only_int4_has_biases(
     folder: Path, one_rank: None, quantize: str, served_there: bool, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from tests.support.facts import facts
 from tests.workers.load.loading import load, wait_for_cache
 from workers import plugin
 from workers.cache.store import CALIBRATION, entries
-from workers.load import calibration_program, input_scales
+from workers.load import input_scales
 from workers.load.input_scales import LARGEST, UNMEASURED, InputScales, divisor_of, measured
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import FOLDER
@@ -27,6 +27,7 @@ from workers.quantization.calibration_text import MOST_BYTES, text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
+from workers.vllm.load import calibration_program
 
 PLENTY = 1 << 40
 LAYER = "model.layers.0"

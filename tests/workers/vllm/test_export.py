@@ -308,7 +308,7 @@ def test_the_vllm_beside_it_is_asked_before_anything_is_written(tmp_path: Path) 
 
     done = subprocess.run(
         [sys.executable, "-m", "workers.vllm.export"],
-        input=json.dumps({"source": str(source), "quantize": RECIPE, "target": str(tmp_path / "deep" / "out"), "device": "cpu"}),
+        input=json.dumps({"source": str(source), "quantize": "nvfp4", "target": str(tmp_path / "deep" / "out"), "device": "cpu"}),
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,

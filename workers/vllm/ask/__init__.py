@@ -1,1 +1,1 @@
-"""Programs and guards that run in the engine's own Python."""
+"""Owns what is asked of vLLM about a model or a flag, in children of the engine's own Python."""

@@ -59,7 +59,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from workers.host import processes
-from workers.vllm.symbols import symbol
+from workers.vllm.symbols import release, symbol
 
 SECONDS = 60.0
 MEMORY_BYTES = 8 * 2**30
@@ -116,7 +116,6 @@ def _import(platform: str, out: TextIO) -> dict[str, Any]:
         major, minor = number.split(".")
         stands_in = stand_in((int(major), int(minor)))
     import torch
-    import vllm
 
     current_platform = symbol("current_platform")
     load_general_plugins = symbol("load_general_plugins")
@@ -129,7 +128,7 @@ def _import(platform: str, out: TextIO) -> dict[str, Any]:
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     name = f"cuda:{capability.major}.{capability.minor}" if capability is not None else str(current_platform.device_name)
     _write(out, {"progress": "ready", "seconds": round(time.monotonic() - began, 3)})
-    return {"vllm": str(vllm.__version__), "platform": name, "stand_in": stands_in}
+    return {"vllm": release(), "platform": name, "stand_in": stands_in}
 
 
 def _answer(question: Mapping[str, Any], seconds: float, memory: int) -> dict[str, Any]:

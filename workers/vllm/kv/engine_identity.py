@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import vllm
 
 from workers.host.hub_cache import snapshot_of
 from workers.kv.profiles import checkpoint_of, key_of
+from workers.vllm.symbols import release, symbol
 
 # The loader's setting that changes the weights in memory; the rest are paths and limits.
 _RECIPE = "quantize"
@@ -68,7 +68,7 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
     model, scheduler, parallel = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.parallel_config
     loader = vllm_config.load_config
     return {
-        "vllm": vllm.__version__,
+        "vllm": release(),
         "torch": torch.__version__,
         "config": vllm_config.compute_hash(),
         "checkpoint": _checkpoint(model, loader),
@@ -97,7 +97,7 @@ def multimodal_of(config: Any) -> dict[str, Any] | None:
 def environment_of(environ: Mapping[str, str]) -> str:
     """A digest of the variables that change memory, because a profile's file must not hold their values."""
     named = {name: environ[name] for name in VARIABLES if name in environ}
-    factors = getattr(vllm.envs, "compile_factors", None)
+    factors = getattr(symbol("envs"), "compile_factors", None)
     own = factors() if factors is not None else {name: value for name, value in environ.items() if name.startswith("VLLM_")}
     return key_of({"named": named, "vllm": own})
 

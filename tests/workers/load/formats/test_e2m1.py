@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.stream import reference
+from tests.workers.load import reference
 from workers.load.formats import e2m1
 from workers.load.formats.groups import pack
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.stream import reference, weights
+from tests.workers.load import reference, weights
 from workers.load.formats import quantizer
 from workers.load.formats.nf4 import LEVELS
 from workers.load.formats.nvfp4 import rounded_activations

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.workers.stream import reference, weights
+from tests.workers.load import reference, weights
 from workers.load.formats import quantizer
 from workers.quantization.formats import SPELLINGS, Format
 

@@ -14,7 +14,7 @@ import torch
 from sparkd.errors import CheckpointError
 from tests.support.facts import facts
 from tests.support.waiting import HUNG_S
-from tests.workers.stream import weights
+from tests.workers.load import weights
 from workers.load.formats import amax, global_scale, quantizer
 from workers.quantization.formats import SPELLINGS, Format
 
@@ -174,7 +174,7 @@ def test_temporaries_are_small_whatever_the_shape() -> None:
 _KERNELS = """
 import json, sys
 import torch
-from tests.workers.stream import weights
+from tests.workers.load import weights
 from workers.load.formats import quantizer, triton_kernels
 from workers.quantization.recipe import Format
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
-from tests.workers.stream import reference
+from tests.workers.load import reference
 from workers.load.formats import quantizer
 from workers.load.formats.fp8_source import dequantize_fp8, holds_codes, restated_fp8
 from workers.quantization.formats import Format

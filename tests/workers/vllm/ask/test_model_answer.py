@@ -16,7 +16,7 @@ from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
 from workers.vllm.ask.model_question import DRAFT as MOVED
 
-CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
+CONFIGS = Path(__file__).parents[3] / "fixtures/configs"
 DRAFT = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
 # Of the small one's two layers, its embedding and its head.
 SMALL_BYTES = 2 * (2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096) + 4096 + 2 * 128_256 * 4096)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from workers.vllm.kv import prompt_logprobs
 from workers.vllm.kv.prompt_logprobs import ROWS, bound, rehearse
+from workers.vllm.symbols import TABLE
 
 VOCABULARY, WIDTH = 50, 8
 
@@ -87,10 +87,10 @@ def test_the_second_runners_function_is_replaced_once(monkeypatch: pytest.Monkey
         asked.append(ids.shape[0])
         return ids, hidden * most
 
-    module = ModuleType(prompt_logprobs._MODULE)
+    (home,) = TABLE["compute_prompt_logprobs_with_chunking"].homes
+    module, stock.__module__ = ModuleType(home), home
     module.compute_prompt_logprobs_with_chunking = stock  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, prompt_logprobs._MODULE, module)
-    monkeypatch.setattr(prompt_logprobs.importlib, "import_module", lambda _name: module)
+    monkeypatch.setitem(sys.modules, home, module)
     bound(SimpleNamespace())
     bound(SimpleNamespace())
     ids, hidden = torch.arange(2 * ROWS + 1), torch.randn(2 * ROWS + 1, WIDTH)
@@ -101,10 +101,8 @@ def test_the_second_runners_function_is_replaced_once(monkeypatch: pytest.Monkey
 
 
 def test_a_release_that_has_it_elsewhere_is_said_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def missing(_name: str) -> ModuleType:
-        raise ImportError
-
-    monkeypatch.setattr(prompt_logprobs.importlib, "import_module", missing)
+    (home,) = TABLE["compute_prompt_logprobs_with_chunking"].homes
+    monkeypatch.setitem(sys.modules, home, None)
     bound(SimpleNamespace())
     assert "log-probabilities" in caplog.text
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.late import Late
-from workers.kv import encoders, rehearsal
+from workers.vllm.kv import encoders, rehearsal
 from workers.vllm.kv.rehearsal import all_decoding, profiled, smaller_batches
 
 

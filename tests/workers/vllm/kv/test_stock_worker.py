@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from sparkd.errors import MissingSymbol
 from tests.support.facts import facts
 from tests.workers.kv.test_sizing import NEED, Machine, at_once, told
 from workers.kv.arithmetic import GIB, CacheCosts
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import Sizing
-from workers.vllm.kv.costs import Missing
 from workers.vllm.kv.sized_worker import SizedWorker
 
 __all__ = ["at_once"]  # a fixture
@@ -39,7 +39,7 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
 
     def need() -> CacheCosts:
         if not counted:
-            raise Missing("vllm.v1.core.kv_cache_utils.get_kv_cache_groups")
+            raise MissingSymbol("it is missing", symbol="vllm.v1.core.kv_cache_utils.get_kv_cache_groups")
         return NEED
 
     def stock(within: int | None) -> int:
@@ -92,12 +92,12 @@ def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(mon
 
     def need() -> CacheCosts:
         if lacks:
-            raise Missing(counts)
+            raise MissingSymbol("it is missing", symbol=counts)
         return NEED
 
     def requests_in(*_: Any) -> float:
         if lacks:
-            raise Missing(counts)
+            raise MissingSymbol("it is missing", symbol=counts)
         return 3.0
 
     monkeypatch.setattr("workers.vllm.kv.sized_worker.requests_in", requests_in)

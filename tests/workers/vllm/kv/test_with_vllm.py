@@ -131,7 +131,7 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
 
 @pytest.mark.parametrize(
     ("release", "images", "gib"),
-    [("function", 3.0, 3), ("function", None, 0), ("another function", 3.0, 0), ("method", 3.0, 3), ("neither", 3.0, 0)],
+    [("function", 3.0, 3), ("function", None, 0), ("another function", 3.0, 0), ("none", 3.0, 0)],
 )
 @pytest.mark.parametrize("integrated", [False, True])
 def test_what_decodes_images_has_its_part_of_the_device(monkeypatch, rehearsal, release, images, gib, integrated):
@@ -145,8 +145,6 @@ def test_what_decodes_images_has_its_part_of_the_device(monkeypatch, rehearsal, 
         monkeypatch.setattr("vllm.multimodal.gpu_ipc_memory.reserve_mm_ipc_gpu_memory", lambda _size: 0)
     elif release != "function":
         monkeypatch.delattr("vllm.multimodal.gpu_ipc_memory.reserve_mm_ipc_gpu_memory")
-    if release == "method":
-        worker._reserve_mm_ipc_gpu_memory = lambda size: size - int(images * GIB)  # type: ignore[attr-defined]
     worker._rehearsal = rehearsal
     worker._sizing = SimpleNamespace(determine=lambda _stock: rehearsal.read().room)  # type: ignore[assignment]
     assert worker.determine_available_memory() == (7 - gib) * GIB == worker.available_kv_cache_memory_bytes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparkd.errors import CheckpointError, MissingSymbol
+from sparkd.errors import CheckpointError
 from tests.support.late import Late
 from tests.workers.load.products import assert_product
 from workers.load.formats import quantizer
@@ -241,9 +241,3 @@ def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
     assert not kind.can_implement(
         kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4, torch.bfloat16, 64, True)
     )[0]
-
-
-def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cpu_linear._SYMBOLS, "ModelWeightParameter", "vllm.model_executor.elsewhere")
-    with pytest.raises(MissingSymbol, match=r" vllm\.model_executor\.elsewhere\.ModelWeightParameter"):
-        packed_scheme(Format("nvfp4"))

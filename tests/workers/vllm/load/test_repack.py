@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
 import types
+from types import ModuleType
 
 import pytest
 import torch
 
 from workers.vllm.load import repack
+from workers.vllm.symbols import TABLE
 
 
 def interleaved(weight: torch.Tensor, scale: torch.Tensor, both: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +61,9 @@ def test_a_result_of_another_size_gets_memory_of_its_own(monkeypatch):
 
 
 def test_a_release_without_the_function_is_named(monkeypatch):
-    monkeypatch.setattr(repack, "_BY_EXPERT", (("workers.load.trace", "no_such_function", (0,), None),))
-    assert repack.repack_in_place() == ["workers.load.trace.no_such_function"]
+    home = TABLE["gptq_marlin_moe_repack"].homes[0]
+    monkeypatch.setitem(sys.modules, home, ModuleType(home))
+    assert f"{home}.gptq_marlin_moe_repack" in repack.repack_in_place()
 
 
 class Nvfp4Layer:
