@@ -19,6 +19,8 @@ from typing import Any
 import httptools
 import pytest
 
+import sparkd
+import workers
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
 from tests.support.facts import facts
@@ -129,7 +131,8 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
     (site / "httptools").symlink_to(Path(httptools.__file__).parent)  # what the stub needs, as vLLM's environment has it
     plugin = place.root / "plugin"
     plugin.mkdir()
-    (plugin / "workers").symlink_to(Path(lifecycle.__file__).parents[1])
+    for package in (workers, sparkd):  # as the agent's plugin folder has them
+        (plugin / package.__name__).symlink_to(Path(package.__file__).parent)
     bare = subprocess.run([runtime, "-I", "-c", "import sparkd"], capture_output=True, text=True, check=False)
     assert "No module named 'sparkd'" in bare.stderr
     lifecycle.spawn(place.spec(runtime=runtime, entrypoint="workers.stub", pythonpath=(str(plugin),)))

@@ -297,13 +297,13 @@ print("INFO: whatever a vLLM says of itself")
 
 
 def test_the_vllm_beside_it_is_asked_before_anything_is_written(tmp_path: Path) -> None:
-    """One whose class takes no experts of ours, and which writes to stdout."""
+    """One whose class takes no second scale of experts, and which writes to stdout."""
     model = gpt_oss("bf16")
     source = write_checkpoint(tmp_path / "gpt-oss", model.config, model.entries)
     for package in ("vllm", "vllm/model_executor", "vllm/model_executor/models"):
         (tmp_path / "other" / package).mkdir(parents=True)
         (tmp_path / "other" / package / "__init__.py").write_text(STOCK if package == "vllm" else "")
-    (tmp_path / "other" / "vllm" / "model_executor" / "models" / "gpt_oss.py").write_text("")
+    (tmp_path / "other" / "vllm" / "model_executor" / "models" / "gpt_oss.py").write_text("_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD = {}")
     path = os.pathsep.join((str(tmp_path / "other"), str(ROOT)))
 
     done = subprocess.run(
@@ -319,7 +319,7 @@ def test_the_vllm_beside_it_is_asked_before_anything_is_written(tmp_path: Path) 
     *_, last = map(json.loads, done.stdout.splitlines())
     assert (done.returncode, last["event"], (tmp_path / "deep").exists()) == (1, "error", False)
     assert last["message"].startswith(f"{source}/model-0")
-    assert facts(last["message"]).endswith(".gate_up_proj MXFP4 int4-g32 0.32 experts keep")
+    assert facts(last["message"]).endswith(".gate_up_proj nvfp4 layers: {experts: mxfp4} experts keep")
 
 
 def test_the_program_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
