@@ -4,7 +4,8 @@ Two network namespaces, a real daemon, two raylets, vLLM's CPU build: tensor par
 pipeline of two stages. For each: seconds until READY; the largest difference of a log-probability from the same model on one node; then
 rank 1 is killed: as what and when that was noticed, READY again after how long, the difference then, and processes left behind. Exit code
 1 where a difference is 0.05 or more, nothing was noticed within 10 s, or anything was left. --stub: the first way alone with the stub
-engine, which differs by 1 where its answer does.
+engine, which differs by 1 where its answer does. --gpu: two GPUs, one for each node, and NCCL over sockets through the cable between the
+namespaces, for these have no RDMA.
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ STUB = Engine("workers.stub", _text, lambda one, other: float(one != other), ("w
 def main() -> int:
     parser = Parser("tests.bench.team", __doc__, stub=True)
     parser.add_argument("--stub", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     asked = parser.parse_args()
     engine, ways = (STUB, WAYS[:1]) if asked.stub else (VLLM, WAYS)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="st") as name:
         folder = Path(name)
-        models = {model: entry | {"entrypoint": engine.entrypoint} for model, entry in vllm_models(folder).items()}
-        with two_sparks(folder, models) as pair:
+        models = {model: entry | {"entrypoint": engine.entrypoint} for model, entry in vllm_models(folder, on_gpu=asked.gpu).items()}
+        with two_sparks(folder, models, gpus=asked.gpu) as pair:
             alone = {model: _said_by(pair, engine, model) for model in dict.fromkeys(single for _, single, _ in ways)}
             print(HEAD, flush=True)
             for model, single, way in ways:

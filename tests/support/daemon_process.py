@@ -44,7 +44,7 @@ class DaemonProcess:
         self.config = folder / "sparkd.yaml"
         self.state_dir = folder / "state"
         self.output = folder / "daemon.log"
-        self._environ = environ or {}
+        self.environ = dict(environ or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(base_url=self.url, headers={"x-sparkd-client": "test"}, timeout=HUNG_S, trust_env=False)
         self.configure(settings)
@@ -70,7 +70,7 @@ class DaemonProcess:
             self.process = subprocess.Popen(
                 [*through, *serve],
                 cwd=self.root,
-                env=os.environ | self._environ,
+                env=os.environ | self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

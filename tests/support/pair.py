@@ -125,10 +125,13 @@ class Pair:
 
 
 @contextlib.contextmanager
-def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair]:
-    """Started, with Ray connected on the first; the second joins, and is started again when it ends. At the end everything is killed."""
+def two_sparks(folder: Path, models: dict[str, dict[str, Any]], *, gpus: bool = False) -> Iterator[Pair]:
+    """Started, with Ray connected on the first; the second joins, and is started again when it ends. At the end everything is killed.
+
+    gpus: the first node has this machine's first GPU, the second its second.
+    """
     with two_nodes() as (here, there), here.entered():
-        made = pair_of(folder, here, there, models)
+        made = gpu_pair_of(folder, here, there, models) if gpus else pair_of(folder, here, there, models)
         with started(made):
             token = (made.daemon.state_dir / "ray.token").read_bytes()
             made.ray_node.start("join", made.head, "--token", "-", stdin=token)
@@ -160,6 +163,16 @@ def shared_model(folder: Path, **env: str) -> dict[str, Any]:
     """The configuration of a stub over both nodes."""
     folder.mkdir(exist_ok=True)
     return {"model": str(folder), "memory_gib": 3, "tensor_parallel": 2, "env": env}
+
+
+def gpu_pair_of(folder: Path, here: Namespace, there: Namespace, models: dict[str, dict[str, Any]]) -> Pair:
+    made = pair_of(folder, here, there, models)
+    settings = {"cluster": {"node_ip": here.address, "port": RAY_PORT}, "backoff": {"initial_s": 1, "max_s": 4}, "models": models}
+    made.daemon.configure(settings)
+    made.ray_node.settings = {"memory": {"guard": "off"}}
+    for process, gpu in ((made.daemon, "0"), (made.ray_node, "1")):
+        process.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    return made
 
 
 def pair_of(

@@ -14,9 +14,25 @@ POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
 Said = list[dict[str, float]]
 
 
-def vllm_models(folder: Path) -> dict[str, dict[str, Any]]:
+def vllm_models(folder: Path, *, on_gpu: bool = False) -> dict[str, dict[str, Any]]:
     """split (native ranks) and rayed (vLLM's Ray executor) share tensors, and whole is the same model on one node; piped has three heads,
-    which no two ranks share, and alone is that on one. The shared ones need 5 GiB on one node, and 4 on each of two."""
+    which no two ranks share, and alone is that on one. The shared ones need 5 GiB on one node, and 4 on each of two.
+
+    on_gpu: each node has a GPU. Both nodes have one host name, which vLLM's own all-reduce takes for one machine.
+    """
+    if on_gpu:
+        shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 8, "hidden_size": 1024}
+        model = _chat_model(folder / "moe", **shape)
+        env = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        shared = {"model": str(model), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 8, "memory_gib": 20, "env": env}
+        shared |= {"extra_args": ["--disable-custom-all-reduce"], "kv_cache": {"tokens": 8192}}
+        return {
+            "split": shared | {"tensor_parallel": 2},
+            "rayed": shared | {"tensor_parallel": 2, "executor": "ray"},
+            "piped": shared | {"tensor_parallel": 1, "pipeline_parallel": 2},
+            "whole": shared | {"tensor_parallel": 1},
+            "alone": shared | {"tensor_parallel": 1},
+        }
     vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
     vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
     odd = vllm | {"model": str(_chat_model(folder / "odd", num_attention_heads=3, num_key_value_heads=3))}
