@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from sparkd import metrics
 from sparkd.errors import ModelCannotLoad, RequestCancelled, SparkdError
+from sparkd.gateway.body import Members
 from sparkd.gateway.responses import RawHeaders, error_bytes
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
@@ -27,6 +28,7 @@ _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,12})')
 
+_NO_MEMBERS = Members()
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
 
@@ -73,11 +75,11 @@ class OpenTrace(Protocol):
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
-    `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
-    all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
-    `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of the client's key; `tokens`
-    is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are made
-    of the request. `anthropic` says that the client speaks Anthropic's API.
+    `body` is held until an engine has it; `outline` is the part of it that sparkd reads, `members` is what that says; `reserved` is its
+    share in bytes of the limit on all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its
+    `stop` aborts that work. `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of
+    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace`
+    is set where spans are made of the request. `anthropic` says that the client speaks Anthropic's API.
     """
 
     __slots__ = (
@@ -91,6 +93,7 @@ class Exchange:
         "gone",
         "heartbeat",
         "key",
+        "members",
         "model",
         "outline",
         "pipe",
@@ -122,6 +125,7 @@ class Exchange:
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
         self.outline: bytes | bytearray = b""
+        self.members = _NO_MEMBERS
         self.reserved = 0
         self.whole = False
         self.gone = False
