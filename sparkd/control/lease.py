@@ -297,7 +297,6 @@ class LeaseQueue:
         for record in self._models():
             left_s = record.queue.abandoned_at_s
             if left_s is not None and self._clock() - left_s >= ABANDONED_S:
-                record.queue.abandon(None)
                 self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
