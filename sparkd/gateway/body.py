@@ -53,7 +53,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Read(msgspec.Struct):
-    """What one pass over a body finds. msgspec hands the hook the value of `model`, and the others as the bytes that were sent."""
+    """The values that one pass over a body finds: msgspec hands the hook that of `model`, and leaves the others as their bytes."""
 
     model: _Value | None = None
     stream: msgspec.Raw = _ABSENT
