@@ -17,7 +17,6 @@ from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     ABSENT,
-    BadRequest,
     DoesNotFit,
     Draining,
     ModelCannotLoad,
@@ -195,9 +194,6 @@ class LeaseQueue:
             record.queue.turn_away(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
-        if need is not None and need.lacks:
-            members = " or ".join(f"`{member}`" for member in need.lacks)
-            raise BadRequest(f"The body has no {members}, so {record.name} is not loaded for it: add it.", param=need.lacks[0])
         self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
@@ -216,14 +212,14 @@ class LeaseQueue:
     async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
         if wait_s is None:
             wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
-        if record.desired.want is not Want.RUNNING:
-            self._wishes.want(record.name, Want.RUNNING, "request")
-            record.queue.forget_promise()
-        if waits is not None:
+        if waits is not None:  # first: it may refuse the request
             waits(
                 lambda: view(self._roster, record, self._clock()).loading(),
                 bool(record.spec and self._roster.config.tells_loading(record.spec)),
             )
+        if record.desired.want is not Want.RUNNING:
+            self._wishes.want(record.name, Want.RUNNING, "request")
+            record.queue.forget_promise()
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.queue.wait(waiter, self._clock())
         try:
@@ -301,7 +297,6 @@ class LeaseQueue:
         for record in self._models():
             left_s = record.queue.abandoned_at_s
             if left_s is not None and self._clock() - left_s >= ABANDONED_S:
-                record.queue.abandon(None)
                 self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:

@@ -12,9 +12,9 @@ class RequestQueue:
     """Times are monotonic seconds.
 
     questions: the daemon's own test requests that the engine works on. They do not count as a use of the model. waiters: in order of
-    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. abandoned_at_s: when a client left that waited
-    for a load. asked_since_s: since when the model is requested while it is not READY. unanswered: every recent client gave up, or its
-    connection broke, before the engine answered.
+    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. asked_since_s: since when the model is
+    requested while it is not READY. abandoned_at_s: when a client last left that waited for that load. unanswered: every recent client
+    gave up, or its connection broke, before the engine answered.
     """
 
     __slots__ = ("abandoned_at_s", "asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
@@ -60,7 +60,7 @@ class RequestQueue:
 
     def withdraw(self) -> None:
         """The model is no longer requested."""
-        self.asked_since_s = None
+        self.asked_since_s = self.abandoned_at_s = None
 
     def promise(self, now_s: float) -> None:
         """The gateway asked a client to retry later."""
@@ -69,8 +69,8 @@ class RequestQueue:
     def forget_promise(self) -> None:
         self.promised_at_s = None
 
-    def abandon(self, now_s: float | None) -> None:
-        """A client left that waited for a load; None: that is settled."""
+    def abandon(self, now_s: float) -> None:
+        """A client left that waited for a load."""
         self.abandoned_at_s = now_s
 
     def wait(self, waiter: asyncio.Future[None], now_s: float) -> None:
@@ -82,7 +82,7 @@ class RequestQueue:
 
     def open(self, now_s: float) -> None:
         """The model is READY: everyone who waits may go in, and its time without use begins."""
-        self.asked_since_s = None
+        self.asked_since_s = self.abandoned_at_s = None
         self.unanswered = False
         self.last_used_s = now_s
         for waiter in self.waiters:

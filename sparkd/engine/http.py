@@ -36,13 +36,13 @@ _CRLF = b"\r\n"
 _GONE = "The engine does not take connections; it may be restarting. Try again soon."
 _BROKEN_OFF = "The engine ended its answer early. Its log may say why."
 
-# A chunk of n bytes, framing included, begins with _CHUNK_HEADS[n]. The lookup takes half the time of parsing. Some n are impossible, such
-# as 21; their entry is longer than any read that is compared with it.
+# _CHUNKS[n] has what a chunk of n bytes, framing included, begins with, and its size without. The lookup takes half the time of parsing.
+# Some n are impossible, such as 21; their entry is longer than any read that is compared with it.
 _MAX_PASSED_BYTES = 2048
-_CHUNK_HEADS = [b"\n" * (_MAX_PASSED_BYTES + 1)] * (_MAX_PASSED_BYTES + 1)
+_CHUNKS = [(b"\n" * (_MAX_PASSED_BYTES + 1), 0)] * (_MAX_PASSED_BYTES + 1)
 for _head, _size in [(b"%x\r\n" % size, size) for size in range(1, _MAX_PASSED_BYTES)]:
     if len(_head) + _size + 2 <= _MAX_PASSED_BYTES:
-        _CHUNK_HEADS[len(_head) + _size + 2] = _head
+        _CHUNKS[len(_head) + _size + 2] = _head, _size
 
 RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
@@ -196,9 +196,9 @@ class Connection(asyncio.Protocol):
             # see the bytes, and they are passed on as they came.
             length = len(data)
             if length <= _MAX_PASSED_BYTES:
-                head = _CHUNK_HEADS[length]
+                head, size = _CHUNKS[length]
                 if data.startswith(head) and data.endswith(_CRLF):
-                    self.passed_bytes += length - len(head) - 2
+                    self.passed_bytes += size
                     self.passed_pieces += 1
                     self._older, self._past, self.passed = self._past, self.passed, data
                     self._passing(data)

@@ -1,4 +1,4 @@
-"""Reads the few keys of a request body that the gateway needs: model, stream, tools, store. Never changes, copies or keeps a body."""
+"""Reads the few members of a request body that the gateway needs: model, stream, tools, store. Never changes, copies or keeps a body."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _MAX_PART_HEADER_BYTES = 8 * 1024
 
 # Anthropic's tools have no type, or `custom`.
 _FUNCTIONS = (None, "function", "custom")
+_ABSENT, _TRUE = msgspec.Raw(b""), msgspec.Raw(b"true")
 _TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
 _PLACE = re.compile(r" \(byte \d+\)")
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
@@ -43,10 +44,6 @@ class _Name(msgspec.Struct):
     model: str | None = None
 
 
-class _Stream(msgspec.Struct):
-    stream: bool | None = None
-
-
 class _Tool(msgspec.Struct):
     type: str | None = None
 
@@ -55,21 +52,32 @@ class _Choice(msgspec.Struct):
     type: str | None = None
 
 
-class _Tools(msgspec.Struct):
-    tools: list[_Tool] | None = None
-    tool_choice: str | _Choice | None = None
+class _Read(msgspec.Struct):
+    """The values that one pass over a body finds: msgspec hands the hook that of `model`, and leaves the others as their bytes."""
 
-
-class _Names(msgspec.Struct):
     model: _Value | None = None
+    stream: msgspec.Raw = _ABSENT
+    store: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = _ABSENT
 
 
-class _Stored(msgspec.Struct):
-    store: bool | None = None
+class Members(msgspec.Struct, frozen=True):
+    """The members of a JSON body. model: None if it is missing or null. stream, store: whether it is `true`; a value of another kind is
+    for the engine to refuse.
+
+    functions: whether the model is offered functions, of OpenAI's or Anthropic's APIs. Tools of other types are built into a server; the
+    engine refuses them.
+    """
+
+    model: str | None = None
+    stream: bool = False
+    store: bool = False
+    functions: bool = False
 
 
-def model_of_json(body: bytes | bytearray, *, outlined: bool = False) -> str | None:
-    """The `model` of a JSON object, or None if it is missing or null. outlined: the body is an outline, in which no place is the client's.
+def members_of_json(body: bytes | bytearray, *, outlined: bool = False) -> Members:
+    """The members of a JSON object. outlined: the body is an outline, in which no place is the client's.
 
     Raises BadRequest unless the body is exactly one JSON document with at most one `model`.
 
@@ -82,7 +90,7 @@ def model_of_json(body: bytes | bytearray, *, outlined: bool = False) -> str | N
         if len(body) > _SMALL_BYTES:
             _PLAIN.decode(body)  # a `model` that is a huge list fails here before the hook's decoder would build it
         _seen.clear()
-        _COUNTING.decode(body)
+        read = _COUNTING.decode(body)
         model = _seen[0] if _seen else None
         _seen.clear()
         if not body.isascii():
@@ -102,7 +110,7 @@ def model_of_json(body: bytes | bytearray, *, outlined: bool = False) -> str | N
         raise BadRequest("`model` must be a string.", param="model")
     if _has_long_number(body):
         raise BadRequest(f"The body holds a number of {LONG_DIGITS} digits or more; send it as a string.")
-    return model
+    return Members(model, read.stream == _TRUE, read.store == _TRUE, bool(read.tools) and _has_functions(read))
 
 
 def unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
@@ -115,36 +123,6 @@ def unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
     if len(plain) > limit:
         raise BodyTooLarge(f"The body is larger than {limit} bytes without its content-encoding.")
     return plain
-
-
-def wants_stream(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` accepted asks for a stream."""
-    try:
-        return _STREAM.decode(body).stream is True
-    except (msgspec.DecodeError, RecursionError):
-        return False  # for instance, `stream` is a string: the engine refuses it
-
-
-def wants_functions(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` accepted offers the model functions, of OpenAI's or Anthropic's APIs.
-
-    Tools of other types are built into a server; the engine refuses them.
-    """
-    try:
-        request = _TOOLS.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    choice = request.tool_choice
-    kind = choice.type if isinstance(choice, _Choice) else choice
-    return kind != "none" and any(tool.type in _FUNCTIONS for tool in request.tools or ())
-
-
-def wants_storing(body: bytes | bytearray) -> bool:
-    """Whether a body that `model_of_json` accepted has `store: true`."""
-    try:
-        return _STORED.decode(body).store is True
-    except (msgspec.DecodeError, RecursionError):
-        return False
 
 
 def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
@@ -178,6 +156,16 @@ class _Repeated(Exception):
     """The body has a second `model`."""
 
 
+def _has_functions(read: _Read) -> bool:
+    try:
+        tools = _TOOLS.decode(read.tools)
+        choice = _CHOICE.decode(read.tool_choice) if read.tool_choice else None
+    except (msgspec.DecodeError, RecursionError):
+        return False  # for instance, `tools` is a string: the engine refuses it
+    kind = choice.type if isinstance(choice, _Choice) else choice
+    return kind != "none" and any(tool.type in _FUNCTIONS for tool in tools or ())
+
+
 def _count(_type: type, value: Any) -> _Value:
     if _seen:
         raise _Repeated
@@ -186,11 +174,10 @@ def _count(_type: type, value: Any) -> _Value:
 
 
 _VALUE = _Value()
-_STREAM = msgspec.json.Decoder(_Stream)
-_TOOLS = msgspec.json.Decoder(_Tools)
-_STORED = msgspec.json.Decoder(_Stored)
+_TOOLS = msgspec.json.Decoder(list[_Tool] | None)
+_CHOICE = msgspec.json.Decoder(str | _Choice | None)
 _PLAIN = msgspec.json.Decoder(_Name)
-_COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
+_COUNTING = msgspec.json.Decoder(_Read, dec_hook=_count)
 
 
 def _check_utf8(body: bytes | bytearray) -> None:

@@ -29,6 +29,7 @@ from sparkd.errors import (
     UnknownRoute,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
+from sparkd.gateway.failures import status_of
 from sparkd.gateway.keys import KeyDigests, Role
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.local import check_local
@@ -327,7 +328,7 @@ class Edge:
         if exchange.status:  # the headers were sent
             scope["extensions"][CONNECTION].cut()
             return
-        status = exchange.status = exchange.status_of(error)
+        status = exchange.status = status_of(error, exchange)
         body = error_bytes(error, exchange.request_id, anthropic=exchange.anthropic)
         exchange.bytes_out = len(body)
         answer = json_headers(len(body), exchange.request_id, error.headers())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
-import time
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
 
 from sparkd import metrics
-from sparkd.errors import ModelCannotLoad, RequestCancelled, SparkdError
-from sparkd.gateway.responses import RawHeaders, error_bytes
+from sparkd.errors import SparkdError
+from sparkd.gateway.body import Members
+from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
 
@@ -24,9 +22,7 @@ _log = logging.getLogger("sparkd.access")
 _PROBES = (path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY))
 _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
-_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
-_SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,12})')
-
+_NO_MEMBERS = Members()
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
 
@@ -73,15 +69,15 @@ class OpenTrace(Protocol):
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
-    `body` is held until an engine has it; `outline` is the part of it that sparkd reads; `reserved` is its share in bytes of the limit on
-    all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its `stop` aborts that work.
-    `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of the client's key; `tokens`
-    is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace` is set where spans are made
-    of the request. `anthropic` says that the client speaks Anthropic's API.
+    `body` is held until an engine has it; `outline` is the part of it that sparkd reads, `members` is what that says; `reserved` is its
+    share in bytes of the limit on all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its
+    `stop` aborts that work. `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of
+    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace`
+    is set where spans are made of the request. `anthropic` says that the client speaks Anthropic's API, `speaks_responses` that it speaks
+    OpenAI's of /v1/responses.
     """
 
     __slots__ = (
-        "_responses",
         "anthropic",
         "body",
         "bytes_out",
@@ -91,6 +87,7 @@ class Exchange:
         "gone",
         "heartbeat",
         "key",
+        "members",
         "model",
         "outline",
         "pipe",
@@ -98,6 +95,7 @@ class Exchange:
         "request_id",
         "reserved",
         "route",
+        "speaks_responses",
         "started_s",
         "status",
         "streamed",
@@ -112,7 +110,7 @@ class Exchange:
         self.route = "none"
         # By its path the client says whose API it speaks, also where nothing is there.
         self.anthropic = path.startswith("/v1/messages")
-        self._responses = path.startswith("/v1/responses")
+        self.speaks_responses = path.startswith("/v1/responses")
         self.model = ""
         self.status = 0
         self.code: str | None = None
@@ -122,6 +120,7 @@ class Exchange:
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
         self.outline: bytes | bytearray = b""
+        self.members = _NO_MEMBERS
         self.reserved = 0
         self.whole = False
         self.gone = False
@@ -133,52 +132,6 @@ class Exchange:
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
         self.trace: OpenTrace | None = None
-
-    @property
-    def failure_is_cut(self) -> bool:
-        """Whether the connection is cut behind the event that tells a stream's failure: some readers overlook it and take a part for the
-        whole. Those of /v1/responses know a whole answer by its last event, and Codex drops the failure for the cut."""
-        return not self._responses
-
-    def status_of(self, error: SparkdError) -> int:
-        """Codex, which asks by /v1/responses, asks again after every status but 400."""
-        lasts = isinstance(error, (ModelCannotLoad, RequestCancelled))
-        return 400 if lasts and self._responses else error.status
-
-    def error_event(self, error: SparkdError, first: bytes = b"", tail: bytes = b"") -> bytes:
-        """The server-sent event by which the client's API says that a stream failed. first, tail: the stream's first and last bytes."""
-        body = error_bytes(error, self.request_id, anthropic=self.anthropic)
-        return self.failure_event(body, lasts=error.status < 500, first=first, tail=tail)
-
-    def failure_event(self, body: bytes, *, lasts: bool, first: bytes = b"", tail: bytes = b"") -> bytes:
-        """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help.
-
-        Clients of /v1/responses read that API's own events and codes only, with a number each. Codex tries again unless it is told that the
-        request is to blame.
-        """
-        if not self._responses:
-            name = b"event: error\n" if self.anthropic else b""
-            return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"
-        try:
-            members = dict(json.loads(body))
-            error_members = dict(members.pop("error"))
-        except (ValueError, TypeError, KeyError):
-            members, error_members = {}, {"message": "The engine refused the request."}
-        response_id, numbers = _RESPONSE_ID.search(first), _SEQUENCE_NUMBER.findall(tail)
-        response: dict[str, Any] = {
-            "id": response_id[1].decode() if response_id else f"resp_{self.request_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": self.model,
-            "status": "failed",
-            "error": {**error_members, "code": "invalid_prompt" if lasts else "server_error"},
-            "output": [],
-            "tools": [],
-            "tool_choice": "auto",
-            "parallel_tool_calls": True,
-        }
-        event = {**members, "type": "response.failed", "sequence_number": int(numbers[-1]) + 1 if numbers else 0, "response": response}
-        return b"event: response.failed\ndata: " + json.dumps(event).encode() + b"\n\n"
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

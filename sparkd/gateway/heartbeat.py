@@ -15,6 +15,7 @@ from typing import Any
 
 from sparkd.errors import SparkdError
 from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.failures import error_event, is_cut
 from sparkd.gateway.protocol import BoundedProtocol
 
 # Words are for people, who look at them: soon, and again when there is news.
@@ -79,9 +80,9 @@ class Heartbeat:
         self._exchange.code = error.code
         if self._client.transport.is_closing():
             return
-        event = self._exchange.error_event(error)
+        event = error_event(error, self._exchange)
         self._exchange.bytes_out += len(event)
-        self._client.fail(event, cut=self._exchange.failure_is_cut)
+        self._client.fail(event, cut=is_cut(self._exchange))
 
     def _beat(self) -> None:
         self._timer = None

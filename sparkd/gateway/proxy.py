@@ -25,7 +25,7 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import ENCODINGS, model_of_form, model_of_json, unpacked, wants_functions, wants_storing, wants_stream
+from sparkd.gateway.body import ENCODINGS, members_of_json, model_of_form, unpacked
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -46,11 +46,13 @@ _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
 
 _WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+_ENCODINGS = (b"", b"identity", *ENCODINGS)
 # An engine finds a stored response in its memory: one that takes longer is frozen.
 _FIND_RESPONSE_S = 5.0
 
 
-# Called when a request starts to wait, with a function that returns the `loading` object, and whether chats get progress text.
+# Called when a request starts to wait, with a function that returns the `loading` object, and whether chats get progress text. It
+# raises the refusal of a request that no model is to be loaded for.
 Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
@@ -96,15 +98,16 @@ class Proxy:
         if self.tracer is not None:
             exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
-        encoding = _encoding(headers.get(b"content-encoding", b""))
-        _check_content(route.kind, content_type)
+        encoding = headers.get(b"content-encoding", b"").strip().lower()
+        _check_content(route.kind, content_type, encoding)
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
-        if encoding != b"identity":
+        if encoding in ENCODINGS:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
             exchange.outline = await outline(body, self._outlines)
-            model = model_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
+            exchange.members = members_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
+            model = exchange.members.model
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
@@ -113,7 +116,7 @@ class Proxy:
             model = await self._model_of_response(name)
         if model is None:
             model = model_meant(self._supervisor.snapshot().models)
-        if route.label == _RESPONSES and wants_storing(exchange.outline):
+        if route.label == _RESPONSES and exchange.members.store:
             self._refuse_forgetful(model)
         del body
         await self._lease(model, scope, route, headers, exchange)
@@ -171,7 +174,7 @@ class Proxy:
                     trace.load_s = lease.load_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
-                elif _wants_events(route, exchange):
+                elif exchange.members.stream:
                     exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
@@ -200,8 +203,12 @@ class Proxy:
     def _wait(
         self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
+        """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
-        if _wants_events(route, exchange):
+        if route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
+            members = " or ".join(f"`{member}`" for member in route.asks)
+            raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
+        if exchange.members.stream:
             exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
@@ -321,24 +328,17 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
     return True
 
 
-def _wants_events(route: Route, exchange: Exchange) -> bool:
-    return route.kind is RouteKind.JSON and b'"stream"' in exchange.outline and wants_stream(exchange.outline)
-
-
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     """The abilities that the route and the body require. A model without them is refused before it is loaded."""
-    need = route.need
-    if need is not None and route.label in _WITH_TOOLS and b'"tools"' in exchange.outline:
-        need = replace(need, tools=wants_functions(exchange.outline))
-    if need is not None and route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
-        need = replace(need, lacks=route.asks)
-    return need
+    if route.need is None or route.label not in _WITH_TOOLS or not exchange.members.functions:
+        return route.need
+    return replace(route.need, tools=True)
 
 
 def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
     """Raises NoToolParser if the request has tools and the engine has no parser for them. vLLM's own error would name vLLM's flags."""
     parsers = lease.parsers
-    if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
+    if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and exchange.members.functions:
         lease.answered = None
         raise NoToolParser(lease.model, parsers.nearest)
 
@@ -348,14 +348,9 @@ def _media_type(content_type: bytes) -> bytes:
     return content_type.partition(b";")[0].strip().lower()
 
 
-def _encoding(header: bytes) -> bytes:
-    encoding = header.strip().lower() or b"identity"
-    if encoding != b"identity" and encoding not in ENCODINGS:
+def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes) -> None:
+    if encoding not in _ENCODINGS:
         raise UnsupportedEncoding("This content-encoding is not accepted; send the body with gzip, with zstd or as it is.")
-    return encoding
-
-
-def _check_content(kind: RouteKind, content_type: bytes) -> None:
     media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")

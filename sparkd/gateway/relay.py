@@ -10,6 +10,7 @@ from time import perf_counter
 from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
 from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.failures import error_event, failure_event, is_cut
 from sparkd.gateway.headers import response_headers
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import RawHeaders
@@ -104,7 +105,7 @@ class Pipe:
         half an event, and in any other answer, there is no place for one."""
         self._exchange.code = error.code
         if self._stands_between_events(self._tail):
-            self._client.fail(self._exchange.error_event(error, self._first, self._tail), cut=self._exchange.failure_is_cut)
+            self._client.fail(error_event(error, self._exchange, self._first, self._tail), cut=is_cut(self._exchange))
         else:
             self._client.cut()
 
@@ -163,10 +164,10 @@ class Pipe:
     def _fail(self, body: bytes) -> None:
         """The engine's refusal, to a client that was told of a stream."""
         self.begun = True
-        event = self._exchange.failure_event(body, lasts=self._status < 500)
+        event = failure_event(body, self._exchange, lasts=self._status < 500)
         self._count(event)
         self._leave_source()
-        self._client.fail(event, cut=self._exchange.failure_is_cut)
+        self._client.fail(event, cut=is_cut(self._exchange))
         self._be_over()
 
     def _be_over(self) -> None:

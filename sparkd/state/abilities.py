@@ -10,12 +10,11 @@ GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
 @dataclass(frozen=True, slots=True)
 class RequestNeeds:
     """A request's need: the path at the engine and the task behind it. The task is None if every model has the path. tools: the model is
-    given functions that it may call. lacks: the body has none of these members, of which an engine needs one."""
+    given functions that it may call."""
 
     path: str
     task: str | None
     tools: bool = False
-    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

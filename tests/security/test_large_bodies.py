@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest, BodyTooLarge
 from sparkd.gateway import outline as module
-from sparkd.gateway.body import model_of_json
+from sparkd.gateway.body import members_of_json
 from sparkd.gateway.outline import MOST_BYTES, PIECE_BYTES, WHOLE_BYTES, outline
 from tests.sparkd.gateway.fakes import Running, is_ours, post
 
@@ -66,7 +66,7 @@ def stepped(body: bytes) -> tuple[bytes | bytearray, int]:
 @pytest.mark.parametrize("name", READ)
 def test_the_loop_is_given_back_after_every_piece(name: str) -> None:
     made, turns = stepped(READ[name])
-    assert model_of_json(made) == "tiny"
+    assert members_of_json(made).model == "tiny"
     assert len(made) < MIB
     assert turns >= len(READ[name]) // (2 * PIECE_BYTES)
 
@@ -86,7 +86,7 @@ async def test_the_loop_is_given_back_after_every_piece_of_all_bodies() -> None:
 def test_what_would_cost_the_most_is_refused(name: str) -> None:
     error, body = REFUSED[name]
     with pytest.raises(error):
-        model_of_json(stepped(body)[0])
+        members_of_json(stepped(body)[0])
 
 
 def test_what_is_parsed_at_once_has_a_bound() -> None:

@@ -585,16 +585,18 @@ async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> Non
         assert made.supervisor.snapshot().models["m"].max_model_len == 512
 
 
-async def test_a_body_that_no_engine_can_answer_loads_nothing(tmp_path: Path) -> None:
+async def test_a_request_that_the_gateway_refuses_as_it_begins_to_wait_loads_nothing(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise BadRequest("The body has no `messages`.")
+
     async with stage(tmp_path) as made:
-        empty = replace(CHAT, lacks=("messages",))
         with pytest.raises(BadRequest, match="`messages`"):
-            async with made.supervisor.lease("m", need=empty):
+            async with made.supervisor.lease("m", waits=refuse):
                 pass
         await made.tick(2)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
         await make_ready(made)
-        async with made.supervisor.lease("m", need=empty):  # the engine says what is wrong with it
+        async with made.supervisor.lease("m", waits=refuse):  # the engine says what is wrong with it
             pass
 
 

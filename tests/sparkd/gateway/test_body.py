@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest
-from sparkd.gateway.body import model_of_form, model_of_json, wants_storing
+from sparkd.gateway.body import Members, members_of_json, model_of_form
 from tests.sparkd.gateway.fakes import Running
 
 DIGITS = b"9" * 5000
@@ -65,45 +65,72 @@ BAD = {
 @pytest.mark.parametrize("case", GOOD)
 def test_reads_the_model(case: str) -> None:
     body, model = GOOD[case]
-    assert model_of_json(body) == model
-    assert model_of_json(bytearray(body)) == model
+    assert members_of_json(body).model == model
+    assert members_of_json(bytearray(body)).model == model
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_refuses(case: str) -> None:
     for body in (BAD[case], bytearray(BAD[case])):
         with pytest.raises(BadRequest) as caught:
-            model_of_json(body)
+            members_of_json(body)
         assert len(caught.value.message) < 200
 
 
 def test_a_body_may_name_no_model() -> None:
     for body in (b'{"messages":[]}', b'{"model":null}', b"{}"):
-        assert model_of_json(body) is None
+        assert members_of_json(body).model is None
     for form_body in (form((FILE, b"x")), b"--XX--\r\n"):
         assert model_of_form(form_body, TYPE) is None
 
 
-def test_a_wish_for_storing_is_one_in_so_many_words() -> None:
-    assert wants_storing(b'{"model":"a","store":true}')
-    for body in (b"{}", b'{"store":false}', b'{"store":null}', b'{"store":"true"}', b'{"input":"store"}'):
-        assert not wants_storing(body)
+@pytest.mark.parametrize(
+    ("body", "members"),
+    [
+        (b'{"stream":true,"store": true }', Members(stream=True, store=True)),
+        (b'{"str\\u0065am":true}', Members(stream=True)),
+        (b'{"stream":false,"store":null}', Members()),
+        (b'{"stream":"true","store":1}', Members()),
+        (b'{"stream":[true],"store":{"store":true}}', Members()),
+        (b'{"input":"\\"stream\\":true","x":{"stream":true,"tools":[{}]}}', Members()),
+        (b'{"stream":true,"stream":false}', Members()),
+        (b'{"tools":[{"type":"function"}]}', Members(functions=True)),
+        (b'{"tool_choice":"auto","tools":[{"type":"web_search"},{"name":"look"}]}', Members(functions=True)),
+        (b'{"tools":[{"type":"custom"}],"tool_choice":{"type":"tool","name":"look"}}', Members(functions=True)),
+        (b'{"tools":[{"type":"web_search"}]}', Members()),
+        (b'{"tools":[{"type":"function"}],"tool_choice":"none"}', Members()),
+        (b'{"tools":[{"type":"function"}],"tool_choice":{"type":"none"}}', Members()),
+        (b'{"tools":[],"tool_choice":"auto"}', Members()),
+        (b'{"tools":null}', Members()),
+        (b'{"tools":"look"}', Members()),
+        (b'{"tools":[{"type":"function"}],"tool_choice":7}', Members()),
+    ],
+)
+def test_what_else_is_read_is_said_in_so_many_words(body: bytes, members: Members) -> None:
+    assert members_of_json(body) == members == members_of_json(bytearray(body))
 
 
 def test_a_refusal_repeats_nothing_of_the_body() -> None:
     for body in (b'{"model":"a","x":"canary\xff"}', b'{"model":["canary"]}', b'{"model":"a" canary}', b'"canary"'):
         with pytest.raises(BadRequest) as caught:
-            model_of_json(body)
+            members_of_json(body)
         assert "canary" not in caught.value.message
         assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("body", [b'{"model":"a","x":[' + b"[]," * 1_000_000 + b"0]}", b'{"model":[' + b"[]," * 1_000_000 + b"0]}"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"a","x":[' + b"[]," * 1_000_000 + b"0]}",
+        b'{"model":[' + b"[]," * 1_000_000 + b"0]}",
+        b'{"model":"a","stream":[' + b"[]," * 1_000_000 + b"0]}",
+    ],
+)
 def test_what_is_skipped_costs_no_memory(body: bytes) -> None:
     tracemalloc.start()
     try:
         with suppress(BadRequest):
-            model_of_json(body)
+            members_of_json(body)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -128,9 +155,9 @@ def test_reads_what_json_writes(members: dict[str, object], model: str, ascii_on
         json.dumps(members, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # a lone surrogate, escaped
         with pytest.raises(BadRequest):
-            model_of_json(body)
+            members_of_json(body)
         return
-    assert model_of_json(body) == model
+    assert members_of_json(body).model == model
 
 
 @settings(deadline=None)
@@ -138,7 +165,7 @@ def test_reads_what_json_writes(members: dict[str, object], model: str, ascii_on
 def test_no_bytes_break_it(noise: bytes) -> None:
     for body in (noise, b'{"model":"a","x":' + noise + b"}", b'{"model":"' + noise + b'"}'):
         try:
-            assert isinstance(model_of_json(body), str | None)
+            assert isinstance(members_of_json(body).model, str | None)
         except BadRequest:
             pass
 

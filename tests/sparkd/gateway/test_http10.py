@@ -14,7 +14,7 @@ from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
 
 CHAT = "/v1/chat/completions"
-STREAM = b'{"model":"tiny","stream":true}'
+STREAM = b'{"model":"tiny","stream":true,"messages":[]}'
 
 
 def old(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:

@@ -324,12 +324,18 @@ async def test_bodies_that_are_unpacked_at_once_wait_for_each_other(engine: RawE
 
 
 @pytest.mark.parametrize("path", [path for path, route in EXACT.items() if route.asks])
-async def test_a_body_that_no_engine_can_answer_is_marked(gateway: Running, path: str) -> None:
-    """The supervisor loads no model for it; an engine that runs refuses it in its own words."""
-    bodies = [{"model": "tiny", member: "x"} for member in EXACT[path].asks] + [{"model": "tiny", "stream": False}]
-    for body in bodies:
-        assert (await gateway.post(path, json.dumps(body).encode())).status == 200
-    assert [need and need.lacks for need in gateway.supervisor.needs] == [(), *[()] * (len(bodies) - 2), EXACT[path].asks]
+async def test_no_model_is_waited_for_with_a_body_that_no_engine_can_answer(gateway: Running, path: str) -> None:
+    """An engine that runs refuses it in its own words."""
+    asks, empty = EXACT[path].asks, b'{"model": "tiny", "stream": false}'
+    assert (await gateway.post(path, empty)).status == 200
+    gateway.supervisor.gate.clear()
+    waiting = [asyncio.create_task(gateway.post(path, json.dumps({"model": "tiny", member: "x"}).encode())) for member in asks]
+    await soon(lambda: gateway.supervisor.waiting == len(asks))
+    refused = await gateway.post(path, empty)
+    assert (refused.status, refused.error["param"]) == (400, asks[0])
+    assert all(f"`{member}`" in refused.error["message"] for member in asks) and "tiny" in refused.error["message"]
+    gateway.supervisor.gate.set()
+    assert {answer.status for answer in await asyncio.gather(*waiting)} == {200}
 
 
 async def test_errors_of_the_supervisor(gateway: Running) -> None:

@@ -30,7 +30,7 @@ from tests.sparkd.gateway.fakes import (
 )
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-BODY, STREAM = b'{"model":"small"}', b'{"model":"tiny","stream":true}'
+BODY, STREAM = b'{"model":"small","messages":[]}', b'{"model":"tiny","stream":true,"messages":[]}'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
 ID = "X-Request-Id: one"
 
