@@ -157,6 +157,7 @@ def test_anthropic_calls_a_tool(served: DaemonProcess) -> None:
     assert said.content and said.stop_reason
 
 
+@pytest.mark.rest
 def test_langchain_binds_and_calls_a_tool(served: DaemonProcess) -> None:
     import openai
     from langchain_core.messages import HumanMessage, ToolMessage
@@ -181,6 +182,7 @@ def test_langchain_binds_and_calls_a_tool(served: DaemonProcess) -> None:
     assert said.content or said.tool_calls
 
 
+@pytest.mark.rest
 async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> None:
     import openai
     from pydantic_ai import Agent, ToolOutput
@@ -207,6 +209,7 @@ async def test_pydantic_ai_gets_its_output_by_a_tool(served: DaemonProcess) -> N
     assert engine_metric(served, PARSED) > before
 
 
+@pytest.mark.rest
 def test_instructor_gets_its_model_by_a_tool(client: openai.OpenAI) -> None:
     import instructor
 
