@@ -32,7 +32,7 @@ TESTS = Path(__file__).parent
 # share its daemon, for it leaves another model loaded.
 LONGEST = (
     "e2e/", "e2e/test_swap.py", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py",
-    "sparkd/inquiry/",
+    "sparkd/inquiry/", "workers/stream/", "security/", "workers/rank/", "workers/guard/",
 )  # fmt: skip
 # By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
 SHARED = {
@@ -72,8 +72,15 @@ def _place(path: Path) -> int:
     return max((place for place, start in enumerate(LONGEST) if name.startswith(start)), default=len(LONGEST))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Tests are collected and no garbage is: that would take a fifth of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     _settle()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -60,9 +60,9 @@ def test_a_class_has_few_methods_and_a_function_few_parameters() -> None:
     found = set()
     for path in MODULES:
         place = str(path.relative_to(ROOT))
-        tree = tree_of(path)
-        operators = {operator for node in ast.walk(tree) if (operator := _operator_of(node))}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree_of(path)))
+        operators = {operator for node in nodes if (operator := _operator_of(node))}
+        for node in nodes:
             if isinstance(node, ast.ClassDef) and len(_methods(node)) > METHODS:
                 found.add(f"{place}: {node.name}")
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(_parameters(node)) > PARAMETERS:
@@ -163,10 +163,10 @@ def test_no_process_is_known_by_what_the_kernel_takes_from_its_memory() -> None:
 
 
 def _readings(text: str) -> Iterator[str]:
-    tree = ast.parse(text)
-    keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    keys |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(text)))
+    keys = {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    keys |= {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    for node in nodes:
         match node:
             case ast.Constant(value=str(text)) if _OF_MEMORY.search(text) and id(node) not in keys and text != "proc/cmdline":
                 yield text  # the one that is excepted is the kernel's own

@@ -103,27 +103,24 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
         redirect_slashes=False,
         # The names of a generated client's functions.
         generate_unique_id_function=lambda route: route.name,
-    )
-    plain = app.openapi
-    app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    app.include_router(_router(supervisor, registry, journal, cluster, parts or Parts()))
-    app.add_exception_handler(SparkdError, _refuse)
-    app.add_exception_handler(RequestValidationError, _refuse_body)
-    app.add_exception_handler(HTTPException, _refuse_route)
-    return app
-
-
-def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> APIRouter:
-    api = APIRouter(
-        prefix=PREFIX,
-        route_class=BoundedRoute,
         dependencies=[Depends(_refuse_unknown)],
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
         },
     )
+    # Each route of a router that an app includes is made twice, and the routes are what an app takes its time for.
+    app.router.prefix, app.router.route_class = PREFIX, BoundedRoute
+    plain = app.openapi
+    app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
+    _register(app.router, supervisor, registry, journal, cluster, parts or Parts())
+    app.add_exception_handler(SparkdError, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    return app
 
+
+def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
@@ -303,8 +300,6 @@ def _router(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: 
         start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = event_stream(journal, start, limit)
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-    return api
 
 
 def _recipes(folder: Path | None) -> dict[str, Any]:

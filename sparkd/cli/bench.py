@@ -42,16 +42,14 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-bench = typer.Typer(
-    name="bench",
-    cls=_RunByDefault,
-    help="Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile.",
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
-
 def register(app: typer.Typer) -> None:
+    bench = typer.Typer(
+        name="bench",
+        cls=_RunByDefault,
+        help="Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile.",
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
     bench.command(RUN)(verb(run))
     bench.command("ls")(verb(ls))
     bench.command("show")(verb(show_one))

@@ -23,15 +23,14 @@ STATE_DIR = "/var/lib/sparkd"
 ROWS = 30
 LOG_LINES = 20
 
-incidents = typer.Typer(
-    name="incidents",
-    help="Show what the memory guard did, and why.",
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
 
 def register(app: typer.Typer) -> None:
+    incidents = typer.Typer(
+        name="incidents",
+        help="Show what the memory guard did, and why.",
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
     incidents.command("ls")(verb(ls))
     incidents.command("show")(verb(show_one))
     app.add_typer(incidents)

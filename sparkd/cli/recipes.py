@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from sparkd.vllm.arg_check import RefusedArg
     from sparkd.vllm.releases import Release
 
-recipes = typer.Typer(
-    name="recipes",
-    help="List, show, check and import recipes of models.",
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
 
 Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
 Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
@@ -38,11 +32,18 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or N
 
 
 def register(app: typer.Typer) -> None:
+    recipes = typer.Typer(
+        name="recipes",
+        help="List, show, check and import recipes of models.",
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    for name, command in (("ls", ls), ("show", show_), ("check", check), ("import", import_)):
+        recipes.command(name)(command)
     registries.register(recipes)
     app.add_typer(recipes)
 
 
-@recipes.command("ls")
 def ls(
     ctx: typer.Context,
     name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: list the recipes of this registry.")] = None,
@@ -76,7 +77,6 @@ def ls(
         sys.stderr.write(f"{printable(str(problem))}\n")
 
 
-@recipes.command("show")
 def show_(
     ctx: typer.Context,
     name: Name,
@@ -107,7 +107,6 @@ def show_(
         sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(recipe)[1])
 
 
-@recipes.command("check")
 def check(
     ctx: typer.Context,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
@@ -151,7 +150,6 @@ def check(
         raise typer.Exit(ConfigError.exit_code)
 
 
-@recipes.command("import")
 def import_(
     ctx: typer.Context,
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],

@@ -21,15 +21,14 @@ from sparkd.units import whole
 KEPT = 10_000
 PAGE = 1000
 
-requests = typer.Typer(
-    name="requests",
-    invoke_without_command=True,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
 
 def register(app: typer.Typer) -> None:
+    requests = typer.Typer(
+        name="requests",
+        invoke_without_command=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
     requests.callback()(_alone(verb(listed)))
     requests.command("cancel")(verb(cancel))
     app.add_typer(requests)

@@ -6,17 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.facts import lacking
 from tests.support.pair import Pair, Stream, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from tests.support.processes import alive, command_of
 from tests.support.waiting import until
 from workers.rank.status import worker_of
+
+pytestmark = pytest.mark.rest
 
 WAYS = ("split", "rayed", "whole")
 
@@ -29,41 +29,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
-def test_a_wrong_token_joins_nothing_and_says_where_the_right_one_is(pair: Pair, tmp_path: Path) -> None:
-    """The second node joined by the right one."""
-    config = tmp_path / "sparkd.yaml"
-    config.write_text(f"{{state_dir: {tmp_path / 'state'}}}")
-    refused = pair.sparkd("join", pair.head, "--token", "-", "--config", str(config), node=pair.there, stdin=f"{'0' * 64}\n")
-
-    assert (refused.returncode, lacking(refused.stderr, "token", "`sparkd token`")) == (4, [])
-    assert list((tmp_path / "state").glob("join.*")) == []
-
-
-def test_a_killed_rank_of_vllm_ends_both_and_they_are_started_again(pair: Pair) -> None:
-    """That they come back READY: test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one."""
-    pair.both()
-    pair.daemon.load("split")
-    ranks = pair.daemon.wait_for("split", "READY")["ranks"]
-    assert [rank["node_id"] for rank in ranks] == [pair.here.address, pair.there.address]
-    assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
-
-    stream = Stream(pair, "split", max_tokens=1000, ignore_eos=True).start()
-    _kill_the_second(pair, ranks)
-    assert '"error"' in stream.end(), "the client is told"
-    until(lambda: not any(alive(rank["pid"]) for rank in ranks), "both have ended")
-    killed = {rank["pid"] for rank in ranks}
-    until(lambda: {rank["pid"] for rank in pair.daemon.model("split")["ranks"]} - killed, "more have started")
-    pair.daemon.unload("split")
-    pair.daemon.wait_for("split", "STOPPED")
-
-
-def _kill_the_second(pair: Pair, ranks: list[dict[str, Any]]) -> None:
-    at_s = time.time()
-    os.kill(pair.child_of(ranks[1]), signal.SIGKILL)
-    assert pair.failure(at_s, "split")[0] == "EngineExited"
-
-
-@pytest.mark.rest
 def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
     """Teacher-forced: sampled text of a random model would diverge on rounding."""
     said = {}
@@ -76,10 +41,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         said[name] = log_probabilities(pair, name)
         if name == "split":
             assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
-            _kill_the_second(pair, ready["ranks"])
-            after = pair.daemon.wait_for("split", "READY")["ranks"]
-            assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in ready["ranks"])
-            assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
+            _killed_and_back(pair, ready["ranks"])
         if name == "rayed":
             _adopted_and_lost(pair, ready["ranks"])
         pair.daemon.unload(name)
@@ -89,6 +51,18 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         assert furthest(said[name], said["whole"]) < AGREED
     commands = [" ".join(command_of(pid)) for node in (pair.here, pair.there) for pid in node.pids()]
     assert [command for command in commands if "vllm" in command or "RayWorkerProc" in command] == []
+
+
+def _killed_and_back(pair: Pair, ranks: list[dict[str, Any]]) -> None:
+    """The second rank is killed: both end, and both are started again."""
+    stream, at_s = Stream(pair, "split", max_tokens=1000, ignore_eos=True).start(), time.time()
+    os.kill(pair.child_of(ranks[1]), signal.SIGKILL)
+    assert pair.failure(at_s, "split")[0] == "EngineExited"
+    assert '"error"' in stream.end(), "the client is told"
+    until(lambda: not any(alive(rank["pid"]) for rank in ranks), "both have ended")
+    after = pair.daemon.wait_for("split", "READY")["ranks"]
+    assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in ranks)
+    assert pair.daemon.chat("split", "hello", max_tokens=4).status_code == 200
 
 
 def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:

@@ -26,15 +26,15 @@ from tests.support.waiting import HUNG_S, until
 # `git archive` of its packages: a clone need not have the history.
 OLD = ROOT / "tests" / "fixtures" / "flat_release.tar.xz"
 PACKAGES = ("sparkd", "workers", "configs")
-ENGINES = ("quick", "slow", "real")
+ENGINES = ("quick", "slow", "other")
 # More than the buffers between the stub and a client that does not read: such a stream goes on until the client reads.
 MANY = 60_000
 STREAMS = 8
 
 
-@pytest.fixture(scope="module")
-def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivatedDaemon]:
-    """A daemon of the old release that serves two stub engines and a real one. Its `root` is the installation that is upgraded."""
+@pytest.fixture(scope="module", params=["stub", pytest.param("vllm", marks=pytest.mark.rest)])
+def old(request: pytest.FixtureRequest, chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivatedDaemon]:
+    """A daemon of the old release that serves two stub engines and another. Its `root` is the installation that is upgraded."""
     folder = tmp_path_factory.mktemp("upgrade")
     installation = folder / "installation"
     extract(installation)
@@ -44,7 +44,8 @@ def old(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     known = str(Path.home() / ".cache" / "vllm")
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": known}
     engine = {"model": str(chat_model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "env": environment}
-    models = {"quick": stub, "slow": stub | {"env": {"SPARKD_STUB_TOKENS": str(MANY)}}, "real": engine | {"preload": True}}
+    other = {"stub": stub, "vllm": engine | {"preload": True}}[request.param]
+    models = {"quick": stub, "slow": stub | {"env": {"SPARKD_STUB_TOKENS": str(MANY)}}, "other": other}
     environ = {"PYTHONPATH": str(installation), "XDG_CACHE_HOME": str(folder / "cache")}
     # As long as a stream is held.
     waits = {"unload_timeout_s": HUNG_S, "limits": {"client_write_timeout_s": HUNG_S}}
@@ -144,7 +145,7 @@ def events(daemon: ActivatedDaemon, kind: str) -> list[dict[str, Any]]:
 def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: ActivatedDaemon) -> None:
     pids, agents = [old.pid_of(name) for name in ENGINES], agent_pids(old)
     assert len(agents) == 1
-    with ThreadPoolExecutor(3 + STREAMS) as pool, Askers(old, ("quick", "quick", "real"), pool) as askers:
+    with ThreadPoolExecutor(3 + STREAMS) as pool, Askers(old, ("quick", "quick", "other"), pool) as askers:
         askers.go_on()
         streams = [HeldStream(old) for _ in range(STREAMS)]
         until(lambda: old.model("slow").get("in_flight") == STREAMS, "all streams run")
@@ -169,9 +170,9 @@ def test_an_upgrade_under_load_restarts_no_engine_and_replaces_the_agent(old: Ac
     assert old.status()["conditions"] == []
 
     # An engine of the old release ends when it is unloaded.
-    engine = old.pid_of("real")
-    old.unload("real")
-    old.wait_for("real", "STOPPED")
+    engine = old.pid_of("other")
+    old.unload("other")
+    old.wait_for("other", "STOPPED")
     assert not alive(engine)
     old.load("quick")
     old.wait_for("quick", "READY")

@@ -72,7 +72,13 @@ def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> Non
         assert made.metric("sparkd_connections_max") <= LIMIT / 2
 
 
-@pytest.mark.parametrize("sends", [post("/v1/chat/completions", STREAM), request("GET", "/admin/v1/events", "Accept: text/event-stream")])
+@pytest.mark.parametrize(
+    "sends",
+    [
+        post("/v1/chat/completions", STREAM),
+        pytest.param(request("GET", "/admin/v1/events", "Accept: text/event-stream"), marks=pytest.mark.rest),
+    ],
+)
 def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: DaemonProcess, sends: bytes) -> None:
     gate = made.folder / "gate"
     gate.unlink()

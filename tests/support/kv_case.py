@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.given_memory import install
 
-MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 3
+MAX_MODEL_LEN, MAX_NUM_SEQS = 128, 3
 
 
 def main() -> None:

@@ -192,6 +192,13 @@ def every_verb() -> Any:
     return get_command(command_line())
 
 
+def test_each_verb_is_described_once_however_many_command_lines_are_read() -> None:
+    def described() -> list[int]:
+        return [len(group.typer_instance.registered_commands) for group in command_line().registered_groups if group.typer_instance]
+
+    assert described() == described() != []
+
+
 def help_of(command: Any, *words: str, width: int = 80) -> str:
     with io.StringIO() as written, contextlib.redirect_stdout(written):
         command.main(args=[*words, "-h"], prog_name="sparkd", standalone_mode=False, terminal_width=width)

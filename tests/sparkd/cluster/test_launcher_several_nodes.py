@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.facts import lacking
 from tests.support.pair import Pair, Stream, shared_model, two_sparks
 from tests.support.stream import asking, held
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.rest
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +35,16 @@ def endless(pair: Pair) -> Stream:
     return Stream(pair, stub={"tokens": 1_000_000, "chunk_interval_s": 0.05}).start()
 
 
+def test_a_wrong_token_joins_nothing_and_says_where_the_right_one_is(pair: Pair, tmp_path: Path) -> None:
+    """The second node joined by the right one."""
+    config = tmp_path / "sparkd.yaml"
+    config.write_text(f"{{state_dir: {tmp_path / 'state'}}}")
+    refused = pair.sparkd("join", pair.head, "--token", "-", "--config", str(config), node=pair.there, stdin=f"{'0' * 64}\n")
+
+    assert (refused.returncode, lacking(refused.stderr, "token", "`sparkd token`")) == (4, [])
+    assert list((tmp_path / "state").glob("join.*")) == []
+
+
 def test_a_model_has_a_rank_on_each_node_and_one_that_is_killed_ends_both_and_both_come_back(pair: Pair, tmp_path: Path) -> None:
     before = pair.ready()
     first, second = before
@@ -50,6 +59,7 @@ def test_a_model_has_a_rank_on_each_node_and_one_that_is_killed_ends_both_and_bo
     pair.again(before)
 
 
+@pytest.mark.rest
 def test_a_rank_that_is_stopped_and_does_not_die_ends_all_and_all_come_back(pair: Pair) -> None:
     before = pair.ready()
     stream, at_s = endless(pair), time.time()
@@ -61,6 +71,7 @@ def test_a_rank_that_is_stopped_and_does_not_die_ends_all_and_all_come_back(pair
     pair.again(before)
 
 
+@pytest.mark.rest
 def test_a_rank_that_dies_while_there_is_no_daemon_ends_the_others(pair: Pair) -> None:
     before = pair.ready()
     pair.daemon.kill()
@@ -74,6 +85,7 @@ def test_a_rank_that_dies_while_there_is_no_daemon_ends_the_others(pair: Pair) -
     assert pair.answers()
 
 
+@pytest.mark.rest
 def test_a_cable_that_is_out_ends_in_ready_again(pair: Pair) -> None:
     before = pair.ready()
     stream, at_s = endless(pair), time.time()
@@ -90,6 +102,7 @@ def test_a_cable_that_is_out_ends_in_ready_again(pair: Pair) -> None:
     pair.again(before)
 
 
+@pytest.mark.rest
 def test_an_engine_that_hung_while_nothing_was_asked_is_noticed_though_its_client_gives_up(pair: Pair) -> None:
     pair.both()
     pair.unloaded("pair")

@@ -244,10 +244,9 @@ def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage:
 def test_engine_metrics_pass_through_with_labels_and_are_there_while_the_engine_hangs(stage: Stage) -> None:
     stage.ready("quick")
     mine = 'vllm:num_requests_running{model="quick",node="127.0.0.1"'
-    until(lambda: mine in stage.client.get("/metrics").text, "a scrape", 0.3)
-    text = stage.client.get("/metrics").text
-    assert text.count("# TYPE vllm:num_requests_running") == 1
-    assert 'sparkd_model_state{model="quick",state="READY"} 1.0' in text
+    ready = 'sparkd_model_state{model="quick",state="READY"} 1.0'
+    until(lambda: not lacking(stage.client.get("/metrics").text, mine, ready), "a scrape and the gauges of the next look", 0.3)
+    assert stage.client.get("/metrics").text.count("# TYPE vllm:num_requests_running") == 1
 
     shim = stage.pid_of("quick")
     engine = [pid for pid in members(shim) if pid != shim]
@@ -255,7 +254,7 @@ def test_engine_metrics_pass_through_with_labels_and_are_there_while_the_engine_
     for pid in engine:
         os.kill(pid, signal.SIGSTOP)
     try:
-        assert 'sparkd_model_state{model="quick",state="READY"} 1.0' in stage.client.get("/metrics").text
+        assert ready in stage.client.get("/metrics").text
         assert stage.client.get("/livez").status_code == 200
     finally:
         for pid in engine:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
 from tests.conftest import VllmAnswers
 from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
@@ -42,43 +42,59 @@ QUESTIONS = {
         "llama-3.1-8b",
         args=("-O2", "--hf-overrides.num_hidden_layers", "2", "--hf_overrides.max_position_embeddings=65536", "--response_role=x"),
     ),
-    "FP8 of vLLM's own": published("llama-3.1-8b", args=("-q", "fp8")),
     "three ranks": published("llama-3.1-8b", tensor_parallel=3),
-    "experts in FP8": published("qwen3-30b-a3b-fp8"),
     "windows": published("gpt-oss-20b"),
     "states": published("qwen3-next-80b-a3b-instruct"),
     "draft": published("qwen3-next-80b-a3b-instruct", args=DRAFT),
     "latent": published("deepseek-v2-lite"),
-    "images": published("gemma-4-26b-a4b"),
-    "FP8 cache of its own": published("nemotron-3-super-120b-a12b-nvfp4"),
     "flag": published("llama-3.1-8b", args=("--max-model-len", "many")),
     "unknown": ModelQuestion(files={"config.json": b'{"model_type": "llama", "architectures": ["NoSuchModel"]}'}, platform=SPARK),
 }
+# Asked under `make test-all`, with `drafts`.
+MORE = {
+    "FP8 of vLLM's own": published("llama-3.1-8b", args=("-q", "fp8")),
+    "experts in FP8": published("qwen3-30b-a3b-fp8"),
+    "images": published("gemma-4-26b-a4b"),
+    "FP8 cache of its own": published("nemotron-3-super-120b-a12b-nvfp4"),
+}
 
 
-def questions(folder: Path) -> dict[str, ModelQuestion]:
+def questions(_folder: Path) -> dict[str, ModelQuestion]:
+    return QUESTIONS
+
+
+def drafts(folder: Path) -> dict[str, ModelQuestion]:
     names = ("lm_head.weight", "midlayer.self_attn.q_proj.weight")
     eagle = write(folder / "eagle", EAGLE, [(name, (8, 8), "BF16") for name in names])
     llama = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
     whole = write(folder / "whole", llama | {"num_hidden_layers": 2}, [])
     gemma = json.loads((CONFIGS / "gemma-4-12b-it-assistant.json").read_text())
     assistant = write(folder / "assistant", gemma | {"architectures": ["Gemma4AssistantForCausalLM"]}, [])
-    drafts = {
+    configs = {
         "EAGLE": {"method": "eagle3", "model": str(eagle), "num_speculative_tokens": 3},
         "whole draft": {"model": str(whole), "num_speculative_tokens": 3},
         "assistant": {"method": "mtp", "model": str(assistant), "num_speculative_tokens": 3},
     }
-    args = {name: ("--speculative-config", json.dumps(config)) for name, config in drafts.items()}
+    args = {name: ("--speculative-config", json.dumps(config)) for name, config in configs.items()}
     models = {name: "gemma-4-12b-it" if name == "assistant" else "llama-3.1-8b" for name in args}
-    on_a_hub = json.dumps({**drafts["EAGLE"], "model": MOVED})
+    on_a_hub = json.dumps({**configs["EAGLE"], "model": MOVED})
     draft = replace(read_checkpoint(str(eagle)), folder="hf://o/eagle@0")
     hub = published("llama-3.1-8b", args=("--speculative-config", on_a_hub), draft=draft)
-    return {**QUESTIONS, **{name: published(models[name], args=words) for name, words in args.items()}, "EAGLE on a hub": hub}
+    return {**{name: published(models[name], args=words) for name, words in args.items()}, "EAGLE on a hub": hub}
 
 
 @pytest.fixture(scope="module")
 def answers(vllm_answers: VllmAnswers) -> dict[str, ModelAnswer]:
     return {name: answer for name, answer in vllm_answers.answers[__name__].items() if answer is not None}
+
+
+@pytest.fixture(scope="module")
+def more_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelAnswer]:
+    """One more child, for what `make test` does not ask."""
+    asked = {**MORE, **drafts(tmp_path_factory.mktemp("drafts"))}
+    runtime = InquiryRuntime(None, [tmp_path_factory.mktemp("answers")])
+    found = zip(asked, ask(list(asked.values()), runtime), strict=True)
+    return {name: answer for name, answer in found if answer is not None}
 
 
 def test_an_answer_is_kept(vllm_answers: VllmAnswers) -> None:
@@ -133,33 +149,37 @@ def test_an_override_of_the_configuration_is_followed(answers: dict[str, ModelAn
         assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
 
 
-def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(answers: dict[str, ModelAnswer]) -> None:
-    answer = answers["FP8 of vLLM's own"]
+@pytest.mark.rest
+def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(more_answers: dict[str, ModelAnswer]) -> None:
+    answer = more_answers["FP8 of vLLM's own"]
     linear = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336)
     assert answer.facts["quantization"] is not None and bytes_of(answer)[0] == 16_060_522_496 - linear
 
 
-def test_a_draft_of_its_own_has_its_layers_and_weights(answers: dict[str, ModelAnswer]) -> None:
-    eagle = answers["EAGLE"]
-    assert [answers["EAGLE on a hub"].stages, answers["EAGLE on a hub"].refusal] == [eagle.stages, None]
+@pytest.mark.rest
+def test_a_draft_of_its_own_has_its_layers_and_weights(more_answers: dict[str, ModelAnswer]) -> None:
+    eagle = more_answers["EAGLE"]
+    assert [more_answers["EAGLE on a hub"].stages, more_answers["EAGLE on a hub"].refusal] == [eagle.stages, None]
     attention = 2 * 4096 * 6144 + 4096 * 4096
     draft = 3 * 4096 * 4096 + attention + 3 * 4096 * 14_336 + 32_000 * 4096 + 4 * 4096
     # And the model's number of each of the draft's words, in 64 bits.
     assert bytes_of(eagle) == (16_060_522_496 + 2 * draft + 8 * 32_000, 33 * 4096, 0)
     names = {tensor.name for tensor in eagle.stages[0].parameters if tensor.purpose == "draft"}
     assert any("lm_head" in name for name in names) and not any("embed_tokens" in name for name in names)
-    whole = answers["whole draft"]
+    whole = more_answers["whole draft"]
     assert bytes_of(whole) == (16_060_522_496 + SMALL_BYTES, (32 + 2) * 4096, 0)
 
 
-def test_a_draft_that_reads_the_models_cache_has_none(answers: dict[str, ModelAnswer]) -> None:
-    (stage,) = answers["assistant"].stages
+@pytest.mark.rest
+def test_a_draft_that_reads_the_models_cache_has_none(more_answers: dict[str, ModelAnswer]) -> None:
+    (stage,) = more_answers["assistant"].stages
     assert len(stage.layers) == 48
     assert sum(tensor.purpose == "draft" for tensor in stage.parameters) == 40
 
 
-def test_experts_in_fp8_are_counted_with_their_scales(answers: dict[str, ModelAnswer]) -> None:
-    answer = answers["experts in FP8"]
+@pytest.mark.rest
+def test_experts_in_fp8_are_counted_with_their_scales(more_answers: dict[str, ModelAnswer]) -> None:
+    answer = more_answers["experts in FP8"]
     dtypes = Counter(tensor.dtype for tensor in answer.stages[0].parameters if ".experts." in tensor.name)
     assert answer.facts["quantization"] == "fp8" and dtypes == {"float8_e4m3fn": 96, "float32": 96}
     assert bytes_of(answer)[1] == 98_304
@@ -180,13 +200,15 @@ def test_windows_states_latents_and_drafts_are_told_apart(answers: dict[str, Mod
     assert ahead and not any("embed_tokens" in name or "lm_head" in name for name in ahead)
 
 
-def test_a_model_of_images_is_built_without_torchvision(answers: dict[str, ModelAnswer]) -> None:
-    answer = answers["images"]
+@pytest.mark.rest
+def test_a_model_of_images_is_built_without_torchvision(more_answers: dict[str, ModelAnswer]) -> None:
+    answer = more_answers["images"]
     assert (answer.refusal, answer.facts["multimodal"], bytes_of(answer)[1]) == (None, True, 225_280)
 
 
-def test_a_cache_that_the_checkpoint_has_in_fp8_is_resolved(answers: dict[str, ModelAnswer]) -> None:
-    answer = answers["FP8 cache of its own"]
+@pytest.mark.rest
+def test_a_cache_that_the_checkpoint_has_in_fp8_is_resolved(more_answers: dict[str, ModelAnswer]) -> None:
+    answer = more_answers["FP8 cache of its own"]
     assert (answer.facts["cache_dtype"], bytes_of(answer)[1:]) == ("fp8_e4m3", (4_096, 170_229_760))
 
 
