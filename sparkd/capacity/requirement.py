@@ -24,7 +24,7 @@ from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, Mode
 from sparkd.hardware import GIB, Hardware
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
 from sparkd.inquiry.parser_answers import refused
-from sparkd.models.folder import unusable
+from sparkd.models.folder import unusable_of
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
 from sparkd.vllm.installed import full_version_in, release_in
@@ -108,8 +108,7 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
     Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
     engine = config.engine
-    vllm = spec.runs_vllm(engine)
-    if absent := unusable(spec.model, vllm=vllm, places=config.model_places(), tokenizer=spec.reads_tokenizer):
+    if absent := unusable_of(spec, engine, config.model_places()):
         raise absent
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
