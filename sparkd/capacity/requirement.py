@@ -29,6 +29,7 @@ from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
 from sparkd.vllm.installed import full_version_in, release_in
 from sparkd.vllm.parsers import Parsers
+from sparkd.vllm.releases import READ_OFF
 from sparkd.vllm.translate import Translation, release_of, translated
 from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
 from workers.host.meminfo import mem_total_bytes
@@ -117,8 +118,8 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
         entrypoint = found["entrypoint"]
     if entrypoint is None:
         raise RankError(
-            f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
-            "to the Python interpreter of an environment that has it."
+            f"The runtime {interpreter} has no vLLM: run `{interpreter} -m pip install vllm~={'.'.join(map(str, READ_OFF))}.0 "
+            "-c deploy/constraints.txt` in sparkd's checkout, or set engine.runtime to the Python interpreter of an environment that has it."
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)
