@@ -119,7 +119,7 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
     if entrypoint is None:
         raise RankError(
             f"The runtime {interpreter} has no vLLM: run `{interpreter} -m pip install vllm~={'.'.join(map(str, READ_OFF))}.0 "
-            "-c deploy/constraints.txt` in sparkd's checkout, or set engine.runtime to the Python interpreter of an environment that has it."
+            "-c deploy/constraints.txt` in sparkd's checkout, or set engine.runtime to the Python interpreter that has it."
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)
