@@ -124,6 +124,24 @@ async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again
     assert cluster._trouble is None
 
 
+async def test_the_end_of_the_heads_raylet_is_a_condition_until_it_is_started_again(cluster: Cluster) -> None:
+    head, reasons, joined = FakeHead(), [], asyncio.Event()
+
+    def ensured() -> str:
+        reasons.append(cluster._trouble.reason if cluster._trouble else None)
+        head.living_address = lambda: "127.0.0.1:6379"  # type: ignore[method-assign]
+        return "127.0.0.1:6379"
+
+    head.ensure, head.living_address = ensured, lambda: None  # type: ignore[method-assign, assignment]
+    cluster._head, cluster._trouble = head, None  # type: ignore[assignment]
+    cluster._link.connected = True  # type: ignore[misc]
+    running = asyncio.create_task(cluster.run(joined.set))
+    await joined.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert (reasons, cluster._trouble) == (["RayUnavailable"], None)
+
+
 @pytest.mark.parametrize("credentials", [True, False], ids=["a unit with credentials", "none"])
 async def test_no_ray_starts_where_its_engines_could_read_the_daemons_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, credentials: bool
