@@ -252,6 +252,7 @@ class Meaning(BaseModel):
 
     name: str
     spec: dict[str, str]
+    known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 
 class RecipeSummary(BaseModel):

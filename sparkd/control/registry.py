@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,16 @@ log = logging.getLogger("sparkd.supervisor")
 
 
 class Roster:
-    """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top."""
+    """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top.
 
-    def __init__(self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+    of_serve: names of the models that `sparkd serve --model` was started with.
+    """
+
+    def __init__(
+        self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float], of_serve: Collection[str] = ()
+    ) -> None:
         self._store = store
+        self._of_serve = of_serve
         self._clock = clock
         self.wall = wall
         self.started_at_s = wall()
@@ -111,7 +117,7 @@ class Roster:
         """The entry that `add` would accept. Raises the same errors and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
         if name in self._base.models:
-            raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.", param="name")
+            raise self.fixed(name, "change it there and reload sparkd")
         for alias in spec.served_names():
             if self._names.get(alias, name) != name:
                 key = "name" if alias == name else "served_model_name" if alias in spec.served_model_name else "aliases"
@@ -166,7 +172,7 @@ class Roster:
             return model, {**self._added.get(model, {}), "recipe": recipe}
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
-            raise Conflict(f"The model {model} is in the configuration file: {cure}.")
+            raise self.fixed(model, cure)
         return model, None
 
     def remove(self, record: Record) -> None:
@@ -199,7 +205,14 @@ class Roster:
 
     def check_removable(self, record: Record) -> None:
         if record.name in self._base.models:
-            raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
+            raise self.fixed(record.name, "take it out there and reload sparkd")
+
+    def fixed(self, name: str, cure: str) -> Conflict:
+        """The refusal to change a model that was not added by `add`. cure: for one of the configuration file."""
+        if name in self._of_serve:
+            how = f"choose another name, or end `sparkd serve` (Ctrl-C) and start it anew; `sparkd unload {name}` unloads it"
+            return Conflict(f"The model {name} is the one that `sparkd serve` was started with: {how}.", param="name")
+        return Conflict(f"The model {name} is in the configuration file: {cure}.", param="name")
 
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])

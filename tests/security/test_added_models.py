@@ -173,6 +173,20 @@ def test_adding_a_model_parses_its_entry_alone(tmp_path: Path, monkeypatch: pyte
         assert sorted(parsed) == ["a", "a", "c", "c", "refused"]
 
 
+def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_path: Path) -> None:
+    config = load_config(None, flags={"models": {"given": {"model": "o/m"}}}, environ={})
+    with closing(Store(tmp_path / "state.db")) as store:
+        told = []
+        for of_serve in ((), ("given",)):
+            roster = Roster(config, store, lambda: 0.0, lambda: 0.0, of_serve)
+            with pytest.raises(Conflict) as removed:
+                roster.check_removable(roster.find("given"))
+            with pytest.raises(Conflict) as changed:
+                roster.judged("given", {"model": "o/n"})
+            told.append([("configuration file" in each.value.message) for each in (removed, changed)])
+        assert told == [[True, True], [False, False]]
+
+
 def test_a_model_that_is_added_has_its_own_keys_judged_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, environ={}).with_model(parse_model("a", {"model": "o/m"}, over_admin=True))
     judged = []
