@@ -52,9 +52,8 @@ class Operator:
             return None
         if model not in names and config.models[found].model != source and not is_recipe:
             raise Conflict(f"A model called {found} exists already, with the source {config.models[found].model}. Choose another --name.")
-        if changes and self._registry.records[found].origin == "file":
-            raise self._registry.fixed(found, "change its entry there and reload sparkd, or choose another --name")
         if changes:
+            self._registry.check_added(found, "change its entry there and reload sparkd, or choose another --name")
             raise Conflict(f"{found} exists already, with other keys. Run `sparkd rm {found}` first, or choose another --name.")
         return found
 
@@ -114,7 +113,7 @@ class Operator:
             self._journal.operations.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
             return self._journal.operations.find(operation.id)
         record = self._registry.find(name)
-        self._registry.check_removable(record)
+        self._registry.check_added(record.name)
         operation = self._want(record.name, Want.STOPPED, "admin")
         self._registry.remove(record)
         self._tell(record.name, "removed")

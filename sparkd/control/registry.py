@@ -116,8 +116,7 @@ class Roster:
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
         """The entry that `add` would accept. Raises the same errors and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
-        if name in self._base.models:
-            raise self.fixed(name, "change it there and reload sparkd")
+        self.check_added(name, "change it there and reload sparkd")
         for alias in spec.served_names():
             if self._names.get(alias, name) != name:
                 key = "name" if alias == name else "served_model_name" if alias in spec.served_model_name else "aliases"
@@ -172,12 +171,12 @@ class Roster:
             return model, {**self._added.get(model, {}), "recipe": recipe}
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
-            raise self.fixed(model, cure)
+            self.check_added(model, cure)
         return model, None
 
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
-        self.check_removable(record)
+        self.check_added(record.name)
         self._lent.pop(record.name, None)
         self._forget_added(record.name)
         self._take(self.config.without_model(record.name))
@@ -203,16 +202,13 @@ class Roster:
         """Whether what was wished for it stands in a damaged row: then its default is no wish, and is to be written."""
         return any(damage.key == record.name for damage in self._damages("desired"))
 
-    def check_removable(self, record: Record) -> None:
-        if record.name in self._base.models:
-            raise self.fixed(record.name, "take it out there and reload sparkd")
-
-    def fixed(self, name: str, cure: str) -> Conflict:
-        """The refusal to change a model that was not added by `add`. cure: for one of the configuration file."""
+    def check_added(self, name: str, cure: str = "take it out there and reload sparkd") -> None:
+        """Raise Conflict for a model that was not added by `add`. cure: for one of the configuration file."""
         if name in self._of_serve:
             how = f"choose another name, or end `sparkd serve` (Ctrl-C) and start it anew; `sparkd unload {name}` unloads it"
-            return Conflict(f"The model {name} is the one that `sparkd serve` was started with: {how}.", param="name")
-        return Conflict(f"The model {name} is in the configuration file: {cure}.", param="name")
+            raise Conflict(f"The model {name} is the one that `sparkd serve` was started with: {how}.", param="name")
+        if name in self._base.models:
+            raise Conflict(f"The model {name} is in the configuration file: {cure}.", param="name")
 
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])

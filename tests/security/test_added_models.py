@@ -180,7 +180,7 @@ def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_p
         for of_serve in ((), ("given",)):
             roster = Roster(config, store, lambda: 0.0, lambda: 0.0, of_serve)
             with pytest.raises(Conflict) as removed:
-                roster.check_removable(roster.find("given"))
+                roster.check_added("given")
             with pytest.raises(Conflict) as changed:
                 roster.judged("given", {"model": "o/n"})
             told.append([("configuration file" in each.value.message) for each in (removed, changed)])
