@@ -124,7 +124,8 @@ class Cluster:
         while True:
             died = await asyncio.to_thread(self._head_died)
             if died and (self._trouble is None or self._trouble.reason == AgentLost.__name__):
-                self._trouble = Condition(RayUnavailable.__name__, "Ray's raylet or GCS on this node has ended. It is started again.")
+                # It stays until the new one is kept up: a look in between may still reach the old agent.
+                self._upkeep_trouble = Condition(RayUnavailable.__name__, "The raylet or GCS of this node has ended. It is started again.")
             lost = died or not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY
             if (lost or not await self._kept_up()) and await self._connect():
                 joined()
