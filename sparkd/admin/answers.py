@@ -252,6 +252,7 @@ class Meaning(BaseModel):
 
     name: str
     spec: dict[str, str]
+    known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 
 class RecipeSummary(BaseModel):
@@ -383,7 +384,7 @@ class RequestBody(BaseModel):
     route: str
     key: str | None = Field(description="The name of the client's key; null if none is configured")
     started_s: float
-    phase: Literal["queued", "prefill", "streaming", "done"]
+    phase: Literal["queued", "forwarded", "streaming", "done"]
     status: int | None = Field(description="499: the client left; null before the answer has begun")
     code: str | None = Field(description="The code of the error that ended it")
     failed: bool = Field(description="It ended with a code, or a status of 400 or more")

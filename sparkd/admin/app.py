@@ -250,8 +250,14 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
 
     @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
-    async def entry(source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)]) -> dict[str, Any]:
-        return await asyncio.to_thread(operator.meaning, source)
+    async def entry(
+        source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)],
+        model: Annotated[str | None, Query(min_length=1, max_length=MODEL_CHARACTERS)] = None,
+        name: Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)] = None,
+        changes: bool = False,
+    ) -> dict[str, Any]:
+        meant = await asyncio.to_thread(operator.meaning, source)
+        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:

@@ -153,7 +153,8 @@ class Client:
         read_s += float(parameters.get("wait_s", 0.0))
         limits_s = (CONNECT_TIMEOUT_S, read_s, read_s, read_s)
         with self._translated():
-            response = self._http.request(method, ADMIN + path, params=dict(parameters), json=body, timeout=limits_s)
+            given = {name: value for name, value in parameters.items() if value is not None}
+            response = self._http.request(method, ADMIN + path, params=given, json=body, timeout=limits_s)
         return self._checked(response)
 
     @contextmanager

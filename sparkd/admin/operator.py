@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
 from sparkd.models.source import name_of
+from sparkd.nearest import nearest
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
@@ -31,6 +32,30 @@ class Operator:
         """The name and the spec that add MODEL: a recipe's name goes before a folder or a hub id. Blocks: it reads the recipes' folders."""
         key = "recipe" if self._registry.config.book().has(source) else "model"
         return {"name": name_of(source), "spec": {key: source}}
+
+    def known(self, meant: Mapping[str, Any], model: str, name: str | None, *, changes: bool) -> str | None:
+        """The model that a user means by MODEL, None for one to add.
+
+        meant: what `meaning` says of it. model: MODEL as it was typed. name: the name for a model to add. changes: whether it shall have
+        other keys. Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
+        has, or where a known model would get other keys.
+        """
+        is_recipe, source, config = "recipe" in meant["spec"], meant["spec"].get("model"), self._registry.config
+        names = config.names()
+        found = names.get(name or model)
+        if found is None and name is None:
+            found = next((spec.name for spec in config.models.values() if spec.model == source), None) or names.get(meant["name"])
+        if found is None:
+            # A bare word is more often a typing error than a hub id without an owner, and a download must not begin with one.
+            if name is None and source is not None and "/" not in source:
+                raise _unknown(model, names)
+            return None
+        if model not in names and config.models[found].model != source and not is_recipe:
+            raise Conflict(f"A model called {found} exists already, with the source {config.models[found].model}. Choose another --name.")
+        if changes:
+            self._registry.check_added(found, "change its entry there and reload sparkd, or choose another --name")
+            raise Conflict(f"{found} exists already, with other keys. Run `sparkd rm {found}` first, or choose another --name.")
+        return found
 
     def spec_to_plan(self, source: str) -> ModelConfig | None:
         """The entry of the model, or else the recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that
@@ -88,7 +113,7 @@ class Operator:
             self._journal.operations.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
             return self._journal.operations.find(operation.id)
         record = self._registry.find(name)
-        self._registry.check_removable(record)
+        self._registry.check_added(record.name)
         operation = self._want(record.name, Want.STOPPED, "admin")
         self._registry.remove(record)
         self._tell(record.name, "removed")
@@ -121,3 +146,11 @@ class Operator:
     def _tell(self, name: str, kind: str | None) -> None:
         if kind is not None:
             say_change(self._journal, kind, name, "api")
+
+
+def _unknown(model: str, names: Collection[str]) -> UnknownModel:
+    near = nearest(model, list(names))
+    error = UnknownModel(model, list(names))
+    hint = f"Did you mean {near}?" if near else "To add a model, give a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
+    error.message += f" {hint}"
+    return error

@@ -14,7 +14,7 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import at_trusted_commit, refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
-from sparkd.models.folder import unusable
+from sparkd.models.folder import unusable_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import engine_args
 from sparkd.vllm.installed import full_version_in, release_in
@@ -34,12 +34,11 @@ class EntryFault:
 def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> Iterator[EntryFault]:
     """Nothing but its absence for a model whose files are not on this machine. env: of its engine. Blocks. Raises ConfigError for a number
     of a flag that vLLM refuses too."""
-    vllm = spec.runs_vllm(config.engine)
-    if absent := unusable(spec.model, vllm=vllm, tokenizer=spec.reads_tokenizer):
+    if absent := unusable_of(spec, config.engine):
         # A folder may lie on another node.
         yield EntryFault("model", absent.message, ends_start=os.path.lexists(spec.model))
         return
-    if not vllm:
+    if not spec.runs_vllm(config.engine):
         return
     if reason := refusal(spec, config):
         yield EntryFault("trust_remote_code", reason)

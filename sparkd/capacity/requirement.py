@@ -24,11 +24,12 @@ from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, Mode
 from sparkd.hardware import GIB, Hardware
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
 from sparkd.inquiry.parser_answers import refused
-from sparkd.models.folder import unusable
+from sparkd.models.folder import unusable_of
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
 from sparkd.vllm.installed import full_version_in, release_in
 from sparkd.vllm.parsers import Parsers
+from sparkd.vllm.releases import READ_OFF
 from sparkd.vllm.translate import Translation, release_of, translated
 from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
 from workers.host.meminfo import mem_total_bytes
@@ -108,8 +109,7 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
     Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
     engine = config.engine
-    vllm = spec.runs_vllm(engine)
-    if absent := unusable(spec.model, vllm=vllm, places=config.model_places(), tokenizer=spec.reads_tokenizer):
+    if absent := unusable_of(spec, engine, config.model_places()):
         raise absent
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
@@ -118,8 +118,8 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
         entrypoint = found["entrypoint"]
     if entrypoint is None:
         raise RankError(
-            f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
-            "to the Python interpreter of an environment that has it."
+            f"The runtime {interpreter} has no vLLM: run `{interpreter} -m pip install vllm~={'.'.join(map(str, READ_OFF))}.0 "
+            "-c deploy/constraints.txt` in sparkd's checkout, or set engine.runtime to the Python interpreter that has it."
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)

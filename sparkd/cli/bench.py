@@ -297,9 +297,7 @@ def _ended(session: Session, started: dict[str, Any], again: str) -> None:
         raise RankError(f"{operation['message']} {again}")
     if failed := result.failed:
         if not session.json:
-            session.err.print(
-                f"{', '.join(failed)}: not measured. {again}", markup=False, highlight=False, soft_wrap=not session.err.is_terminal
-            )
+            show.say(session.err, f"{', '.join(failed)}: not measured. {again}")
         raise typer.Exit(SparkdError.exit_code)
 
 
@@ -318,7 +316,7 @@ def _show(session: Session, result: BenchResult) -> None:
     if result.loads:
         _loads(result).show(session.out)
         for load in result.loads:
-            session.out.print(_phases(load), markup=False, highlight=False, soft_wrap=not session.out.is_terminal)
+            show.say(session.out, _phases(load))
     if result.quality:
         _formats(result).show(session.out)
     if result.cells:
@@ -329,9 +327,7 @@ def _show(session: Session, result: BenchResult) -> None:
     errors = [(cell.cell.name, cell.error) for cell in result.cells] + [(row.format, row.error) for row in result.quality]
     for name, error in errors:
         if error:
-            session.out.print(
-                f"{name}: {show.printable(one_line(error))}", markup=False, highlight=False, soft_wrap=not session.out.is_terminal
-            )
+            show.say(session.out, f"{name}: {one_line(error)}")
     for name, predicted, ours, error in predictions(result):
         session.out.print(f"{name}: {ours}; `sparkd plan` predicted {predicted} ({error})", markup=False, highlight=False)
 
@@ -359,7 +355,7 @@ def _compared(comparison: Comparison, console: Console) -> None:
         if missing:
             console.print(f"\nOnly {name} has:")
         for figures in missing:
-            console.print(f"  {figures.where}: {show.printable(figures.why)}", markup=False, soft_wrap=not console.is_terminal)
+            show.say(console, f"  {figures.where}: {figures.why}")
 
 
 def _cells(result: BenchResult) -> Table:

@@ -99,7 +99,7 @@ def _draw(bundle: Mapping[str, Any], console: Console) -> None:
     if bundle.get("survivors"):
         lines.append(("Survived", f"processes {', '.join(map(str, bundle['survivors']))}: they hang in the kernel"))
     for title, text in lines:
-        console.print(f"{title:<13}{show.printable(str(text))}", markup=False, soft_wrap=not console.is_terminal)
+        show.say(console, f"{title:<13}{text}")
     _readings(bundle, console)
     console.print()
     for line in bundle["log"][-LOG_LINES:]:

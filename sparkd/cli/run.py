@@ -10,10 +10,9 @@ import typer
 from sparkd.admin.client import Client, model_path
 from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
-from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.folder import refuse_unusable
 from sparkd.models.source import source_of
-from sparkd.nearest import nearest
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args
 
@@ -50,8 +49,8 @@ def run(
     check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
     settings = {key: value for key, value in chosen.items() if value}
-    meant = session.client.get("/entry", source=source_of(model))
-    existing = _known(session.client, model, name, meant, bool(settings))
+    meant = session.client.get("/entry", source=source_of(model), model=model, name=name, changes=bool(settings))
+    existing = meant.get("known")
     operation = session.client.post(f"{model_path(existing)}/load") if existing else _bring_in(session.client, name, meant, settings)
     operation = session.wait(operation, brought_in=existing is None)
     canonical = str(operation["model"])
@@ -71,35 +70,6 @@ def run(
 def print_how_to_call(session: Session, model: str) -> None:
     session.out.print(f"Base URL  {session.client.base_url}/v1\nModel     {model}\n", markup=False)
     session.out.print(show.curl(session.client.base_url, model, GREETING, session.client.has_key), markup=False, soft_wrap=True)
-
-
-def _known(client: Client, model: str, name: str | None, meant: dict[str, Any], has_settings: bool) -> str | None:
-    """The known model that is meant, or None for one to bring in. meant: the daemon's answer to what MODEL is. Raises where it is neither,
-    and for settings that come too late."""
-    views, source, is_recipe = client.models(), source_of(model), "recipe" in meant["spec"]
-    names = {alias: view for view in views for alias in (view["name"], *view["aliases"])}
-    match = names.get(name or model)
-    if match is None and name is None:
-        match = next((view for view in views if view["source"] == source), None) or names.get(meant["name"])
-    if match is None:
-        if name is None and "/" not in source and not is_recipe:
-            raise _unknown(model, list(names))
-        return None
-    if model not in names and match["source"] != source and not is_recipe:
-        raise Conflict(f"A model called {match['name']} exists already, with the source {match['source']}. Choose another --name.")
-    if has_settings:
-        cure = f"Run `sparkd rm {match['name']}` first if `sparkd run` added it, change its entry in sparkd.yaml, or choose another --name"
-        raise Conflict(f"{match['name']} exists already, with other settings. {cure}.")
-    return str(match["name"])
-
-
-def _unknown(model: str, names: list[str]) -> SparkdError:
-    """A bare word is more often a typing error than a hub id without an owner, and a download must not begin with a typing error."""
-    near = nearest(model, names)
-    hint = f"Did you mean {near}?" if near else "To add a model, give a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
-    error = UnknownModel(model, names)
-    error.message += f" {hint}"
-    return error
 
 
 def _bring_in(client: Client, name: str | None, meant: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

@@ -108,9 +108,8 @@ def serve(
     if path is None and not loaded.models:
         from sparkd.render import models as show
 
-        console = show.terminal()
         missing = f"There is no configuration file ({CONFIG_PATH} or --config FILE), so no model is configured."
-        console.print(missing, soft_wrap=not console.is_terminal)
+        show.say(show.terminal(), missing)
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
 
 

@@ -33,7 +33,7 @@ from sparkd.cluster.reservations import Places
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
-from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, refused_by
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.readings import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
@@ -122,7 +122,11 @@ class Cluster:
     async def run(self, joined: Callable[[], None]) -> None:
         """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection that was made."""
         while True:
-            lost = not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died)
+            died = await asyncio.to_thread(self._head_died)
+            if died and (self._trouble is None or self._trouble.reason == AgentLost.__name__):
+                # It stays until the new one is kept up: a look in between may still reach the old agent.
+                self._upkeep_trouble = Condition(RayUnavailable.__name__, "The raylet or GCS of this node has ended. It is started again.")
+            lost = died or not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY
             if (lost or not await self._kept_up()) and await self._connect():
                 joined()
             await asyncio.sleep(RECONNECT_EVERY_S)

@@ -13,7 +13,7 @@ from sparkd.entry.parser_choice import expected
 from sparkd.entry.tasks import abilities_of
 from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ClusterError, ModelUnusable
-from sparkd.models.folder import unusable
+from sparkd.models.folder import unusable_of
 from sparkd.state.abilities import Abilities
 from sparkd.vllm.parsers import Parsers
 
@@ -27,8 +27,8 @@ class ModelFiles:
 
     async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
         """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
-        vllm, places = spec.runs_vllm(self._config().engine), self._config().model_places()
-        if fault := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places, tokenizer=spec.reads_tokenizer):
+        config = self._config()
+        if fault := await asyncio.to_thread(unusable_of, spec, config.engine, config.model_places()):
             return fault
         try:
             await self._siting.refuse_absent(spec)

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -268,11 +269,14 @@ class Config(Section):
         """This configuration with one model added or replaced. Raises ConfigError where one of its names is taken, or the engine's
         settings forbid it."""
         models = {**self.models, model.name: model}
-        for location, message in _conflicts(models, self.engine):
+        for location, message in chain(_shared_names(models), _unusable_keys(model, self.engine)):
             # The fault may stand in another model's entry, such as an alias that is this model's name.
             own = location[0] == model.name
             raise ConfigError(message, param=str(location[-1]) if own else "name")
         return self.model_copy(update={"models": models})
+
+    def without_model(self, name: str) -> Config:
+        return self.model_copy(update={"models": {each: model for each, model in self.models.items() if each != name}})
 
 
 def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str]) -> Config:
@@ -380,7 +384,8 @@ def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) ->
 
 def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Each with the location of the key to blame."""
-    yield from ((("models", *location), message) for location, message in _conflicts(config.models, config.engine))
+    own = (_unusable_keys(model, config.engine) for model in config.models.values())
+    yield from ((("models", *location), message) for location, message in chain(_shared_names(config.models), *own))
     names = {name: name for name in others} | config.names()
     yield from config.groups.problems(names)
     yield from config.traces.problems()
@@ -392,7 +397,7 @@ def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tup
             )
 
 
-def _conflicts(models: Mapping[str, ModelConfig], engine: EngineSettings) -> Iterator[tuple[tuple[str, ...], str]]:
+def _shared_names(models: Mapping[str, ModelConfig]) -> Iterator[tuple[tuple[str, ...], str]]:
     owner: dict[str, str] = {name: name for name in models}
     defaults = [model.name for model in models.values() if model.default]
     for name in defaults[1:]:
@@ -405,7 +410,10 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: EngineSettings) -> Ite
                         (model.name, key),
                         f"models.{model.name}.{key}: {alias!r} is a name of the model {owner[alias]!r}. Choose another.",
                     )
-        if problem := quantize.unreachable(model, model.environment(engine)):
-            yield (model.name, "quantize"), f"models.{model.name}.quantize: {problem}"
-        if problem := kv_cache.unreadable(model, model.environment(engine)):
-            yield (model.name, "env"), f"models.{model.name}.env: {problem}"
+
+
+def _unusable_keys(model: ModelConfig, engine: EngineSettings) -> Iterator[tuple[tuple[str, ...], str]]:
+    if problem := quantize.unreachable(model, model.environment(engine)):
+        yield (model.name, "quantize"), f"models.{model.name}.quantize: {problem}"
+    if problem := kv_cache.unreadable(model, model.environment(engine)):
+        yield (model.name, "env"), f"models.{model.name}.env: {problem}"

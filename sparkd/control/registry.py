@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparkd.state.store import Store
 from sparkd.unexpected import unexpected
 from sparkd.vllm.logging_args import remark
 
-# Each that is added costs a look at all of them: 0.1 s for so many plain ones, 1.7 s for so many of the largest.
+# Each is parsed when it is added, and again with each new configuration of the file.
 MOST_ADDED = 256
 # The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
@@ -29,10 +29,16 @@ log = logging.getLogger("sparkd.supervisor")
 
 
 class Roster:
-    """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top."""
+    """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top.
 
-    def __init__(self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+    of_serve: names of the models that `sparkd serve --model` was started with.
+    """
+
+    def __init__(
+        self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float], of_serve: Collection[str] = ()
+    ) -> None:
         self._store = store
+        self._of_serve = of_serve
         self._clock = clock
         self.wall = wall
         self.started_at_s = wall()
@@ -41,6 +47,8 @@ class Roster:
         self._loud: dict[str, str] = {}
         # Models that a bench has for a while, in memory only: a daemon that is killed has none of them when it starts again.
         self._lent: dict[str, ModelConfig] = {}
+        # By added model: its keys as the caller gave them.
+        self._added: dict[str, dict[str, Any]] = {}
         # By added model that cannot be used: why.
         self._left_out: dict[str, str] = {}
         self.config = config
@@ -61,14 +69,18 @@ class Roster:
         The changes, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.
         """
-        stored, added = self._store.wishes.desired(), self._store.wishes.specs()
+        self._base, self._added = base, self._store.wishes.specs()
+        return self._take(self._with_added())
+
+    def _take(self, config: Config) -> dict[str, list[str]]:
+        """Bring names and records into line with the models of `config`. See `configure`."""
+        base, added, stored = self._base, self._added, self._store.wishes.desired()
         before = {name: record.hash for name, record in self.records.items() if record.spec}
         specs = {name: record.spec for name, record in self.records.items() if record.spec}
         preloaded = self.config.preload()
-        self._base = base
-        self.config = self._with_added(base, added)
+        self.config = config
         models = self.config.models
-        self._listen_for_loud(models)
+        self._listen_for_loud({name: spec for name, spec in models.items() if spec is not specs.get(name)})
         for name in set(self.records) - set(models):
             record = self.records[name]
             record.spec = record.hash = None
@@ -104,21 +116,19 @@ class Roster:
     def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
         """The entry that `add` would accept. Raises the same errors and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
-        if name in self._base.models:
-            raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.", param="name")
+        self.check_added(name, "change it there and reload sparkd")
         for alias in spec.served_names():
             if self._names.get(alias, name) != name:
                 key = "name" if alias == name else "served_model_name" if alias in spec.served_model_name else "aliases"
                 raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.", param=key)
-        self._base.with_model(spec)  # raises what would leave it out
+        self.config.with_model(spec)  # raises what would leave it out
         return spec
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
         """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
-        self.judged(name, raw)
-        added = self._store.wishes.specs()
-        standing = added.get(name)
-        if standing is None and len(added) >= MOST_ADDED:
+        spec = self.judged(name, raw)
+        standing = self._added.get(name)
+        if standing is None and len(self._added) >= MOST_ADDED:
             cure = "remove one (`sparkd rm MODEL`), or write this one into the configuration file"
             raise Conflict(f"{MOST_ADDED} models were added already, and sparkd keeps no more: {cure}.", param="name")
         if standing is not None and _text(standing) == _text(raw):
@@ -128,21 +138,23 @@ class Roster:
                 f"A model {name} was added already, with other keys: PUT /admin/v1/models/{name} changes it, `sparkd rm {name}` ends it."
             )
         self._store.wishes.save_spec(name, raw)
-        self.configure(self._base)
+        self._added[name] = dict(raw)
+        self._left_out.pop(name, None)
+        self._take(self.config.with_model(spec))
         return "added" if standing is None else "changed"
 
     def lend(self, name: str, spec: ModelConfig | None) -> None:
         """Have a bench's model until this daemon ends, or forget it where spec is None. Raises Conflict for a taken name, ConfigError."""
         if spec is None:
             if self._lent.pop(name, None) is not None:
-                self.configure(self._base)
+                self._take(self.config.without_model(name))
             return
         standing = self.records.get(self._names.get(name, ""))
         if (standing is not None and standing.spec is not None) or name in self._left_out:
             raise Conflict(f"{name!r} is a name already: remove that model.", param="name")
-        self._base.with_model(spec)
+        config = self.config.with_model(spec)
         self._lent[name] = spec
-        self.configure(self._base)
+        self._take(config)
 
     def model_places(self) -> tuple[str, ...]:
         """See Config.model_places."""
@@ -156,18 +168,18 @@ class Roster:
         model = self._names.get(name, name)
         configured = self._base.models.get(model)
         if configured is None:
-            return model, {**self._store.wishes.specs().get(model, {}), "recipe": recipe}
+            return model, {**self._added.get(model, {}), "recipe": recipe}
         if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
-            raise Conflict(f"The model {model} is in the configuration file: {cure}.")
+            self.check_added(model, cure)
         return model, None
 
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
-        self.check_removable(record)
+        self.check_added(record.name)
         self._lent.pop(record.name, None)
-        self._store.wishes.forget_spec(record.name)
-        self.configure(self._base)
+        self._forget_added(record.name)
+        self._take(self.config.without_model(record.name))
 
     def forget_left_out(self, name: str) -> bool:
         """Forget an added model that cannot be used, and damaged rows by their name or handle; False where `name` is none of those."""
@@ -177,17 +189,26 @@ class Roster:
         for damage in damages:
             self._store.forget_damage(damage)
         if name in self._left_out:
-            self._store.wishes.forget_spec(name)
-        self.configure(self._base)
+            self._forget_added(name)
+        self._take(self.config)
         return True
+
+    def _forget_added(self, name: str) -> None:
+        self._store.wishes.forget_spec(name)
+        self._added.pop(name, None)
+        self._left_out.pop(name, None)
 
     def has_lost_wish(self, record: Record) -> bool:
         """Whether what was wished for it stands in a damaged row: then its default is no wish, and is to be written."""
         return any(damage.key == record.name for damage in self._damages("desired"))
 
-    def check_removable(self, record: Record) -> None:
-        if record.name in self._base.models:
-            raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
+    def check_added(self, name: str, cure: str = "take it out there and reload sparkd") -> None:
+        """Raise Conflict for a model that was not added by `add`. cure: for one of the configuration file."""
+        if name in self._of_serve:
+            how = f"choose another name, or end `sparkd serve` (Ctrl-C) and start it anew; `sparkd unload {name}` unloads it"
+            raise Conflict(f"The model {name} is the one that `sparkd serve` was started with: {how}.", param="name")
+        if name in self._base.models:
+            raise Conflict(f"The model {name} is in the configuration file: {cure}.", param="name")
 
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
@@ -235,19 +256,20 @@ class Roster:
             return False
         return record.spec.runs_vllm(self.config.engine) and record.attempt.handle.parsers is None
 
-    def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
+    def _listen_for_loud(self, changed: Mapping[str, ModelConfig]) -> None:
         before = self._loud
-        remarks = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in models.items()}
-        self._loud = {name: sentence for name, sentence in remarks.items() if sentence is not None}
+        remarks = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in changed.items()}
+        kept = {name: sentence for name, sentence in before.items() if name in self.config.models}
+        self._loud = {name: sentence for name, sentence in (kept | remarks).items() if sentence is not None}
         for name, sentence in self._loud.items():
             if before.get(name) != sentence:
                 log.warning("the model %s: %s", name, sentence)
 
-    def _with_added(self, config: Config, added: Mapping[str, Mapping[str, Any]]) -> Config:
-        """One that this release refuses, or whose name the file has taken since, is left out."""
-        book = config.book()
+    def _with_added(self) -> Config:
+        """The file's configuration with the other models, but for those that this release refuses or whose names the file has by now."""
+        config, book = self._base, self._base.book()
         self._left_out = {}
-        for name, raw in added.items():
+        for name, raw in self._added.items():
             if name in config.models:
                 continue
             try:

@@ -263,6 +263,8 @@ class Supervisor:
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
+        with around("trouble"):
+            self._tell_trouble(before, observation)
         with around("welcome"):
             self._welcome(observation)
         with around("look"):
@@ -299,6 +301,16 @@ class Supervisor:
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
             self.ledger.snapshots.show(snapshot)
+
+    def _tell_trouble(self, before: Observation, now: Observation) -> None:
+        """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
+        for node in sorted(now.no_raylet - before.no_raylet):
+            self.ledger.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
+        old, new = before.trouble, now.trouble
+        if new is not None and (old is None or (old.reason, old.node) != (new.reason, new.node)):
+            self.ledger.say("cluster", None, new.message, reason=new.reason, node=new.node)
+        elif old is not None and new is None and now is not UNSEEN:
+            self.ledger.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
 
     def _welcome(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""

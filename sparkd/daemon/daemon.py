@@ -150,7 +150,7 @@ class Daemon:
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
         self._cluster = Cluster(config, environ, self._boundary)
-        self._registry = Roster(config, store, time.monotonic, time.time)
+        self._registry = Roster(config, store, time.monotonic, time.time, options.models)
         self._journal = Ledger(store, time.time, self._boundary)
         self._supervisor = Supervisor(
             *(self._registry, self._journal, self._cluster),

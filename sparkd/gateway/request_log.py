@@ -113,7 +113,7 @@ class RequestLog:
 def _phase(exchange: Exchange) -> str:
     if exchange.queued_s is None:
         return "queued"
-    return "prefill" if exchange.first_s is None else "streaming"
+    return "forwarded" if exchange.first_s is None else "streaming"
 
 
 def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:

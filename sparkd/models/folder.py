@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from sparkd.errors import ConfigError, ModelUnusable
 from workers.host.hub_cache import hub_cache
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import EngineDefaults, ModelConfig
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
@@ -41,6 +45,11 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, 
     cure = f"{_CURE}, and let the user that sparkd runs as read it."
     message = f"There is no model at {folder} that sparkd can read: {cure}"
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
+
+
+def unusable_of(spec: ModelConfig, engine: EngineDefaults, places: Collection[str] | None = None) -> ModelUnusable | None:
+    """`unusable` for the folder of an entry, by what its engine reads there. Blocks."""
+    return unusable(spec.model, vllm=spec.runs_vllm(engine), places=places, tokenizer=spec.reads_tokenizer)
 
 
 def refuse_unusable(folder: str, *, vllm: bool) -> None:

@@ -29,7 +29,7 @@ LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistr
 _CURE = "set it in the configuration file."
 MOST_ARGUMENTS = 512
 MOST_ARGUMENT_CHARACTERS = 4096
-# Kept entries are read again with each that is added.
+# Kept entries are parsed again with each new configuration of the file.
 MOST_ENTRY_CHARACTERS = 65_536
 
 

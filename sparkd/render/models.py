@@ -168,24 +168,24 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     for model in shown:
         progress = model["progress"] or {}
         if model["state"] == "PLANNED" or (model["state"] in ("LOADING", "WARMING", "SIZING") and progress):
-            _say(console, f"{model['name']}: {stage(model['state'], progress, console)}", "yellow")
+            say(console, f"{model['name']}: {stage(model['state'], progress, console)}", "yellow")
         kv = progress.get("kv") or {}
         if kv.get("why") and model["state"] != "FAILED" and (wide or kv.get("phase") == "stock"):
-            _say(console, f"{model['name']}: KV cache: {kv['why']}", "yellow")
+            say(console, f"{model['name']}: KV cache: {kv['why']}", "yellow")
         for word in ("source_why", "peak_why") if wide else ():
             if kv.get(word):
-                _say(console, f"{model['name']}: KV cache: {_sized_why(word, str(kv[word]))}", "yellow")
+                say(console, f"{model['name']}: KV cache: {_sized_why(word, str(kv[word]))}", "yellow")
         if progress.get("cache_state") in ("failed", "skipped"):
             reason = progress.get("cache_why") or "no reason was given"
-            _say(console, f"{model['name']}: its quantized weights were not cached: {reason}", "yellow")
+            say(console, f"{model['name']}: its quantized weights were not cached: {reason}", "yellow")
         if message := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
             failed = f" failed {duration(now_s - model['since_s'])} ago" if model["state"] == "FAILED" else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
-            _say(console, f"{model['name']}{failed}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
+            say(console, f"{model['name']}{failed}{reason}: {message}{retry}", _STYLES.get(model["state"], "yellow"))
         if last := model.get("last_failure"):
             ago = duration(now_s - last["at_s"])
-            _say(console, f"{model['name']} failed {ago} ago ({last['reason']}): {last['message']}", "red")
+            say(console, f"{model['name']} failed {ago} ago ({last['reason']}): {last['message']}", "red")
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -231,14 +231,14 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
     if (held := listing["held"]) is not None:
         if held["refusal"]:
-            _say(console, f"vLLM refuses it: {held['refusal']}.", "red")
+            say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
             console.print(f"One GPU then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
         if held["unloaded"]:
             parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
             console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)
     for note in listing["notes"]:
-        _say(console, note, "yellow")
+        say(console, note, "yellow")
 
 
 def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
@@ -250,10 +250,10 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
     if answer["writing_bytes"]:
         fault = answer["sweep_fault"]
         cause = f", or were left by a load that was killed and cannot be removed ({fault}): run this as sparkd's user" if fault else ""
-        _say(console, f"{size(answer['writing_bytes'])} are being written{cause}.", "yellow")
+        say(console, f"{size(answer['writing_bytes'])} are being written{cause}.", "yellow")
     if not rows:
         hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
-        console.print(f"No quantized weights are kept in {answer['folder']}. {hint}", markup=False, soft_wrap=not console.is_terminal)
+        say(console, f"No quantized weights are kept in {answer['folder']}. {hint}")
         return
     columns = ("MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE")
     table = Table(*columns, right={"SIZE", "MADE", "USED"}, folds={"FORMAT"}, spare=("MADE", "SOURCE"))
@@ -270,11 +270,9 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
         )
     table.show(console)
     for row in (row for row in rows if not row["valid"]):
-        _say(console, f"{row['name']}: {row['fault']}", "yellow")
+        say(console, f"{row['name']}: {row['fault']}", "yellow")
     limit = "" if answer["limit_bytes"] is None else f" of {size(answer['limit_bytes'])}"
-    console.print(
-        f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}", markup=False, soft_wrap=not console.is_terminal
-    )
+    say(console, f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}")
 
 
 def _calibrated(row: Mapping[str, Any]) -> str:
@@ -324,7 +322,12 @@ def event_line(event: Mapping[str, Any], console: Console) -> None:
     """One line of history: local time, kind, model, message."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at_s"]))
     line = Text.assemble((at, "dim"), "  ", (f"{event['kind']:<9}", "bold"), f" {event['model'] + ': ' if event['model'] else ''}")
-    console.print(line.append(printable(event["message"])), soft_wrap=not console.is_terminal)
+    say(console, line.append(printable(event["message"])))
+
+
+def say(console: Console, text: str | Text, style: str = "") -> None:
+    """Print a sentence: folded on a terminal, one whole line in a pipe."""
+    console.print(Text(printable(text), style=style) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
 
 
 def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:
@@ -425,7 +428,3 @@ def _cost(costs: Mapping[str, Any]) -> str:
 
 def _or_dash(value: Any, shown: Any) -> str:
     return "-" if value is None else shown(value)
-
-
-def _say(console: Console, text: str, style: str) -> None:
-    console.print(Text(printable(text), style=style), soft_wrap=not console.is_terminal)

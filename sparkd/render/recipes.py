@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from sparkd.models.source import name_of
-from sparkd.render.models import printable
+from sparkd.render.models import say
 from sparkd.render.table import Table
 
 # Figure -> words and unit.
@@ -110,8 +110,8 @@ class _Say:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def line(self, text: str, style: str | None = None) -> None:
-        self._console.print(printable(text), style=style, markup=False, soft_wrap=not self._console.is_terminal)
+    def line(self, text: str, style: str = "") -> None:
+        say(self._console, text, style)
 
     def row(self, name: str, text: str) -> None:
         self.line(f"  {name:<12} {text}")

@@ -26,8 +26,8 @@ class RequestRow(NamedTuple):
     """One request. Times are in seconds: started_s of the wall clock, the others from its arrival. None: not known, or not yet.
 
     number: counts the finished ones, None in flight. model: a configured name, "unknown" or "". key: the key's name. code: of its error.
-    ttft_s: to the first byte of a stream. phase: queued, prefill, streaming or done. pieces: of a stream in flight, those that went to the
-    client so far: an engine sends one for each token, or for the few that it had at once.
+    ttft_s: to the first byte of a stream. phase: queued, forwarded, streaming or done. pieces: of a stream in flight, those that went to
+    the client so far: an engine sends one for each token, or for the few that it had at once.
     """
 
     number: int | None

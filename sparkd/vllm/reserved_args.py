@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.unaccounted_args import is_own_worker
+from sparkd.vllm.unaccounted_args import own_workers
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
@@ -129,9 +129,10 @@ def loader_flags(args: Sequence[str]) -> Iterable[str]:
 
 def cache_flags(args: Sequence[str]) -> Iterable[str]:
     """Every argument, without its value, that has vLLM size its KV cache, or a worker class but ours, in any spelling or beginning."""
+    own = own_workers(args)
     for index, arg in enumerate(args):
         name = _long_name(arg)
-        if name and not is_own_worker(args, index) and any(flag.startswith(name) for flag in _CACHE):
+        if name and index not in own and any(flag.startswith(name) for flag in _CACHE):
             yield _flag(arg)
 
 

@@ -112,9 +112,10 @@ def uncounted(args: Sequence[str]) -> Iterator[str]:
 
     --speculative-config is counted where its value is whole, and not in pieces (`--speculative-config.method`) or as `-sc`.
     """
+    own = own_workers(args)
     for index, arg in enumerate(args):
         written = arg.partition("=")[0]
-        if is_own_worker(args, index):
+        if index in own:
             continue
         if arg.startswith("--"):
             path = written[2:].replace("_", "-")
@@ -213,9 +214,9 @@ def blocks_of(args: Sequence[str]) -> int | None:
     return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
 
-def is_own_worker(args: Sequence[str], index: int) -> bool:
-    """Whether the argument there is a --worker-cls that names one of sparkd's own."""
-    return any(first == index and value in _OWN_WORKERS for first, _, value in values_of(args, "worker-cls"))
+def own_workers(args: Sequence[str]) -> set[int]:
+    """The indices of each --worker-cls that names one of sparkd's own."""
+    return {first for first, _, value in values_of(args, "worker-cls") if value in _OWN_WORKERS}
 
 
 def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:

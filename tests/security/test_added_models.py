@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sparkd.errors import ConfigError, Conflict
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from sparkd.recipes.library import RecipeLibrary
+from sparkd.schema import quantize
 from sparkd.schema.model import ModelConfig
 from sparkd.state.store import Store
 from sparkd.vllm.reserved_args import check_args
@@ -147,6 +148,51 @@ def test_so_many_models_are_added_and_no_more(tmp_path: Path, monkeypatch: pytes
         assert roster.add("b", {"model": "o/n"}, replace=True) == "changed"
         roster.remove(roster.find("b"))
         assert roster.add("c", {"model": "o/m"}, replace=False) == "added"
+
+
+def test_adding_a_model_parses_its_entry_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    def counted(name: str, raw: Mapping[str, Any], **how: Any) -> ModelConfig:
+        parsed.append(name)
+        return parse_model(name, raw, **how)
+
+    with closing(Store(tmp_path / "state.db")) as store:
+        store.wishes.save_spec("refused", {"model": "o/m", "no_such_key": 1})
+        roster = Roster(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
+        for name in ("a", "b"):
+            roster.add(name, {"model": "o/m"}, replace=False)
+        monkeypatch.setattr(registry, "parse_model", counted)
+        roster.add("c", {"model": "o/m"}, replace=False)
+        roster.add("a", {"model": "o/n"}, replace=True)
+        roster.remove(roster.find("b"))
+        assert parsed == ["c", "a"]
+        assert roster.find("a").spec == parse_model("a", {"model": "o/n"}, over_admin=True)
+        assert [(each.reason, each.message[:7]) for each in roster.conditions] == [("ModelLeftOut", "refused")]
+        roster.configure(load_config(None, environ={}))
+        assert sorted(parsed) == ["a", "a", "c", "c", "refused"]
+
+
+def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_path: Path) -> None:
+    config = load_config(None, flags={"models": {"given": {"model": "o/m"}}}, environ={})
+    with closing(Store(tmp_path / "state.db")) as store:
+        told = []
+        for of_serve in ((), ("given",)):
+            roster = Roster(config, store, lambda: 0.0, lambda: 0.0, of_serve)
+            with pytest.raises(Conflict) as removed:
+                roster.check_added("given")
+            with pytest.raises(Conflict) as changed:
+                roster.judged("given", {"model": "o/n"})
+            told.append([("configuration file" in each.value.message) for each in (removed, changed)])
+        assert told == [[True, True], [False, False]]
+
+
+def test_a_model_that_is_added_has_its_own_keys_judged_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, environ={}).with_model(parse_model("a", {"model": "o/m"}, over_admin=True))
+    judged = []
+    monkeypatch.setattr(quantize, "unreachable", lambda spec, env: judged.append(spec.name))
+    config.with_model(parse_model("b", {"model": "o/m"}, over_admin=True))
+    assert judged == ["b"]
 
 
 def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from sparkd.admin.app import PREFIX
 from sparkd.admin.bodies import MOST_MARKS
-from sparkd.errors import MOST_MESSAGE_CHARS
+from sparkd.config.config import load_config, parse_model
+from sparkd.errors import MOST_MESSAGE_CHARS, ConfigError
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from sparkd.schema.yaml_file import MAX_DEPTH
 from tests.sparkd.admin.test_app import Admin, _plans_of_this_process, admin_of  # noqa: F401 - a fixture
@@ -105,6 +109,36 @@ async def test_no_body_costs_the_loop_more_than_its_size(tmp_path: Path) -> None
             named = document["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], schema)
             assert not await slow(made, ((method, re.sub(r"{\w+}", "new", template), body) for body in bodies(named)))
         assert (await made.client.get("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_twice_as_many_values_of_a_key_cost_no_more_than_twice(key: str) -> None:
+    config = load_config(None, environ={})
+
+    def judge(value: Any) -> None:
+        with suppress(ConfigError):
+            config.with_model(parse_model("new", {"model": "/y", key: value}, over_admin=True))
+
+    def lines(value: Any) -> int:
+        """The lines of Python that run, which depend on no machine."""
+        judge(value)  # fills caches
+        count = 0
+
+        def trace(_frame: FrameType, event: str, _value: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            judge(value)
+        finally:
+            sys.settrace(before)
+        return count
+
+    for few, more, many in zip(*(map(json.loads, several(count)) for count in (32, 64, 128)), strict=True):
+        assert lines(many) - lines(more) < 2.5 * (lines(more) - lines(few)) + 500
 
 
 @pytest.mark.rest

@@ -14,6 +14,7 @@ from sparkd.admin.operator import Operator
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
+from sparkd.condition import Condition
 from sparkd.config.config import Config, ModelConfig, load_config
 from sparkd.control.effects import AskFunction
 from sparkd.control.journal import Ledger
@@ -63,6 +64,8 @@ class FakeCluster:
         self.connected = True
         self.nodes: tuple[str, ...] = ("n",)
         self.dark_s: dict[str, float] = {}
+        self.trouble: Condition | None = None
+        self.no_raylet: frozenset[str] = frozenset()
         self.agents: tuple[str, ...] = ()
         self.node_readings: dict[str, Reading] = {}
         self.log: list[str] = []
@@ -91,7 +94,8 @@ class FakeCluster:
     async def observe(self) -> Observation:
         ranks = None if self.ranks is None else tuple(fact for fact in self.ranks.values() if fact.handle.node_id not in self.unseen)
         nodes = tuple(NodeView(one, one, one == "n", True, self.node_readings.get(one), 100.0, 0.0) for one in self.agents)
-        return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
+        about_ray: Any = {"no_raylet": self.no_raylet, "trouble": self.trouble}
+        return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s, **about_ray)
 
     def book(self) -> MemoryBook:
         offered = {node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}

@@ -37,7 +37,7 @@ class Vote:
 class Course:
     """The decision that all ranks follow.
 
-    source: profile, plenty or rehearsal. setbacks: failed rehearsals before it.
+    source: profile, limit (of the entry, so low that nothing need be measured) or rehearsal. setbacks: failed rehearsals before it.
     reason: the state of some ranks that decided (setbacks, unlearned, settings or scarce); empty if all ranks agree.
     why: `reason` as a sentence that names the ranks; None if all agree.
     refusal, missing: of the rank that has one.
@@ -72,7 +72,7 @@ def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
     if not without and len(others) <= 1:
         return Course("profile")
     if all(vote.plenty for vote in votes):
-        return _mixed("plenty", "unlearned", votes, without) or Course("plenty")
+        return _mixed("limit", "unlearned", votes, without) or Course("limit")
     scarce = [vote for vote in votes if not vote.plenty]
     if len(others) > 1:
         return Course("rehearsal", reason="settings", why="the ranks were not started with the same settings")

@@ -196,7 +196,7 @@ class Sizing:
         # By how much less the engine itself holds, its allocator's reserve apart, than it should.
         grown = (self._rehearsal.taken() - self._held) // reading.sharers - (idle - demand.reusable)
         own = self._pool.bytes - untouched + demand.graphs - grown
-        if abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size)) and self._source != "plenty":
+        if abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size)) and self._source != "limit":
             agreed = error
             if reading.is_shared:
                 agreed = min(error, max(0, own)) if error > 0 else max(error, min(0, own))
@@ -210,10 +210,10 @@ class Sizing:
         # Keep the first measurement: a comparison with the last one would never notice slow growth.
         warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
         profile = MeasuredProfile(demand, self._seconds, starts, error, slack, warm)
-        if self._source != "plenty":
+        if self._source != "limit":
             self._profiles.keep(self._key, profile, self._about)
             self._watch_load(profile)
-        batch = PLENTY_BYTES if self._source == "plenty" else int(demand.peak * PEAK_FACTOR)
+        batch = PLENTY_BYTES if self._source == "limit" else int(demand.peak * PEAK_FACTOR)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=untouched + max(0, batch - idle))
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
@@ -315,9 +315,9 @@ class Sizing:
             room_bytes=sized.room,
             margin_bytes=sized.margin,
             spare_bytes=sized.spare,
-            **(demand.figures() if course.source != "plenty" else {}),  # nothing was measured there
+            **(demand.figures() if course.source != "limit" else {}),  # nothing was measured there
         )
-        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "plenty" else ""
+        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "limit" else ""
         logger.info(
             "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin%s.",
             sized.bytes / GIB,

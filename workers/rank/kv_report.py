@@ -14,7 +14,7 @@ from workers.rank.reports import number, paths_of, read_object, remove, signed, 
 VERSION = 1
 # In the order in which they count where the ranks differ: all must be ready, one that refuses or lets vLLM size decides for all.
 PHASES = ("refused", "stock", "rehearsing", "sized", "ready")
-SOURCES = ("rehearsal", "profile", "plenty")
+SOURCES = ("rehearsal", "profile", "limit")
 MAX_RANK = 9999
 # The arithmetic in words, with its cures.
 WHY_CHARS = 1000

@@ -516,10 +516,32 @@ async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch:
             ("o/Mine", "mine", {"model": "o/Mine"}),
             (str(folder), "tiny", {"model": str(folder)}),
         ):
-            assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec}
+            assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec, "known": None}
         planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark"})
         assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"
+
+
+async def test_the_daemon_decides_whether_a_model_is_known(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.answers["stored"] = {}
+        await made.ask("POST", "/models", 202, json={"name": "added", "spec": {"model": "o/Mine", "aliases": ["b"]}, "load": False})
+
+        def words(source: str, **more: Any) -> dict[str, Any]:
+            return {"source": source, "model": source} | more
+
+        for asked, known in (
+            (words("m"), "m"),
+            (words("b"), "added"),
+            (words("o/Mine"), "added"),
+            (words("o/mine", name="other"), None),
+            (words("o/Other"), None),
+            (words("gpt-oss-120b"), None),
+        ):
+            assert (await made.ask("GET", "/entry", 200, params=asked))["known"] == known
+        assert (await made.refused("GET", "/entry", 404, params=words("ad")))["code"] == "model_not_found"
+        for asked in (words("o/another", name="added"), words("b", changes=True), words("m", changes=True)):
+            assert (await made.refused("GET", "/entry", 409, params=asked))["code"] == "conflict"
 
 
 async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ async def test_the_list(admin: Admin, log: RequestLog) -> None:
     )
     assert newest["tokens_per_s"] > 0
     (row,) = listing["in_flight"]
-    assert (row["number"], row["phase"], row["status"], row["queued_s"]) == (None, "prefill", None, 0.25)
+    assert (row["number"], row["phase"], row["status"], row["queued_s"]) == (None, "forwarded", None, 0.25)
     assert listing["next"] is None
 
 

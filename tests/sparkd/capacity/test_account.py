@@ -320,7 +320,7 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     assert found.account is not None
     assert found.account.total is not None
     assert found.gib - 1 < found.account.total / GIB <= found.gib
-    with pytest.raises(RankError, match="has no vLLM"):
+    with pytest.raises(RankError, match=r"vllm~=0\.32\.0 -c deploy/constraints\.txt"):
         requirement_of(sized, config, Runtime(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()

@@ -116,17 +116,16 @@ def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("views", "reason", "forgotten"),
-    [([], "HubUnreachable", True), ([], "ModelUnusable", True), ([], "DoesNotFit", False), (["nope"], "HubUnreachable", False)],
+    ("known", "reason", "forgotten"),
+    [(None, "HubUnreachable", True), (None, "ModelUnusable", True), (None, "DoesNotFit", False), ("nope", "HubUnreachable", False)],
 )
 def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
-    answers: Answers, capsys: pytest.CaptureFixture[str], views: list[str], reason: str, forgotten: bool
+    answers: Answers, capsys: pytest.CaptureFixture[str], known: str | None, reason: str, forgotten: bool
 ) -> None:
     failed = {"id": "1", "model": "nope", "kind": "load", "state": "FAILED", "message": "Its hub does not answer."}
-    known = [{"name": name, "aliases": [], "source": "nope/nope"} for name in views]
     answers.by_path = {
-        "/entry": [{"name": "nope", "spec": {"model": "nope/nope"}}],
-        "/models": [{"models": known}, failed],
+        "/entry": [{"name": "nope", "spec": {"model": "nope/nope"}, "known": known}],
+        "/models": [failed],
         "/models/nope/load": [failed],
         "/models/nope": [{"state": "FAILED", "reason": reason}, {"id": "2", "state": "RUNNING"}],
         "/operations/2": [{"id": "2", "state": "SUCCEEDED"}],

@@ -23,7 +23,7 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 from workers.host import processes
 from workers.rank import lifecycle
 from workers.rank.status import status_path, write_status
@@ -122,6 +122,26 @@ async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again
 
     assert reasons[1:] == 2 * ["RayUnavailable" if isinstance(trouble, RayUnavailable) else "NodeRefused"]
     assert cluster._trouble is None
+
+
+async def test_the_end_of_the_heads_raylet_is_a_condition_until_it_is_started_again(cluster: Cluster) -> None:
+    head, reasons, joined = FakeHead(), [], asyncio.Event()
+
+    def ensured() -> str:
+        reasons.append(cluster._upkeep_trouble.reason if cluster._upkeep_trouble else None)
+        head.living_address = lambda: "127.0.0.1:6379"  # type: ignore[method-assign]
+        return "127.0.0.1:6379"
+
+    head.ensure, head.living_address = ensured, lambda: None  # type: ignore[method-assign, assignment]
+    cluster._head, cluster._trouble = head, None  # type: ignore[assignment]
+    cluster._link.connected = True  # type: ignore[misc]
+    running = asyncio.create_task(cluster.run(joined.set))
+    await joined.wait()
+    assert cluster._upkeep_trouble is not None, "the next look tells it"
+    await eventually(lambda: cluster._upkeep_trouble is None, "the new one is kept up")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert reasons == ["RayUnavailable"]
 
 
 @pytest.mark.parametrize("credentials", [True, False], ids=["a unit with credentials", "none"])

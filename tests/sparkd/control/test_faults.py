@@ -111,11 +111,11 @@ _OTHERS = [error for error in ERRORS if not isinstance(error(), asyncio.Cancelle
 _SEAMS = list(dict.fromkeys([("cluster", name) for name in OF_CLUSTER] + [("store", name) for name in OF_STORE]))
 NEVER_CALLED = {
     *("ask", "expect", "parsers", "runtime"),
-    *("wishes.forget_desired", "ranks.handles", "history.behind_newest", "history.events_behind", "history.operations"),
+    *("wishes.forget_desired", "ranks.handles", "history.behind_newest", "history.events_behind", "history.operations", "wishes.specs"),
 }
 NOT_CALLED_IN_A_LIFE = NEVER_CALLED | {
     *("abilities", "everywhere", "fabric", "hold", "read_log", "transport", "unlinked", "unusable"),
-    *("wishes.desired", "wishes.forget_spec", "wishes.save_spec", "wishes.specs", "ranks.answered", "history.events"),
+    *("wishes.desired", "wishes.forget_spec", "wishes.save_spec", "ranks.answered", "history.events"),
 }
 NOT_CALLED_IN_A_TAKEOVER = NEVER_CALLED | {
     *("destroy", "place", "release", "start"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
+from sparkd.condition import Condition
 from sparkd.config.config import parse_model
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
@@ -1125,6 +1126,25 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
         made.store._db.execute("PRAGMA query_only=OFF")
         made.supervisor.want("m", Want.STOPPED, "admin")
         assert made.supervisor.snapshot().conditions == ()
+
+
+async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        ledger = made.supervisor.ledger
+        begun = ledger.feed.behind_newest(0)
+        made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 1 s ago.")
+        await made.tick()
+        made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 2 s ago.")
+        await made.tick()
+        made.cluster.trouble, made.cluster.no_raylet = None, frozenset({"o"})
+        await made.tick(2)
+        cluster = [event for event in ledger.events(begun, 50) if event.kind == "cluster"]
+        assert [(event.data.get("reason"), event.data.get("node")) for event in cluster] == [
+            ("RayUnavailable", None),
+            (None, "o"),
+            ("RayUnavailable", None),
+        ]
 
 
 async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:

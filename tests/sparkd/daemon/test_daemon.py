@@ -230,12 +230,19 @@ def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage:
     rank, failures = _serving(stage)
     before = stage.ray_pids()
     (raylet,) = [process["pid"] for process in stage.status()["costs"]["ray"] if process["name"] == "raylet"]
+
+    def told() -> list[str | None]:
+        events = stage.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
+        return [event["data"].get("reason") for event in events if event["kind"] == "cluster"]
+
+    earlier = len(told())
     os.kill(raylet, signal.SIGKILL)
 
     assert stage.chat("quick", "hello").status_code == 200
     until(lambda: raylet not in stage.ray_pids() and stage.status()["nodes"][0]["agent"], "another raylet with its agent", 0.3)
     stage.ray_connected()
     assert _serving(stage) == (rank, failures)
+    until(lambda: "RayUnavailable" in told()[earlier:], "an event of its end", 0.3)
     until(lambda: [pid for pid in before if alive(pid)] == [], "nothing of the old Ray is left")
     stage.stopped("quick")
     stage.ready("quick")

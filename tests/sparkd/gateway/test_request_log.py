@@ -133,7 +133,7 @@ async def test_the_phases_of_a_request_in_flight(gateway: Running, log: RequestL
     gateway.supervisor.gate.set()
     await soon(lambda: gateway.supervisor.held)
     (row,) = log.in_flight("tiny")
-    assert (row.phase, row.ttft_s, row.bytes_out, row.pieces) == ("prefill", None, 0, None)
+    assert (row.phase, row.ttft_s, row.bytes_out, row.pieces) == ("forwarded", None, 0, None)
     going.set()
     await soon(lambda: log.in_flight()[0].bytes_out)
     (row,) = log.in_flight()

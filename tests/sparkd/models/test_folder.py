@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.plan_for_node import checkpoint_here
-from sparkd.config.config import parse_model
+from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.models.folder import unusable
+from sparkd.models.folder import unusable, unusable_of
 from sparkd.models.remote_headers import checkpoint_of
 
 FAULTY = ("file", "gone", "empty", "bare", "above", "models--a--b", "adapter")
@@ -43,13 +43,16 @@ def test_one_wording_for_each_cause(place: Path, name: str) -> None:
 def test_a_folder_without_a_tokenizer_is_refused_by_name_before_vllm_is_started(tmp_path: Path, name: str) -> None:
     for file in ("config.json", "model.safetensors", "generation_config.json"):
         (tmp_path / file).touch()
-    fault = unusable(str(tmp_path), vllm=True, tokenizer=True)
+    engine, keys = load_config(None, environ={}).engine, {"model": str(tmp_path)}
+    entry = parse_model("m", keys, over_admin=False)
+    fault = unusable_of(entry, engine)
     assert fault is not None and "tokenizer.json" in fault.message
     assert unusable(str(tmp_path), vllm=True) is None, "a plan needs none"
-    assert not parse_model("m", {"model": str(tmp_path), "extra_args": ["--tokenizer", "o/m"]}, over_admin=False).reads_tokenizer
+    for other in ({"extra_args": ["--tokenizer", "o/m"]}, {"entrypoint": "my.server"}):
+        assert unusable_of(parse_model("m", keys | other, over_admin=False), engine) is None
 
     (tmp_path / name).touch()
-    assert unusable(str(tmp_path), vllm=True, tokenizer=True) is None
+    assert unusable_of(entry, engine) is None
 
 
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:

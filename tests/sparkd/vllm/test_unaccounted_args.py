@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from sparkd.config.config import parse_model
 from sparkd.schema.engine_args import at_any_length
 from sparkd.schema.kv_cache import WORKERS, vllm_sizes
 from sparkd.schema.model import ModelConfig
+from sparkd.vllm.reserved_args import cache_flags, loader_flags
 from sparkd.vllm.unaccounted_args import (
     _FLAGS,
     CACHE,
@@ -32,6 +34,26 @@ FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 GONE = {"task"}
 # sparkd refuses it everywhere (sparkd.vllm.reserved_args), and it begins --config-format.
 REFUSED = {"config"}
+
+
+class Read(list[str]):
+    """Arguments that count how many of them were read."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for arg in super().__iter__():
+            self.count += 1
+            yield arg
+
+
+@pytest.mark.parametrize("walk", [uncounted, unsized, unanswered, changed_by, cache_flags, loader_flags])
+def test_an_argument_is_read_as_often_among_many_as_among_few(walk: Callable[[Sequence[str]], Iterable[str]]) -> None:
+    """Arguments come from an added model too, and are judged on the event loop."""
+    few, many = Read(["--seed=1"] * 10), Read(["--seed=1"] * 500)
+    for args in (few, many):
+        list(walk(args))
+    assert few.count / len(few) == many.count / len(many) > 0
 
 
 @pytest.mark.parametrize(

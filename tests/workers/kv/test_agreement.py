@@ -35,7 +35,7 @@ def vote(rank: int, *, engine: str = "e", learned: bool = False, plenty: bool = 
         ([vote(0, learned=True), vote(1, learned=True)], Course("profile")),
         ([vote(0, learned=True), vote(1)], Course("rehearsal", reason="unlearned", why="1")),
         ([vote(0), vote(1)], Course("rehearsal")),
-        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("plenty", reason="unlearned", why="1")),
+        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("limit", reason="unlearned", why="1")),
         ([vote(0, plenty=True), vote(1)], Course("rehearsal", reason="scarce", why="1")),
         ([vote(0, learned=True, setbacks=1), vote(1, setbacks=2)], Course("rehearsal", 2, "setbacks", "1 2")),
         ([vote(0, learned=True), vote(1, learned=True, engine="f")], Course("rehearsal", reason="settings", why="")),

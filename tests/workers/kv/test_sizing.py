@@ -272,7 +272,7 @@ def test_the_line_of_the_log_adds_up_and_says_what_limits_it(tmp_path, caplog, s
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
     start(Machine(40 * GIB, Demand(peak=GIB)), tmp_path, **settings)
     (line,) = [one.message for one in caplog.records if "for the KV cache by" in one.message]
-    size, rest = re.fullmatch(r"sparkd: ([\d.]+) GiB for the KV cache by (?:rehearsal|plenty)(.*)\.", line).groups()
+    size, rest = re.fullmatch(r"sparkd: ([\d.]+) GiB for the KV cache by (?:rehearsal|limit)(.*)\.", line).groups()
     because, _, terms = rest.partition(": of ")
     room, *others = (float(number) for number in re.findall(r"([\d.]+) GiB", terms))
     assert float(size) + sum(others) == pytest.approx(room, abs=0.03)
@@ -291,7 +291,7 @@ def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
         warm = machine.warm
         machine.warm = lambda warm=warm, of=folder: seen.append((told(of)["phase"], told(of)["source"])) or warm()
         start(machine, folder, **settings)
-    assert seen == [("rehearsing", "profile"), ("rehearsing", "plenty")]
+    assert seen == [("rehearsing", "profile"), ("rehearsing", "limit")]
 
 
 @pytest.mark.parametrize("other", [{}, {"bytes": 50 * GIB}, {"reserved_bytes": 34 * GIB}])
@@ -301,7 +301,7 @@ def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, cap
     why = facts(told(tmp_path)["source_why"])
     assert why == "--num-gpu-blocks-override 512" + (" kv_cache memory_gib" if other else "")
     assert f"2.00 {why} 40.00 " in facts(caplog.text)
-    assert told(tmp_path)["source"] == "plenty"
+    assert told(tmp_path)["source"] == "limit"
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_
     assert following.did == ["rehearse 0.5"]
 
 
-WITHOUT_REHEARSAL = pytest.mark.parametrize(("learned", "settings"), [(True, {}), (False, {"sequences": 4})], ids=["profile", "plenty"])
+WITHOUT_REHEARSAL = pytest.mark.parametrize(("learned", "settings"), [(True, {}), (False, {"sequences": 4})], ids=["profile", "limit"])
 
 
 @WITHOUT_REHEARSAL
@@ -592,7 +592,7 @@ def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path
     machine = Machine(room, Demand(graphs=GIB, peak=GIB))
     sizing, size = start(machine, tmp_path, **settings)
     assert machine.did == (["rehearse 1.0"] if rehearses else ["warm"])
-    assert told(tmp_path)["source"] == ("rehearsal" if rehearses else "plenty")
+    assert told(tmp_path)["source"] == ("rehearsal" if rehearses else "limit")
     assert ("peak_bytes" in told(tmp_path)) is rehearses, "what nobody measured is not told as 0"
     serve(sizing, machine, size, 3 * GIB)
     assert bool(list((tmp_path / "profiles").iterdir())) == rehearses
