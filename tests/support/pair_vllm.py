@@ -23,7 +23,7 @@ def vllm_models(folder: Path, *, on_gpu: bool = False) -> dict[str, dict[str, An
     if on_gpu:
         shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 8, "hidden_size": 1024}
         model = _chat_model(folder / "moe", **shape)
-        env = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        env = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         shared = {"model": str(model), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 8, "memory_gib": 20, "env": env}
         shared |= {"extra_args": ["--disable-custom-all-reduce"], "kv_cache": {"tokens": 8192}}
         return {
