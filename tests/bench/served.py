@@ -13,6 +13,7 @@ format did not answer.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--model", default="dense,moe")
     parser.add_argument("--quantize", type=formats, default=FORMATS)
     parser.add_argument("--keep", type=new)
+    parser.add_argument("--once", action="store_true", help="no second start from the quantized weights")
     asked = parser.parse_args()
     kinds, forms = asked.model.split(","), asked.quantize.split(",")
     failed: list[str] = []
@@ -61,9 +63,9 @@ def main() -> int:
             daemon.ray_connected()
             print(HEAD, flush=True)
             for kind in kinds:
-                stock = _row(daemon, kind, "bf16", None, kept, failed)
+                stock = _row(daemon, kind, "bf16", None, kept, failed, once=asked.once)
                 for form in forms:
-                    _row(daemon, kind, form, stock, kept, failed)
+                    _row(daemon, kind, form, stock, kept, failed, once=asked.once)
             _turns(daemon, [f"{kind}-graphs" for kind in kinds], kept)
     if asked.keep:
         asked.keep.write_text(json.dumps(kept, indent=1))
@@ -91,7 +93,9 @@ def _entry(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
     return entry | {"memory_gib": 3, "extra_args": ["--enforce-eager"], "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
 
 
-def _row(daemon: DaemonProcess, kind: str, form: str, stock: Said | None, kept: dict[str, Any], failed: list[str]) -> Said | None:
+def _row(
+    daemon: DaemonProcess, kind: str, form: str, stock: Said | None, kept: dict[str, Any], failed: list[str], *, once: bool
+) -> Said | None:
     """Load it, ask it, load it again. Returns what it says; None where it did not start."""
     name = f"{kind}-{form}"
     try:
@@ -99,9 +103,11 @@ def _row(daemon: DaemonProcess, kind: str, form: str, stock: Said | None, kept: 
         kept[name] = daemon.model(name)
         said = _said(daemon, name)
         _stop(daemon, name)
-        again_s = _ready(daemon, name)
-        kept[f"{name} again"] = daemon.model(name)
-        _stop(daemon, name)
+        again_s = math.nan
+        if not once:
+            again_s = _ready(daemon, name)
+            kept[f"{name} again"] = daemon.model(name)
+            _stop(daemon, name)
     except (AssertionError, RuntimeError, KeyError) as error:
         failed.append(name)
         print(f"{kind:6} {form:10} {str(error)[:300]}", flush=True)

@@ -5,7 +5,7 @@ pipeline of two stages. For each: seconds until READY; the largest difference of
 rank 1 is killed: as what and when that was noticed, READY again after how long, the difference then, and processes left behind. Exit code
 1 where a difference is 0.05 or more, nothing was noticed within 10 s, or anything was left. --stub: the first way alone with the stub
 engine, which differs by 1 where its answer does. --gpu: two GPUs, one for each node, and NCCL over sockets through the cable between the
-namespaces, for these have no RDMA.
+namespaces, for these have no RDMA. --only: a regular expression that finds the ways by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.arguments import Parser
+from tests.bench.arguments import Parser, pattern
 from tests.support.pair import Pair, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from tests.support.processes import command_of
@@ -74,8 +74,11 @@ def main() -> int:
     parser = Parser("tests.bench.team", __doc__, stub=True)
     parser.add_argument("--stub", action="store_true")
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--only", type=pattern, default="")
     asked = parser.parse_args()
     engine, ways = (STUB, WAYS[:1]) if asked.stub else (VLLM, WAYS)
+    chosen = parser.chosen([way for *_, way in ways], asked.only)
+    ways = tuple(each for each in ways if each[-1] in chosen)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="st") as name:
         folder = Path(name)
