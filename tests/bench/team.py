@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--only", type=pattern, default="")
     asked = parser.parse_args()
-    engine, ways = (STUB, WAYS[:1]) if asked.stub else (VLLM, WAYS)
+    engine, ways = (STUB, WAYS[:1]) if asked.stub else (VLLM, WAYS[:2] if asked.gpu else WAYS)
     chosen = parser.chosen([way for *_, way in ways], asked.only)
     ways = tuple(each for each in ways if each[-1] in chosen)
     outcomes = []

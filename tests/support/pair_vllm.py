@@ -29,9 +29,7 @@ def vllm_models(folder: Path, *, on_gpu: bool = False) -> dict[str, dict[str, An
         return {
             "split": shared | {"tensor_parallel": 2},
             "rayed": shared | {"tensor_parallel": 2, "executor": "ray"},
-            "piped": shared | {"tensor_parallel": 1, "pipeline_parallel": 2},
             "whole": shared | {"tensor_parallel": 1},
-            "alone": shared | {"tensor_parallel": 1},
         }
     vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
     vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
