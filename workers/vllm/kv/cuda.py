@@ -21,7 +21,6 @@ from workers.kv.release import forget_files, give_back
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.start_gate import open_gate
-from workers.vllm.kv import encoders
 from workers.vllm.kv.costs import need_of
 from workers.vllm.kv.engine_identity import folders_of, identity_of
 from workers.vllm.kv.gather import over_world
@@ -83,7 +82,7 @@ class CudaRehearsal:
         runner: Any = self._worker.model_runner
         with _refusals(), self._configured(), torch.inference_mode():
             if getattr(runner, "supports_mm_inputs", False):
-                encoders.profile_run(runner)
+                runner.profile_run()
             largest_prefill(runner)
             all_decoding(runner)
             torch.cuda.synchronize(self._worker.device)
@@ -214,22 +213,15 @@ class SparkWorker(SizedWorker, Worker):
         """Bytes of the device that vLLM leaves to its API servers for decoded images and videos (--mm-ipc-gpu-memory-gb)."""
         if not has("reserve_mm_ipc_gpu_memory"):
             return 0
-        reserve = symbol("reserve_mm_ipc_gpu_memory")
-        servers = getattr(self.parallel_config, "_api_process_count", 1)
-        try:
-            size = _MUCH - int(reserve(_MUCH, getattr(self.model_config, "multimodal_config", None), servers))
-        except (AttributeError, TypeError) as error:
-            logger.warning("sparkd: this vLLM's reserve_mm_ipc_gpu_memory has another signature (%s): no memory is kept for it.", error)
-            return 0
+        servers = self.parallel_config._api_process_count
+        size = _MUCH - int(symbol("reserve_mm_ipc_gpu_memory")(_MUCH, self.model_config.multimodal_config, servers))
         if size:
             logger.info("sparkd: %.2f GiB of the device are left to what decodes images and videos.", size / 2**30)
         return size
 
     def _stock(self, limit: int | None) -> int:
-        if has("request_memory"):
-            self.requested_memory = symbol("request_memory")(self.init_snapshot, self.cache_config)
-        else:  # the fall-back must not need a symbol that a release may lack
-            self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
+        # What vLLM computes with the original utilization; this way back needs no symbol that a release may lack.
+        self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)
 
