@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from sparkd.errors import MissingSymbol
-from workers.kv.advice import OTHER_PROGRAMS, Cure, advised
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
 from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, SizeBounds, pool, too_little
 from workers.kv.load_watch import Batches, UnderLoad
@@ -20,7 +19,7 @@ from workers.kv.memory_floor import Floor, floor_of
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.report import Report
 from workers.kv.request import PLENTY_BYTES, CacheRequest
-from workers.kv.settings import CacheSettings
+from workers.kv.settings import BLOCKS_FLAG, CacheSettings
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
@@ -252,13 +251,10 @@ class Sizing:
             return Vote(self._rank, missing=_another(error))
         self._key = key_of(self._about)
         before = self._rehearsal.read()
-        margin = self._wish.margin(before)
-        floor = floor_of(margin)
-        self._learned = profile = self._profiles.find(self._key)
+        floor = floor_of(self._wish.margin(before))
+        self._learned = self._profiles.find(self._key)
         if before.room < floor:
-            demand = None if profile is None else profile.demand
-            refusal = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.sharers, demand)
-            return Vote(self._rank, refusal=refusal)
+            return Vote(self._rank, refusal=too_little(before.room, floor, need, self._rehearsal.taken() // before.sharers))
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
         return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
@@ -300,9 +296,8 @@ class Sizing:
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
-        margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
-        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
-        sized = pool(reading.room, demand, margin, need, bounds)
+        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks=self._settings.blocks is not None)
+        sized = pool(reading.room, demand, wish.margin(reading), need, bounds)
         self._held = self._rehearsal.taken()
         reasons = "; ".join(reason for reason in (wish.why(), sized.limit, course.why) if reason) or None
         self._pool = sized
@@ -355,9 +350,10 @@ class Sizing:
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
         if by_blocks and need is not None and requested is not None and requested > left:  # vLLM allocates blocks whatever this returns
-            sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left without the margin."
-            fewer = [Cure({"kv_cache": {"blocks": left // need.per_block}})] if left >= need.floor else []
-            sentence += f" {advised([*fewer, Cure(deed=OTHER_PROGRAMS)])}."
+            sentence = (
+                f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, but only {left / GIB:.2f} GiB are available without the margin. "
+                f"Set {BLOCKS_FLAG} {left // need.per_block} or less."
+            )
             self._report.tell("refused", why=sentence)
             raise ValueError(sentence)
         return min(size, left)

@@ -34,12 +34,8 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     length = vllm_config.model_config.max_model_len
     per_request = of(length)
     shrinks = getattr(vllm_config.model_config, "original_max_model_len", None) == -1
-    scheduler = vllm_config.scheduler_config
-    batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    # Without chunked prefill no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
-    chunked = bool(getattr(scheduler, "enable_chunked_prefill", True))
     bits, lookahead = weight_bits(vllm_config), lookahead_of(vllm_config)
-    return CacheCosts(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
+    return CacheCosts(per_request, per_request + block_bytes, length, of, bits, lookahead, shrinks)
 
 
 def cache_of(vllm_config: Any, specs: dict[str, Any], blocks: int) -> tuple[Any, int]:

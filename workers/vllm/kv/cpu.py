@@ -63,9 +63,8 @@ class CpuRehearsal:
             encoders = profiled(runner, scale, self._peak) if runner.supports_mm_inputs else 0
             prefill = self._peak(lambda: shares.append(largest_prefill(runner, scale))) / shares[-1]
             decoding = self._peak(lambda: shares.append(all_decoding(runner, scale))) / shares[-1]
-        apart = forget_peak()  # where the kernel cannot reset the peak, each measured peak includes the earlier ones
         self._settle()
-        return Demand(weights=self.weights).with_peaks(max(encoders, int(prefill)), int(decoding), apart=apart)
+        return Demand(peak=max(encoders, int(prefill), int(decoding)), weights=self.weights)
 
     def keep(self) -> None:
         """Nothing: the C allocator would give the memory back."""

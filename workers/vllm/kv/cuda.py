@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ class CudaRehearsal:
             # The first run compiles; the compiler's passing memory is not part of the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
-            prefill = [profiled(runner, scale, self._peak)]
+            peaks = [profiled(runner, scale, self._peak)]
             with minimal_cache(runner):
-                prefill += [self._whole(lambda: self._kernels(runner, scale)), self._whole(lambda: largest_prefill(runner, scale))]
-                decoding = [self._whole(lambda: all_decoding(runner, scale)), self._whole(lambda: self._requests(runner, scale))]
+                for run in (self._kernels, largest_prefill, all_decoding, self._requests):
+                    peaks.append(self._whole(partial(run, runner, scale)))
             self._settle()
             before = self._free()
             graphs = graphs_of(runner)
@@ -75,7 +76,7 @@ class CudaRehearsal:
         # A first capture leaves memory behind (modules that the driver has loaded, its tables), which the real capture does not take again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
-        return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
+        return Demand(max(0, graphs - left_behind), max(peaks), self.idle(), weights)
 
     def keep(self) -> None:
         # torch's allocator keeps what a batch took: a real one of that size asks the driver for nothing.

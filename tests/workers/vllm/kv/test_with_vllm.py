@@ -16,7 +16,7 @@ from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_o
 from tests.support.checkpoints import dense
 from tests.support.late import Late
 from tests.support.waiting import HUNG_S
-from workers.kv.arithmetic import CacheCosts, longest
+from workers.kv.arithmetic import CacheCosts
 from workers.kv.memory import MemoryReading
 from workers.kv.memory_floor import Floor
 from workers.kv.sizing import RanOut
@@ -246,7 +246,3 @@ def test_a_request_of_fewer_tokens_is_what_vllm_takes_for_it(kind, monkeypatch):
         assert shares[8192] == 0.125
     else:
         assert shares[8192] > 0.125, "windows and states do not shrink with it"
-    left = whole.request(16_384) + whole.per_block
-    fits = longest(left, whole)
-    assert fits >= 16_384
-    assert whole.request(fits) <= whole.request(16_384)
