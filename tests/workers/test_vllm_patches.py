@@ -25,11 +25,11 @@ REPLACED = {
     ("workers/vllm/kv/prompt_logprobs.py", "runner.model"): ("model",),
     ("workers/vllm/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
     ("workers/vllm/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
+    ("workers/vllm/kv/cpu.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
     ("workers/vllm/kv/stock_worker.py", "cache.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
     ("workers/kv/start_gate.py", "cache_config.gpu_memory_utilization"): ("gpu_memory_utilization",),
     ("workers/vllm/kv/costs.py", "cache_config.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
     ("workers/vllm/kv/rehearsal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
-    ("workers/vllm/kv/rehearsal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
     ("workers/vllm/kv/rehearsal.py", "setattr(holder, name, value)"): (
         *("max_num_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_encoder_input_tokens", "encoder_cache_size"),
         *("mm_max_items_per_batch", "skip_mm_profiling"),

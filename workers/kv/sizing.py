@@ -79,7 +79,8 @@ class _Wrong(Exception):
 
 class Sizing:
     """need: computes the costs of the model's cache; None for a model without one. identity: everything that the demand depends on. leave:
-    ends the process with an exit code. gather: exchanges values between the engine's ranks, which agree whether they rehearse.
+    ends the process with an exit code. gather: exchanges values between the engine's ranks, which agree whether they rehearse. assumed: the
+    demand of an engine that never rehearses, nor learns.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Sizing:
         rank: int = 0,
         leave: Callable[[int], Any] = os._exit,
         gather: Gather[Any] = alone,
+        assumed: Demand | None = None,
     ) -> None:
         self._rehearsal = rehearsal
         self._settings = settings
@@ -99,7 +101,8 @@ class Sizing:
         self._identity = identity
         self._rank = rank
         self._gather = gather
-        self._profiles = Profiles(settings.profiles, settings.engine)
+        self._assumed = assumed
+        self._profiles = Profiles(None if assumed else settings.profiles, settings.engine)
         self._report = Report(settings.report, rank)
         self._key = ""
         self._about: Mapping[str, Any] = {}
@@ -212,7 +215,7 @@ class Sizing:
         if self._source != "plenty":
             self._profiles.keep(self._key, profile, self._about)
             self._watch_load(profile)
-        batch = PLENTY_BYTES if self._source == "plenty" else int(demand.peak * PEAK_FACTOR)
+        batch = int(demand.peak * PEAK_FACTOR) or PLENTY_BYTES
         self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=untouched + max(0, batch - idle))
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
@@ -257,7 +260,8 @@ class Sizing:
             return Vote(self._rank, refusal=too_little(before.room, floor, need, self._rehearsal.taken() // before.sharers))
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
-        return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
+        plenty = self._assumed is not None or self._wish.is_plenty(need, before)
+        return Vote(self._rank, engine, self._learned is not None, plenty, setbacks)
 
     def _together(self, need: CacheCosts, course: Course) -> int:
         """The size by the common course. Where one rank doubts its profile, or has no room by it, all ranks rehearse."""
@@ -281,7 +285,7 @@ class Sizing:
         """The size of this rank's cache. Raises CacheDoesNotFit, MissingSymbol, RanOut; _Wrong where a profile is not credible."""
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
-        demand = Demand()
+        demand = self._assumed or Demand()
         with Floor(self._rehearsal.watch, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
             if course.source == "rehearsal":
                 demand = self._rehearsed(course.setbacks)
@@ -312,7 +316,7 @@ class Sizing:
             spare_bytes=sized.spare,
             **(demand.figures() if course.source != "plenty" else {}),  # nothing was measured there
         )
-        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "plenty" else ""
+        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if demand.ahead else ""
         logger.info(
             "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin%s.",
             sized.bytes / GIB,

@@ -595,6 +595,30 @@ def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, 40 * GIB - GIB // 2 * 5 // 4 - GIB),
+        ({"bytes": 5 * GIB}, 5 * GIB),
+        ({"at_most_bytes": 2 * GIB}, 2 * GIB),
+        # 33 GiB are taken.
+        ({"reserved_bytes": 38 * GIB, "at_most_bytes": 9 * GIB}, 5 * GIB - GIB // 2 * 5 // 4),
+    ],
+)
+def test_an_engine_that_never_rehearses_leaves_room_for_an_assumed_batch_and_learns_nothing(tmp_path, settings, size):
+    """On a CPU."""
+    for _ in range(2):
+        machine = Machine(40 * GIB)
+        known = CacheSettings(margin_bytes=GIB, profiles=str(tmp_path / "profiles"), report=str(tmp_path / "report"), **settings)
+        sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"}, assumed=Demand(peak=GIB // 2))
+        assert sizing.determine(lambda _limit: STOCK) == size
+        assert (machine.did, told(tmp_path)["source"], "peak_bytes" in told(tmp_path)) == (["warm"], "plenty", False)
+        machine.demand = Demand(weights=30 * GIB)
+        serve(sizing, machine, size, 0)
+        assert (told(tmp_path)["phase"], told(tmp_path)["growth_bytes"]) == ("ready", GIB // 2 * 5 // 4)
+    assert not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize(
     ("settings", "expected"),
     [
         # 33 GiB are taken; a GiB of graphs, and 2.5 for a batch of 2.

@@ -154,18 +154,6 @@ def graphs_of(runner: Any) -> int:
     return 0 if runner.model_config.enforce_eager else max(0, int(method(runner, "profile_cudagraph_memory")()))
 
 
-def receive(runner: Any, stages: int) -> None:
-    """Make the buffer in which a later stage of a pipeline receives the tensors of the stage before.
-
-    vLLM makes it in its first dummy run. The CPU backend has no dummy run where nothing is compiled, and the first request would end the
-    engine (0.32: gpu_model_runner.py, _dummy_run and sync_and_gather_intermediate_tensors).
-    """
-    if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
-
-
 def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     return method(runner, "_init_minimal_kv_cache_for_profiling"), method(runner, "_cleanup_profiling_kv_cache")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
+from sparkd.errors import MissingSymbol
 from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
 from tests.support.checkpoints import dense
 from tests.support.late import Late
@@ -192,10 +193,20 @@ def test_the_way_back_to_vllms_own_sizing_counts_with_the_original_utilization(m
 
 
 def test_ranks_of_one_host_share_its_memory():
-    made = cpu.CpuRehearsal(SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=4)))
+    made = cpu.CpuMemory(SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=4)))
     assert made.read().sharers == 4
     made.meet(lambda mine: [mine, "another host's", mine])
     assert made.read().sharers == 2
+
+
+def without_group(_mine: Any) -> Any:
+    raise MissingSymbol("it is missing", symbol="get_world_group")
+
+
+def test_a_release_without_a_group_of_ranks_is_left_to_the_sizing():
+    made = cpu.CpuMemory(SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=4)))
+    made.meet(without_group)
+    assert made.read().sharers == 4
 
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
