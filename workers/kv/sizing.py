@@ -34,6 +34,8 @@ MOST_SETBACKS = 3
 WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
 # The parts of an engine's identity that are equal on all its ranks; the rest names folders and devices.
 OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
+# Where a function that is private to vLLM is missing, or exists and behaves differently.
+OF_ANOTHER_RELEASE = (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may succeed
 
 
@@ -67,10 +69,6 @@ class Rehearsal(Batches, Protocol):
 
 class RanOut(Exception):
     """The device has refused memory in a rehearsal; the message is the allocator's own."""
-
-
-class _Stock(Exception):
-    """The cache cannot be rehearsed; the message is the reason."""
 
 
 class _Wrong(Exception):
@@ -125,26 +123,22 @@ class Sizing:
         """
         try:
             course = self._course()
-            if self._need is None:
-                size = stock(None)
-                if course.source == "profile":
-                    self._gather("")
-                return size
-            return self._together(self._need, course)
+            reason = course.missing
+            if self._need is not None and not reason:
+                return self._together(self._need, course)
         except CacheDoesNotFit as sentence:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except MissingSymbol as error:
-            reason = f"this vLLM has no {error.symbol}"
-        except _Stock as stock_error:
-            reason = str(stock_error)
-        except (AttributeError, TypeError, ImportError, AssertionError) as error:
-            # A private function of vLLM exists but behaves differently.
-            logger.debug("sparkd: the rehearsal", exc_info=True)
-            reason = _another(error)
-        return self._by_vllm(stock, reason)
+        except OF_ANOTHER_RELEASE as error:
+            reason = _difference(error)
+        if reason:
+            return self._by_vllm(stock, reason)
+        size = stock(None)  # the model, or this stage of it, has no cache
+        if course.source == "profile":
+            self._gather("")
+        return size
 
     @property
     def is_sized(self) -> bool:
@@ -187,8 +181,7 @@ class Sizing:
             self._rehearsal.keep()
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError) as other:
-            # As in the rehearsal: what is private to vLLM may be missing, or behave differently.
+        except OF_ANOTHER_RELEASE as other:
             logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(other).__name__, other)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
         idle, untouched = self._rehearsal.idle(), self._rehearsal.untouched(self._pool.bytes)
@@ -230,14 +223,12 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, MissingSymbol, _Stock."""
+        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, MissingSymbol."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)
         if course.refusal:
             raise CacheDoesNotFit(course.refusal)
-        if course.missing:
-            raise _Stock(course.missing)
         if course.source != "profile":
             self._learned = None
         return course
@@ -248,10 +239,8 @@ class Sizing:
             if need is None:
                 return Vote(self._rank)
             self._about = self._identity()
-        except MissingSymbol as error:
-            return Vote(self._rank, missing=f"this vLLM has no {error.symbol}")
-        except (AttributeError, TypeError, ImportError, AssertionError) as error:
-            return Vote(self._rank, missing=_another(error))
+        except OF_ANOTHER_RELEASE as error:
+            return Vote(self._rank, missing=_difference(error))
         self._key = key_of(self._about)
         before = self._rehearsal.read()
         floor = floor_of(self._wish.margin(before))
@@ -396,5 +385,9 @@ class Sizing:
             self._leave(EXIT_CODE)
 
 
-def _another(error: Exception) -> str:
+def _difference(error: Exception) -> str:
+    """Why this release of vLLM has to size its cache itself. error: one of OF_ANOTHER_RELEASE."""
+    if isinstance(error, MissingSymbol):
+        return f"this vLLM has no {error.symbol}"
+    logger.debug("sparkd: the rehearsal", exc_info=error)
     return f"this vLLM's rehearsal is another one ({type(error).__name__}: {error})"
