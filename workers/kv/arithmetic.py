@@ -207,7 +207,7 @@ def _too_small(size: int, demand: Demand, need: CacheCosts, bounds: SizeBounds) 
 
 
 def _advice(levers: Mapping[str, int], missing: int) -> str:
-    """What is missing, and the lever that frees most. levers: the bytes that each setting frees at most."""
+    """The missing bytes, and the lever that frees most. levers: the bytes that each setting frees at most."""
     lever = max(levers, key=levers.__getitem__)
     if levers[lever] < missing:
         return f"{_gib(missing)} are missing, more than one setting frees. End other programs that use memory, or serve a smaller model."

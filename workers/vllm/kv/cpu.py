@@ -27,12 +27,12 @@ from workers.vllm.kv.sized_worker import SizedWorker
 from workers.vllm.symbols import method, symbol
 
 CPUWorker: Any = symbol("CPUWorker")
-# What a batch of a model that one serves on a CPU takes for a moment.
+# The passing need of a batch, of a model that is small enough for a CPU.
 ASSUMED = Demand(peak=GIB // 2)
 
 
 class CpuMemory:
-    """What Sizing asks of a machine, on a CPU. The ranks of one engine on one host size their caches at the same moment."""
+    """Sizing's view of a CPU's machine. The ranks of one engine on one host size their caches at the same moment."""
 
     def __init__(self, worker: CPUWorker) -> None:
         self._worker = worker

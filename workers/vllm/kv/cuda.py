@@ -221,7 +221,7 @@ class SparkWorker(SizedWorker, Worker):
         return size
 
     def _stock(self, limit: int | None) -> int:
-        # What vLLM computes with the original utilization; this way back needs no symbol that a release may lack.
+        # As vLLM's request_memory: the fall-back needs no symbol that a release may lack.
         self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)
