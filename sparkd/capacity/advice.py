@@ -1,13 +1,13 @@
 """Owns why a load, a check and a plan refuse a model, and what would fit instead.
 
-Each number satisfies every limit of the node and the entry. The wording is in workers.kv.advice, which engines use too.
+Each number satisfies every limit of the node and the entry, so that a restart with a cure is not refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.prequantized import prequantized
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
+from sparkd.schema.kv_cache import written
 from sparkd.schema.quantize import is_open
-from workers.kv.advice import Cure, advised
 from workers.quantization.recipe import AS_IT_IS
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 # How far an account may be from what an engine takes.
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
-_SMALLER = Cure(deed="choose a smaller context or format")
 _BEGIN = {
     "memory": "The memory is too small: ",
     "cache": "The cache is too small: ",
@@ -43,6 +42,33 @@ _BEGIN = {
     "format": "The weights cannot have this format: ",
     "uncounted": "The model cannot be counted: ",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """One way to make a model or cache fit. settings: keys of the model's entry with values that suffice; a cache size in blocks is a flag
+    instead. effect: their effect, in words. deed: a further or other action, without a number."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    effect: str = ""
+    deed: str = ""
+
+    def __str__(self) -> str:
+        settings = " and ".join(written(key, value) for key, value in self.settings.items())
+        words = " and ".join(filter(None, (self.deed, settings and f"set {settings}")))
+        return f"{words} ({self.effect})" if self.effect else words
+
+    def also(self, settings: Mapping[str, Any]) -> Cure:
+        return replace(self, settings={**self.settings, **settings})
+
+
+_SMALLER = Cure(deed="choose a smaller context or format")
+
+
+def advised(cures: Iterable[Cure]) -> str:
+    """The sentence that names the cures, without a full stop; empty without cures."""
+    words = ", or ".join(map(str, cures))
+    return f"To make it fit: {words}" if words else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, c
 from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
 from sparkd.capacity.footprint import PROCESS_BYTES, margin_of
+from sparkd.capacity.kv_cache import largest
 from sparkd.capacity.parallelism import uneven_groups
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
-from workers.kv.advice import largest
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 

@@ -7,12 +7,12 @@ pages of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from sparkd.hardware import GIB
 from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, RecurrentState, Shape
-from workers.kv.advice import largest, most_written
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -281,3 +281,20 @@ def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Servi
         return ceil(min(window + batches * serving.max_num_batched_tokens, max_model_len) / block_tokens)
     held = min(window - 1 + batches * serving.max_num_batched_tokens, max_model_len)
     return ceil(held / block_tokens) + 1
+
+
+def most_written(least: int, most: int) -> int:
+    """The largest size from `least` to `most` bytes in tenths of a GiB, in whole MiB where there is none, or else in bytes."""
+    sizes = (int(most * 10 // GIB / 10 * GIB), most >> 20 << 20, most)
+    return next(size for size in sizes if least <= size <= most)
+
+
+def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int:
+    """`most`, or the largest multiple of `step` below it that fits, by bisection; 0, which is not tested, where none fits."""
+    if most > 0 and fits(most):
+        return most
+    low, high = 0, (most - 1) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step

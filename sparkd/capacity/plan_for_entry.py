@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparkd.capacity.account import Evidence, needed_gib, serving_of
-from sparkd.capacity.advice import advice, share_too_large
+from sparkd.capacity.advice import advice, advised, share_too_large
 from sparkd.capacity.auto_resolve import resolved, room_of
 from sparkd.capacity.calibration import kept_in
 from sparkd.capacity.candidates import candidates_of
@@ -65,7 +65,6 @@ from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
-from workers.kv.advice import advised
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST
 from workers.quantization.mix import UNMEASURED

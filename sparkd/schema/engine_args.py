@@ -34,7 +34,6 @@ from sparkd.vllm.unaccounted_args import (
     unsized,
     without_length,
 )
-from workers.kv.advice import written
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
@@ -167,7 +166,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         prefix_caching=switched(args, "enable-prefix-caching") is not False,
         chunked_prefill=switched(args, "enable-chunked-prefill") is not False,
         cache=cache,
-        cache_words=written("kv_cache", cache) if isinstance(cache, Mapping) else "",
+        cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
         cache_bytes=_cache_bytes(args),
         cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
         share=share,
@@ -241,7 +240,7 @@ def _share_words(spec: ModelConfig) -> str:
     if (share := share_of(spec.extra_args)) is not None:
         return f"--{SHARE} {share:g}"
     if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
-        return written("kv_cache", spec.kv_cache)
+        return kv_sizing.written("kv_cache", spec.kv_cache)
     return "" if spec.gpu_memory_utilization is None else f"gpu_memory_utilization {spec.gpu_memory_utilization:g}"
 
 

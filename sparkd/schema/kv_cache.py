@@ -12,8 +12,7 @@ from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.unaccounted_args import blocks_of, length_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
-from workers.kv.advice import spelled
-from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
+from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -76,6 +75,26 @@ def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
     if isinstance(whole_gib, int | float) and size.get("bytes", 0) >= whole_gib * GIB:
         reason = f"{spelled({'bytes': size['bytes']})} are all of the {whole_gib:g} GiB that memory_gib gives the whole engine, or more"
         yield "kv_cache", f"{reason}: lower it, or raise memory_gib."
+
+
+def written(key: str, value: Any) -> str:
+    """A setting in the entry's spelling."""
+    if isinstance(value, Mapping):
+        return f"{BLOCKS_FLAG} {value['blocks']}" if "blocks" in value else f"{key}: {spelled(value)}"
+    return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def spelled(size: Mapping[str, Any]) -> str:
+    """The size of a cache in the entry's spelling, which is parsed to the same size."""
+    told = (f"{key}: {_gib_or_mib(value) if key == 'bytes' else value}" for key, value in size.items())
+    return f"{{{', '.join(told)}}}"
+
+
+def _gib_or_mib(size: int) -> str:
+    tenths = f"{size / GIB:.1f}".removesuffix(".0")
+    if int(float(tenths) * GIB) == size:
+        return f"{tenths}GiB"
+    return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
 
 
 def utilization_of(model: EngineKeys) -> float | None:

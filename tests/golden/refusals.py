@@ -14,9 +14,9 @@ from workers.kv.agreement import Vote, course_of
 from workers.kv.arithmetic import GIB, CacheCosts, CacheDoesNotFit, Demand, Reserved, SizeBounds, pool, too_little
 from workers.quantization.recipe import QuantizationRecipe
 
-_NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768, batch_tokens=8192, sequences=256)
-_DEMAND = Demand(graphs=2 * GIB, weights=60 * GIB).with_peaks(4 * GIB, 2 * GIB)
-_GRAPHS = Demand(graphs=6 * GIB, weights=8 * GIB).with_peaks(GIB, GIB)
+_NEED = CacheCosts(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
+_DEMAND = Demand(graphs=2 * GIB, peak=4 * GIB, weights=60 * GIB)
+_GRAPHS = Demand(graphs=6 * GIB, peak=GIB, weights=8 * GIB)
 _W = (128, 128)
 _PROJECTIONS = {"self_attn.q_proj.weight": (576, 576), "self_attn.k_proj.weight": (192, 576), "self_attn.o_proj.weight": (576, 576)}
 # Free GiB, demand and bounds of a start that is refused.
@@ -83,8 +83,7 @@ def kv(_folder: Path) -> str:
             pool(int(free * GIB), demand, GIB, _NEED, bounds)
         except CacheDoesNotFit as refused:
             rows.append(f"{title}:\n{refused}\n")
-    for title, learned in (("too little to begin", None), ("too little to begin, by a profile", _DEMAND)):
-        rows.append(f"{title}:\n{too_little(GIB // 4, GIB // 2, GIB, replace(_NEED, weight_bits=8), 33 * GIB, learned)}\n")
+    rows.append(f"too little to begin:\n{too_little(GIB // 4, GIB // 2, replace(_NEED, weight_bits=8), 33 * GIB)}\n")
     rows += [f"one rank {title}:\n{course_of(votes).why}\n" for title, votes in _VOTES.items()]
     return "\n".join(rows)
 

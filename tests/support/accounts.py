@@ -17,7 +17,6 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.shape import Shape
 from sparkd.schema.engine_args import decided, engine_args
 from sparkd.schema.model import ModelConfig
-from workers.kv.advice import advised
 
 Env = Mapping[str, str]
 
@@ -55,7 +54,7 @@ def resolved(
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
     args = engine_args(spec, env)
-    return advised(advices.advice(args, headers_here(args), hardware, offered_bytes, ways))
+    return advices.advised(advices.advice(args, headers_here(args), hardware, offered_bytes, ways))
 
 
 def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str | None:

@@ -54,7 +54,7 @@ def refused(folder: Path) -> dict[str, Any]:
     from vllm import LLM
 
     report = folder / "report"
-    os.environ[VARIABLE] = json.dumps({"margin_bytes": SIZE_BYTES, "profiles": str(folder / "profiles"), "report": str(report)})
+    os.environ[VARIABLE] = json.dumps({"margin_bytes": SIZE_BYTES, "report": str(report)})
     model = str(written("llama", folder))
     try:
         LLM(model, worker_cls="workers.kv.SparkCPUWorker", enforce_eager=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
@@ -72,11 +72,9 @@ def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
     if "model" in more.get("speculative_config", {}):
         more = {**more, "speculative_config": {**more["speculative_config"], "model": str(written(architecture, folder))}}
     report = folder / "report"
-    # So much margin that a rehearsal is needed, and the pool small all the same.
     left = 4 * GIB * more.get("tensor_parallel_size", 1)
     known = {"margin_bytes": max(0, given().room - left), "at_most_bytes": pool_bytes, "report": str(report)}
     if kind == TWO_RANKS:
-        known |= {"profiles": str(folder / "profiles")}
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ[VARIABLE] = json.dumps(known)
     llm = LLM(

@@ -89,41 +89,7 @@ def lowest(read: Callable[[], MemoryReading], window_s: float, *, sleep: Callabl
     return minimum
 
 
-def boot_id(proc: Path = PROC) -> str:
-    """The same for all processes of one running kernel, in any container; empty where it cannot be read."""
-    try:
-        return (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def resident_bytes(proc: Path = PROC) -> int:
-    """This process's resident memory (VmRSS)."""
-    return _status("VmRSS", proc)
-
-
-def peak_resident_bytes(proc: Path = PROC) -> int:
-    """This process's peak of resident memory since its start or since `forget_peak` (VmHWM)."""
-    return _status("VmHWM", proc)
-
-
 def taken_by_session(proc: Path = PROC) -> int:
     """Anonymous memory of all processes of this process's session, which is the engine's own, or its Ray worker's, in bytes."""
     session = os.getsid(0)
     return sum(anonymous_bytes(pid, str(proc)) for pid, stat in table(str(proc)).items() if stat.session == session)
-
-
-def forget_peak(proc: Path = PROC) -> bool:
-    """Reset the peak of resident memory (proc_pid_clear_refs(5), value 5). False where the kernel does not allow it."""
-    try:
-        (proc / "self" / "clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _status(name: str, proc: Path) -> int:
-    for line in (proc / "self" / "status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{proc}/self/status has no {name}")

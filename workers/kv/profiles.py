@@ -19,8 +19,8 @@ from typing import Any
 from workers.kv.arithmetic import Demand
 from workers.kv.report import replace_json
 
-# Version 2: every sequence is rehearsed with its drafts and its sampler.
-VERSION = 2
+# Version 3: a demand has one peak.
+VERSION = 3
 MAX_BYTES = 1 << 16
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from sparkd.errors import MissingSymbol
-from workers.kv.advice import OTHER_PROGRAMS, Cure, advised
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
 from workers.kv.arithmetic import GIB, PEAK_FACTOR, CacheCosts, CacheDoesNotFit, CachePool, Demand, SizeBounds, pool, too_little
 from workers.kv.load_watch import Batches, UnderLoad
@@ -20,7 +19,7 @@ from workers.kv.memory_floor import Floor, floor_of
 from workers.kv.profiles import MeasuredProfile, Profiles, key_of
 from workers.kv.report import Report
 from workers.kv.request import PLENTY_BYTES, CacheRequest
-from workers.kv.settings import CacheSettings
+from workers.kv.settings import BLOCKS_FLAG, CacheSettings
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
@@ -35,6 +34,8 @@ MOST_SETBACKS = 3
 WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
 # The parts of an engine's identity that are equal on all its ranks; the rest names folders and devices.
 OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
+# Where a function that is private to vLLM is missing, or exists and behaves differently.
+OF_ANOTHER_RELEASE = (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may succeed
 
 
@@ -70,17 +71,14 @@ class RanOut(Exception):
     """The device has refused memory in a rehearsal; the message is the allocator's own."""
 
 
-class _Stock(Exception):
-    """The cache cannot be rehearsed; the message is the reason."""
-
-
 class _Wrong(Exception):
     """A profile is not credible; the message is the reason."""
 
 
 class Sizing:
     """need: computes the costs of the model's cache; None for a model without one. identity: everything that the demand depends on. leave:
-    ends the process with an exit code. gather: exchanges values between the engine's ranks, which agree whether they rehearse.
+    ends the process with an exit code. gather: exchanges values between the engine's ranks, which agree whether they rehearse. assumed: the
+    demand of an engine that never rehearses, nor learns.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class Sizing:
         rank: int = 0,
         leave: Callable[[int], Any] = os._exit,
         gather: Gather[Any] = alone,
+        assumed: Demand | None = None,
     ) -> None:
         self._rehearsal = rehearsal
         self._settings = settings
@@ -100,7 +99,8 @@ class Sizing:
         self._identity = identity
         self._rank = rank
         self._gather = gather
-        self._profiles = Profiles(settings.profiles, settings.engine)
+        self._assumed = assumed
+        self._profiles = Profiles(None if assumed else settings.profiles, settings.engine)
         self._report = Report(settings.report, rank)
         self._key = ""
         self._about: Mapping[str, Any] = {}
@@ -123,26 +123,22 @@ class Sizing:
         """
         try:
             course = self._course()
-            if self._need is None:
-                size = stock(None)
-                if course.source == "profile":
-                    self._gather("")
-                return size
-            return self._together(self._need, course)
+            reason = course.missing
+            if self._need is not None and not reason:
+                return self._together(self._need, course)
         except CacheDoesNotFit as sentence:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except MissingSymbol as error:
-            reason = f"this vLLM has no {error.symbol}"
-        except _Stock as stock_error:
-            reason = str(stock_error)
-        except (AttributeError, TypeError, ImportError, AssertionError) as error:
-            # A private function of vLLM exists but behaves differently.
-            logger.debug("sparkd: the rehearsal", exc_info=True)
-            reason = _another(error)
-        return self._by_vllm(stock, reason)
+        except OF_ANOTHER_RELEASE as error:
+            reason = _difference(error)
+        if reason:
+            return self._by_vllm(stock, reason)
+        size = stock(None)  # the model, or this stage of it, has no cache
+        if course.source == "profile":
+            self._gather("")
+        return size
 
     @property
     def is_sized(self) -> bool:
@@ -185,8 +181,7 @@ class Sizing:
             self._rehearsal.keep()
         except RanOut as refusal:
             raise self._set_back(refusal) from None
-        except (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError) as other:
-            # As in the rehearsal: what is private to vLLM may be missing, or behave differently.
+        except OF_ANOTHER_RELEASE as other:
             logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(other).__name__, other)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
         idle, untouched = self._rehearsal.idle(), self._rehearsal.untouched(self._pool.bytes)
@@ -213,7 +208,7 @@ class Sizing:
         if self._source != "limit":
             self._profiles.keep(self._key, profile, self._about)
             self._watch_load(profile)
-        batch = PLENTY_BYTES if self._source == "limit" else int(demand.peak * PEAK_FACTOR)
+        batch = int(demand.peak * PEAK_FACTOR) or PLENTY_BYTES
         self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=untouched + max(0, batch - idle))
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
@@ -228,14 +223,12 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, MissingSymbol, _Stock."""
+        """The course of all ranks, after they have exchanged their votes. Raises CacheDoesNotFit, MissingSymbol."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)
         if course.refusal:
             raise CacheDoesNotFit(course.refusal)
-        if course.missing:
-            raise _Stock(course.missing)
         if course.source != "profile":
             self._learned = None
         return course
@@ -246,22 +239,18 @@ class Sizing:
             if need is None:
                 return Vote(self._rank)
             self._about = self._identity()
-        except MissingSymbol as error:
-            return Vote(self._rank, missing=f"this vLLM has no {error.symbol}")
-        except (AttributeError, TypeError, ImportError, AssertionError) as error:
-            return Vote(self._rank, missing=_another(error))
+        except OF_ANOTHER_RELEASE as error:
+            return Vote(self._rank, missing=_difference(error))
         self._key = key_of(self._about)
         before = self._rehearsal.read()
-        margin = self._wish.margin(before)
-        floor = floor_of(margin)
-        self._learned = profile = self._profiles.find(self._key)
+        floor = floor_of(self._wish.margin(before))
+        self._learned = self._profiles.find(self._key)
         if before.room < floor:
-            demand = None if profile is None else profile.demand
-            refusal = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.sharers, demand)
-            return Vote(self._rank, refusal=refusal)
+            return Vote(self._rank, refusal=too_little(before.room, floor, need, self._rehearsal.taken() // before.sharers))
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
-        return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
+        plenty = self._assumed is not None or self._wish.is_plenty(need, before)
+        return Vote(self._rank, engine, self._learned is not None, plenty, setbacks)
 
     def _together(self, need: CacheCosts, course: Course) -> int:
         """The size by the common course. Where one rank doubts its profile, or has no room by it, all ranks rehearse."""
@@ -285,7 +274,7 @@ class Sizing:
         """The size of this rank's cache. Raises CacheDoesNotFit, MissingSymbol, RanOut; _Wrong where a profile is not credible."""
         self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
-        demand = Demand()
+        demand = self._assumed or Demand()
         with Floor(self._rehearsal.watch, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
             if course.source == "rehearsal":
                 demand = self._rehearsed(course.setbacks)
@@ -300,9 +289,8 @@ class Sizing:
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
-        margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
-        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
-        sized = pool(reading.room, demand, margin, need, bounds)
+        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks=self._settings.blocks is not None)
+        sized = pool(reading.room, demand, wish.margin(reading), need, bounds)
         self._held = self._rehearsal.taken()
         reasons = "; ".join(reason for reason in (wish.why(), sized.limit, course.why) if reason) or None
         self._pool = sized
@@ -317,7 +305,7 @@ class Sizing:
             spare_bytes=sized.spare,
             **(demand.figures() if course.source != "limit" else {}),  # nothing was measured there
         )
-        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "limit" else ""
+        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if demand.ahead else ""
         logger.info(
             "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin%s.",
             sized.bytes / GIB,
@@ -355,9 +343,10 @@ class Sizing:
         after = self._rehearsal.read()
         left = max(0, after.room - self._wish.margin(after))
         if by_blocks and need is not None and requested is not None and requested > left:  # vLLM allocates blocks whatever this returns
-            sentence = f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left without the margin."
-            fewer = [Cure({"kv_cache": {"blocks": left // need.per_block}})] if left >= need.floor else []
-            sentence += f" {advised([*fewer, Cure(deed=OTHER_PROGRAMS)])}."
+            sentence = (
+                f"{self._wish.why()}, which are {requested / GIB:.2f} GiB, but only {left / GIB:.2f} GiB are available without the margin. "
+                f"Set {BLOCKS_FLAG} {left // need.per_block} or less."
+            )
             self._report.tell("refused", why=sentence)
             raise ValueError(sentence)
         return min(size, left)
@@ -396,5 +385,9 @@ class Sizing:
             self._leave(EXIT_CODE)
 
 
-def _another(error: Exception) -> str:
+def _difference(error: Exception) -> str:
+    """Why this release of vLLM has to size its cache itself. error: one of OF_ANOTHER_RELEASE."""
+    if isinstance(error, MissingSymbol):
+        return f"this vLLM has no {error.symbol}"
+    logger.debug("sparkd: the rehearsal", exc_info=error)
     return f"this vLLM's rehearsal is another one ({type(error).__name__}: {error})"

@@ -17,7 +17,8 @@ from sparkd.errors import MissingSymbol
 
 SUPPORTED = ("0.32", "0.33")
 
-# The consequence of one that is missing.
+# The consequence of one that is missing. OTHERWISE: the release before has another way, which is as good.
+OTHERWISE = ""
 LOAD = "a load with `quantize` is refused; other models are served as before"
 CACHE = "vLLM sizes its KV cache itself"
 PLAN = "a plan is an estimate"
@@ -97,21 +98,27 @@ TABLE: dict[str, Symbol] = {
     **_of(
         CACHE,
         {
-            "BreakableCUDAGraphWrapper": "vllm.compilation.breakable_cudagraph",
             "CPUWorker": "vllm.v1.worker.cpu_worker",
             "CUDAGraphMode": "vllm.config",
-            "CUDAGraphWrapper": "vllm.compilation.cuda_graph",
             "MultiModalBudget": "vllm.multimodal.encoder_budget",
             "Worker": "vllm.v1.worker.gpu_worker",
+            "_teardown_profiling_state": "vllm.v1.worker.gpu.cudagraph_utils",
             "get_kv_cache_config_from_groups": _PLANNING,
             "get_kv_cache_groups": _PLANNING,
             "get_max_concurrency_for_kv_cache_config": _PLANNING,
             "get_world_group": "vllm.distributed.parallel_state",
             "kernel_warmup": "vllm.model_executor.warmup.kernel_warmup",
-            "request_memory": "vllm.v1.worker.utils",
             "reserve_mm_ipc_gpu_memory": "vllm.multimodal.gpu_ipc_memory",
             "set_current_vllm_config": "vllm.config",
             "warmup_kernels": "vllm.v1.worker.gpu.warmup",
+        },
+    ),
+    **_of(
+        OTHERWISE,
+        {
+            "_pool_bytes_per_block_from_builder": "vllm.v1.core.kv_cache_planning",
+            "get_kv_cache_config_builder": "vllm.v1.core.kv_cache_config_builder",
+            "get_kv_cache_groups_from_builder": "vllm.v1.core.kv_cache_planning",
         },
     ),
     **_of(
@@ -214,7 +221,7 @@ def release() -> str:
 
 def missing() -> dict[str, str]:
     """The names that the installed vLLM lacks, and what happens without each."""
-    return {name: row.without for name, row in TABLE.items() if not has(name)}
+    return {name: row.without for name, row in TABLE.items() if row.without != OTHERWISE and not has(name)}
 
 
 def main() -> None:

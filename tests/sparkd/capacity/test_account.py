@@ -17,7 +17,7 @@ from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.kv_cache import kv_cache
+from sparkd.schema.kv_cache import kv_cache, spelled
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import without
 from sparkd.vllm.unaccounted_args import unsized
@@ -26,7 +26,6 @@ from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
 from workers.host.memory_limits import spare
-from workers.kv.advice import spelled
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.capacity.account import machine
-from sparkd.capacity.advice import FitRefusal, refusal, too_large
+from sparkd.capacity.advice import Cure, FitRefusal, refusal, too_large
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
@@ -22,12 +22,11 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import parse_model
 from sparkd.hardware import GIB
 from sparkd.models.shape import shape_of
-from sparkd.schema.kv_cache import kv_cache
+from sparkd.schema.kv_cache import kv_cache, written
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account, misfits, needed_gib, needing
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.published_tensors import tensors_of
-from workers.kv.advice import Cure, written
 from workers.quantization.recipe import QuantizationRecipe
 
 NODE_GIB = 121

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.memory import MemoryReading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.memory import MemoryReading, host, lowest, taken_by_session
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
 GIB = 2**30
@@ -63,17 +63,6 @@ def test_the_least_of_a_window_counts():
     found = lowest(lambda: MemoryReading(100, *next(numbers), 0), 0.1, sleep=slept.append)
     assert (found.available, found.free, len(slept)) == (40, 20, 2)
     assert lowest(lambda: MemoryReading(100, 1, 2, 0), 0.0).free == 2
-
-
-def test_the_peak_of_this_process_begins_anew():
-    held = bytearray(64 << 20)
-    before = peak_resident_bytes()
-    del held
-    assert resident_bytes() <= peak_resident_bytes() + (4 << 20)
-    assert resident_bytes() > os.sysconf("SC_PAGESIZE")
-    if not forget_peak():
-        pytest.skip("the kernel does not let this process write /proc/self/clear_refs")
-    assert peak_resident_bytes() < before
 
 
 def test_what_a_session_holds(tmp_path):

@@ -101,68 +101,34 @@ class Own:
         self.rank = rank
 
 
-class Extension:
-    def extended(self) -> int:
-        return self.rank + 40  # type: ignore[attr-defined,no-any-return]
-
-
 class Platform:
-    name = "Own"
-
     def check_and_update_config(self, vllm_config: Any) -> None:
         assert vllm_config.parallel_config.worker_cls == "auto"
-        vllm_config.parallel_config.worker_cls = f"{__name__}.{self.name}"
+        vllm_config.parallel_config.worker_cls = f"{__name__}.Own"
 
 
-def _hidden(monkeypatch: pytest.MonkeyPatch, file: str) -> type:
-    """What vLLM finds as our worker class where its base is missing."""
+@pytest.mark.parametrize("file", BUILT_ON)
+@pytest.mark.parametrize(("settings", "size", "says"), [({"bytes": 5 * GIB}, 5 * GIB, "5.00"), ({}, None, "gpu_memory_utilization")])
+def test_vllms_own_worker_runs_where_what_ours_is_built_on_is_missing(monkeypatch, tmp_path, caplog, file, settings, size, says):
     ours, base = BUILT_ON[file]
     monkeypatch.delitem(sys.modules, f"workers.vllm.kv.{file}", raising=False)
     monkeypatch.delattr(importlib.import_module("workers.vllm.kv"), file, raising=False)
     _take_away(monkeypatch, base)
-    found: type = getattr(workers.kv, ours)
+    found = getattr(workers.kv, ours)
     assert f"workers.vllm.kv.{file}" not in sys.modules, "it could be imported after all"
-    return found
-
-
-def _config() -> Any:
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(kv_cache_memory_bytes=None), parallel_config=SimpleNamespace(worker_cls="workers.kv.SparkWorker")
-    )
-
-
-@pytest.mark.parametrize("file", BUILT_ON)
-@pytest.mark.parametrize(
-    ("settings", "size", "says"),
-    [
-        ({"bytes": 5 * GIB, "margin_bytes": GIB}, 5 * GIB, " 5.00 margin_bytes kv_cache"),
-        ({"sequences": 3}, None, " sequences kv_cache"),
-    ],
-)
-def test_what_a_worker_is_built_on_is_missing(monkeypatch, tmp_path, caplog, file, settings, size, says):
-    found = _hidden(monkeypatch, file)
     monkeypatch.setattr("vllm.platforms.current_platform", Platform())
     monkeypatch.setenv("SPARKD_KV", json.dumps({**settings, "report": str(tmp_path / "report")}))
-    found.__bases__ = (*found.__bases__, Extension)  # as vLLM does with --worker-extension-cls
-    config = _config()
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None), parallel_config=SimpleNamespace(worker_cls="workers.kv.SparkWorker")
+    )
     made = found(vllm_config=config, rank=2)
-    assert isinstance(made, Own) and isinstance(made, Extension)
-    assert (made.extended(), made.cache.kv_cache_memory_bytes) == (42, size)
+    assert isinstance(made, Own)
+    assert made.cache.kv_cache_memory_bytes == size
     assert config.parallel_config.worker_cls == "workers.kv.SparkWorker", "the engine's own configuration is as it was"
-    name = BUILT_ON[file][1]
-    assert name in caplog.text and facts(caplog.text).endswith(f"gpu_memory_utilization{says}")
-    told = json.loads((tmp_path / "report.tp2").read_text())
-    assert (told["phase"], told["rank"]) == ("stock", 2)
-    assert name in told["why"]
-
-
-def test_a_platform_without_a_worker_is_said_with_the_cure(monkeypatch):
-    found = _hidden(monkeypatch, "cuda")
-    platform = Platform()
-    platform.name = "NotThere"
-    monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    with pytest.raises(RuntimeError, match=r"Worker.*NotThere.*--worker-cls.*kv_cache: \{utilization: 0\.8\}"):
-        found(vllm_config=_config(), rank=0)
+    report = json.loads((tmp_path / "report.tp2").read_text())
+    assert (report["phase"], report["rank"]) == ("stock", 2)
+    for words in (report["why"], caplog.text):
+        assert f".{base})" in words and says in words
 
 
 def _machine(ask: Any) -> Machine:

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 from workers.kv.arithmetic import CacheCosts
-from workers.vllm.symbols import symbol
+from workers.vllm.symbols import has, symbol
 
-# A pretended size of memory, so large that rounding to blocks does not matter; it is not allocated.
-_MUCH = 1 << 50
+# Blocks of a pretended cache, in which any request fits; it is not allocated.
+_MANY = 1 << 24
 
 
 def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
@@ -22,14 +22,7 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     if not specs:
         return None
     # Grouping may change the specifications in place.
-    groups = symbol("get_kv_cache_groups")(vllm_config, copy.deepcopy(specs))
-    cache_config = vllm_config.cache_config
-    before, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
-    try:
-        config = symbol("get_kv_cache_config_from_groups")(vllm_config, groups, _MUCH)
-    finally:
-        cache_config.num_gpu_blocks_override = before
-    block_bytes = _MUCH // config.num_blocks
+    config, block_bytes = cache_of(vllm_config, copy.deepcopy(specs), _MANY)
 
     def of(tokens: int) -> int:
         """Bytes of one request of so many tokens, from a configuration with that max_model_len."""
@@ -41,12 +34,27 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> CacheCosts | None:
     length = vllm_config.model_config.max_model_len
     per_request = of(length)
     shrinks = getattr(vllm_config.model_config, "original_max_model_len", None) == -1
-    scheduler = vllm_config.scheduler_config
-    batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    # Without chunked prefill no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
-    chunked = bool(getattr(scheduler, "enable_chunked_prefill", True))
     bits, lookahead = weight_bits(vllm_config), lookahead_of(vllm_config)
-    return CacheCosts(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
+    return CacheCosts(per_request, per_request + block_bytes, length, of, bits, lookahead, shrinks)
+
+
+def cache_of(vllm_config: Any, specs: dict[str, Any], blocks: int) -> tuple[Any, int]:
+    """vLLM's configuration of a cache of so many blocks, and the bytes of one, as this release makes them. --num-gpu-blocks-override does
+    not count. Raises MissingSymbol."""
+    cache_config = vllm_config.cache_config
+    before, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
+    try:
+        if not has("get_kv_cache_config_builder"):
+            groups = symbol("get_kv_cache_groups")(vllm_config, specs)
+            block_bytes = int(symbol("_pool_bytes_per_block")(vllm_config, groups))
+            return symbol("get_kv_cache_config_from_groups")(vllm_config, groups, blocks * block_bytes), block_bytes
+        # A model or a platform may group its layers in its own way.
+        builder = symbol("get_kv_cache_config_builder")(vllm_config)
+        groups = symbol("get_kv_cache_groups_from_builder")(builder, vllm_config, specs)
+        block_bytes = int(symbol("_pool_bytes_per_block_from_builder")(builder, vllm_config, groups))
+        return builder.get_kv_cache_config_from_groups(vllm_config, groups, blocks), block_bytes
+    finally:
+        cache_config.num_gpu_blocks_override = before
 
 
 def lookahead_of(vllm_config: Any) -> int:
@@ -57,12 +65,8 @@ def lookahead_of(vllm_config: Any) -> int:
     drafts = int(getattr(speculative, "num_speculative_tokens", None) or 0)
     if not drafts:
         return 0
-    written = getattr(vllm_config, "num_lookahead_tokens", None)
-    if written is None:  # a release whose scheduler counts the drafter's tokens itself
-        own = getattr(speculative, "use_eagle", bool)() or getattr(speculative, "uses_draft_model", bool)()
-        written = drafts if own else 0
-    steps = 2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1
-    return steps * drafts + int(written) - 1
+    steps = 2 if vllm_config.scheduler_config.async_scheduling else 1
+    return steps * drafts + int(vllm_config.num_lookahead_tokens) - 1
 
 
 def weight_bits(vllm_config: Any) -> int:

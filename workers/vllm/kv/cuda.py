@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from workers.kv.release import forget_files, give_back
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.start_gate import open_gate
-from workers.vllm.kv import encoders
 from workers.vllm.kv.costs import need_of
 from workers.vllm.kv.engine_identity import folders_of, identity_of
 from workers.vllm.kv.gather import over_world
@@ -65,10 +65,10 @@ class CudaRehearsal:
             # The first run compiles; the compiler's passing memory is not part of the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
-            prefill = [profiled(runner, scale, self._peak)]
+            peaks = [profiled(runner, scale, self._peak)]
             with minimal_cache(runner):
-                prefill += [self._whole(lambda: self._kernels(runner, scale)), self._whole(lambda: largest_prefill(runner, scale))]
-                decoding = [self._whole(lambda: all_decoding(runner, scale)), self._whole(lambda: self._requests(runner, scale))]
+                for run in (self._kernels, largest_prefill, all_decoding, self._requests):
+                    peaks.append(self._whole(partial(run, runner, scale)))
             self._settle()
             before = self._free()
             graphs = graphs_of(runner)
@@ -76,14 +76,14 @@ class CudaRehearsal:
         # A first capture leaves memory behind (modules that the driver has loaded, its tables), which the real capture does not take again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
-        return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
+        return Demand(max(0, graphs - left_behind), max(peaks), self.idle(), weights)
 
     def keep(self) -> None:
         # torch's allocator keeps what a batch took: a real one of that size asks the driver for nothing.
         runner: Any = self._worker.model_runner
         with _refusals(), self._configured(), torch.inference_mode():
             if getattr(runner, "supports_mm_inputs", False):
-                encoders.profile_run(runner)
+                runner.profile_run()
             largest_prefill(runner)
             all_decoding(runner)
             torch.cuda.synchronize(self._worker.device)
@@ -214,22 +214,15 @@ class SparkWorker(SizedWorker, Worker):
         """Bytes of the device that vLLM leaves to its API servers for decoded images and videos (--mm-ipc-gpu-memory-gb)."""
         if not has("reserve_mm_ipc_gpu_memory"):
             return 0
-        reserve = symbol("reserve_mm_ipc_gpu_memory")
-        servers = getattr(self.parallel_config, "_api_process_count", 1)
-        try:
-            size = _MUCH - int(reserve(_MUCH, getattr(self.model_config, "multimodal_config", None), servers))
-        except (AttributeError, TypeError) as error:
-            logger.warning("sparkd: this vLLM's reserve_mm_ipc_gpu_memory has another signature (%s): no memory is kept for it.", error)
-            return 0
+        servers = self.parallel_config._api_process_count
+        size = _MUCH - int(symbol("reserve_mm_ipc_gpu_memory")(_MUCH, self.model_config.multimodal_config, servers))
         if size:
             logger.info("sparkd: %.2f GiB of the device are left to what decodes images and videos.", size / 2**30)
         return size
 
     def _stock(self, limit: int | None) -> int:
-        if has("request_memory"):
-            self.requested_memory = symbol("request_memory")(self.init_snapshot, self.cache_config)
-        else:  # the fall-back must not need a symbol that a release may lack
-            self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
+        # As vLLM's request_memory: the fall-back needs no symbol that a release may lack.
+        self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)
 

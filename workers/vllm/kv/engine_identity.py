@@ -32,9 +32,8 @@ VARIABLES = (
     *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
     *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_CONF", "LD_PRELOAD"),
-    *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "ONEDNN_MAX_CPU_ISA"),
     # vLLM's variables that change its memory but not its compiled graphs (vllm/envs.py, compile_factors).
-    *("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_MAX_IMAGE_PIXELS"),
+    *("VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_MAX_IMAGE_PIXELS"),
     *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
 )
 # The fields of vLLM's configuration that change its memory but not its compiled graphs: (part, field). A field that a release lacks is
@@ -97,9 +96,7 @@ def multimodal_of(config: Any) -> dict[str, Any] | None:
 def environment_of(environ: Mapping[str, str]) -> str:
     """A digest of the variables that change memory, because a profile's file must not hold their values."""
     named = {name: environ[name] for name in VARIABLES if name in environ}
-    factors = getattr(symbol("envs"), "compile_factors", None)
-    own = factors() if factors is not None else {name: value for name, value in environ.items() if name.startswith("VLLM_")}
-    return key_of({"named": named, "vllm": own})
+    return key_of({"named": named, "vllm": symbol("envs").compile_factors()})
 
 
 def folders_of(vllm_config: Any) -> list[str]:

@@ -1,32 +1,24 @@
 """Runs the largest batches against a KV cache of a few blocks, before the real one exists. Never leaves any memory behind.
 
-vLLM has two runners: `v1.worker.gpu_model_runner` (V1) has methods for such a cache; `v1.worker.gpu.model_runner` (V2, the usual one for
-dense models since 0.24 and for most models since 0.30) has functions for it since 0.30, and none before.
+vLLM has two runners: `v1.worker.gpu_model_runner` (V1) has methods for such a cache, `v1.worker.gpu.model_runner` (V2, the usual one) has
+functions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from sparkd.errors import MissingSymbol
-from workers.vllm.kv import encoders
-from workers.vllm.kv.costs import need_of
+from workers.vllm.kv.costs import cache_of
 from workers.vllm.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
 from workers.vllm.symbols import method, symbol
 
 MINIMAL_BLOCKS = 8
 # The most blocks of the minimal cache. The rehearsal runs fewer sequences where the cache has fewer blocks.
 MOST_BYTES = 1 << 30
-# The least bytes of a captured graph: its nodes and the driver's structures (vLLM's estimate has the same lower bound).
-GRAPH_BYTES = 1 << 20
-_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 
 
 def is_v2(runner: Any) -> bool:
@@ -51,7 +43,6 @@ def largest_prefill(runner: Any, scale: float = 1.0) -> float:
     the share that ran, like the other runs here. Raises MissingSymbol."""
     tokens = max(1, int(runner.max_num_tokens * scale))
     sequence_tokens = -(-tokens // min(tokens, runner.max_num_reqs))
-    # V2 before 0.30 ignores context_len.
     at_end = (
         {"context_len": max(0, runner.max_model_len - sequence_tokens)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
     )
@@ -79,16 +70,31 @@ def profiled(runner: Any, scale: float, peak: Callable[[Callable[[], Any]], int]
     Encoders run as many items as a batch may have, and at least one, however small the batch is: so their part is measured separately.
     Raises MissingSymbol.
     """
-    items = encoders.items(runner) if scale < 1 else 0
+    items = encoder_items(runner) if scale < 1 else 0
     with smaller_batches(runner, scale) as share:
-        whole = peak(lambda: encoders.profile_run(runner))
+        whole = peak(runner.profile_run)
         if not items:
             return int(whole / share)
-        of_items = max(1, encoders.items(runner)) / items
+        of_items = max(1, encoder_items(runner)) / items
         with _set(runner.model_config.multimodal_config, skip_mm_profiling=True):
-            text = peak(lambda: encoders.profile_run(runner))
+            text = peak(runner.profile_run)
     # The encoders' outputs stay in memory while the text part runs, unless the encoders alone had the larger peak.
     return int(max(whole / of_items, text / share + max(0, whole - text) / of_items))
+
+
+def encoder_items(runner: Any) -> int:
+    """The number of images, sounds or videos, of the kind with most tokens, that a profile run encodes at once; 0 for a model without
+    encoders. Raises MissingSymbol."""
+    config = runner.model_config.multimodal_config
+    first = getattr(runner, "is_first_pp_rank", True)  # the stage that has the encoders
+    if not (runner.supports_mm_inputs and config is not None and not config.skip_mm_profiling and first):
+        return 0
+    budget = getattr(runner, "mm_budget", None)
+    if budget is None:  # V2 makes one for each run
+        budget = symbol("MultiModalBudget")(runner.vllm_config, runner.mm_registry, enable_cache=False)
+    if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
+        return 0
+    return int(budget.mm_max_items_per_batch[budget.get_modality_with_max_tokens()])
 
 
 def _run(runner: Any, tokens: int, **named: Any) -> Any:
@@ -143,146 +149,25 @@ def _set(holder: Any, **values: Any) -> Iterator[None]:
 
 
 def graphs_of(runner: Any) -> int:
-    """The bytes of all CUDA graphs, estimated from a few that are captured and dropped. 0 without graphs. Raises MissingSymbol."""
-    if getattr(runner.compilation_config.cudagraph_mode, "name", "NONE") == "NONE":
-        return 0
-    size = max(0, int(method(runner, "profile_cudagraph_memory")()))
-    # Before 0.30 V2's own method answered 0 whatever there was to capture.
-    return size if size or not is_v2(runner) else _sampled(runner)
-
-
-def receive(runner: Any, stages: int) -> None:
-    """Make the buffer in which a later stage of a pipeline receives the tensors of the stage before.
-
-    vLLM makes it in its first dummy run. The CPU backend has no dummy run where nothing is compiled, and the first request would end the
-    engine (0.32: gpu_model_runner.py, _dummy_run and sync_and_gather_intermediate_tensors).
-    """
-    if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
+    """The bytes of all CUDA graphs, which vLLM estimates from a few that it captures and drops; 0 where it captures none. Encoders may have
+    graphs where cudagraph_mode is NONE. Raises MissingSymbol."""
+    return 0 if runner.model_config.enforce_eager else max(0, int(method(runner, "profile_cudagraph_memory")()))
 
 
 def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    start, end = method(runner, "_init_minimal_kv_cache_for_profiling"), method(runner, "_cleanup_profiling_kv_cache")
-    compilation = runner.compilation_config
-    captured = compilation.max_cudagraph_capture_size
-
-    def allocate() -> None:
-        if captured is None:  # eager: the method takes the smaller of it and max_num_seqs (gpu_model_runner.py)
-            compilation.max_cudagraph_capture_size = MINIMAL_BLOCKS
-        start()
-
-    def tear_down() -> None:
-        compilation.max_cudagraph_capture_size = captured
-        end()
-
-    return allocate, tear_down
+    return method(runner, "_init_minimal_kv_cache_for_profiling"), method(runner, "_cleanup_profiling_kv_cache")
 
 
 def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     """V2's functions to make and to remove a minimal cache. It has blocks for every sequence, within MOST_BYTES, because V2's warm-up runs
     as many real requests as the blocks allow."""
-    need = need_of(runner.vllm_config, runner.get_kv_cache_spec())
-    wanted = 1 + 2 * runner.max_num_reqs
-    blocks = max(MINIMAL_BLOCKS, wanted if need is None else min(wanted, MOST_BYTES // need.per_block))
+    tear_down = symbol("_teardown_profiling_state")
+    _, block_bytes = cache_of(runner.vllm_config, runner.get_kv_cache_spec(), 1)
+    blocks = max(MINIMAL_BLOCKS, min(1 + 2 * runner.max_num_reqs, MOST_BYTES // block_bytes))
 
     def allocate() -> None:
-        cache = runner.cache_config
-        groups = symbol("get_kv_cache_groups")(runner.vllm_config, runner.get_kv_cache_spec())
-        before, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, blocks
-        try:
-            config = symbol("get_kv_cache_config_from_groups")(runner.vllm_config, groups, 0)
-        finally:
-            cache.num_gpu_blocks_override = before
-        method(runner, "initialize_kv_cache")(config, **_profiling(runner.initialize_kv_cache))
-        cache.num_gpu_blocks = config.num_blocks
+        config, _ = cache_of(runner.vllm_config, runner.get_kv_cache_spec(), blocks)
+        method(runner, "initialize_kv_cache")(config, is_profiling=True)
+        runner.cache_config.num_gpu_blocks = config.num_blocks
 
-    return allocate, lambda: _tear_down(runner)
-
-
-def _profiling(initialize: Callable[..., Any]) -> dict[str, bool]:
-    """Keyword arguments for a cache that is not the final one: releases since 0.30 need is_profiling."""
-    code = getattr(initialize, "__code__", None)
-    return {"is_profiling": True} if code is not None and "is_profiling" in code.co_varnames[: code.co_argcount] else {}
-
-
-def _tear_down(runner: Any) -> None:
-    """Restore the V2 runner to its state before the minimal cache."""
-    theirs = getattr(importlib.import_module(_GRAPHS), "_teardown_profiling_state", None)
-    if theirs is not None:
-        theirs(runner)
-        return
-    torch.accelerator.synchronize()
-    for name, empty in (("_mamba_ctx", None), ("_mamba_group_ids", []), ("_mamba_spec", None)):
-        if hasattr(runner.model_state, name):
-            setattr(runner.model_state, name, empty)
-    for name in ("kv_caches", "attn_groups"):
-        if hasattr(runner, name):
-            getattr(runner, name).clear()
-    runner.__dict__.pop("kv_cache_config", None)
-    runner.cudagraph_manager = None
-    for layer in itertools.chain(runner.compilation_config.static_forward_context.values(), runner.model.modules()):
-        cache = getattr(layer, "kv_cache", None)
-        if cache is not None:
-            layer.kv_cache = torch.tensor([]) if isinstance(cache, torch.Tensor) else []
-    runner.cache_config.num_gpu_blocks = None
-    gc.collect()
-    torch.accelerator.empty_cache()
-
-
-def _sampled(runner: Any) -> int:
-    """The graphs' bytes for a V2 runner without an estimate of its own. The largest graph of a kind allocates memory that the others share:
-    so two of each kind are captured, largest first, as in the real capture."""
-    first: dict[Any, int] = {}
-    total = 0
-    with _throwaway_pool(runner), minimal_cache(runner):
-        manager = runner.cudagraph_manager
-        if manager is None or not manager.needs_capture():
-            return 0
-        capture = method(runner, "capture_model")
-        every = dict(_descriptors(manager))
-        if getattr(runner, "speculator", None) is not None:
-            return max(0, int(capture()))  # its own graphs are captured with the first, and only once
-        for number in range(2):
-            for mode in sorted(every, key=lambda mode: getattr(mode, "name", "") != "PIECEWISE"):
-                if len(every[mode]) <= number:
-                    continue
-                manager._capture_descs = {mode: [every[mode][number]]}
-                taken = max(GRAPH_BYTES, int(capture()))
-                # The driver reports these bytes: where a graph costs more than the larger one before it, another process took memory.
-                total += first.setdefault(mode, taken) if number == 0 else min(taken, first[mode]) * (len(every[mode]) - 1)
-        del manager
-    return total
-
-
-def _descriptors(manager: Any) -> dict[Any, list[Any]]:
-    descriptors: dict[Any, list[Any]] = method(manager, "_capture_descs")
-    return descriptors
-
-
-@contextlib.contextmanager
-def _throwaway_pool(runner: Any) -> Iterator[None]:
-    """A context in which captured graphs use a separate memory pool, which is dropped with them: torch's allocator refuses a pool whose
-    last graph is gone (create_or_incref_pool in CUDACachingAllocator.cpp)."""
-    current_platform = symbol("current_platform")
-    platform: Any = type(current_platform)
-    method(platform, "_global_graph_pool")
-    pool = current_platform.graph_pool_handle()
-    kinds = [symbol("CUDAGraphWrapper")]
-    with contextlib.suppress(MissingSymbol):
-        kinds.append(symbol("BreakableCUDAGraphWrapper"))
-    wrappers = [(wrapper, wrapper.graph_pool) for kind in kinds for wrapper in list(kind._all_instances)]
-    before, platform._global_graph_pool = platform._global_graph_pool, pool
-    for wrapper, _ in wrappers:
-        wrapper.graph_pool = pool
-    try:
-        yield
-    finally:
-        platform._global_graph_pool = before
-        for kind in kinds:
-            kind.clear_all_graphs()
-        for wrapper, own in wrappers:
-            wrapper.graph_pool = own
-        gc.collect()
-        torch.accelerator.empty_cache()
+    return allocate, lambda: tear_down(runner)

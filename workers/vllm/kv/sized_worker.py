@@ -28,8 +28,7 @@ class SizedWorker:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         load = self._sizing.under_load
-        # Where a release has another name for the count, only every EVERY-th step is measured.
-        if load is None or not load.looks_at(getattr(scheduler_output, "total_num_scheduled_tokens", 0)):
+        if load is None or not load.looks_at(scheduler_output.total_num_scheduled_tokens):
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         load.look()

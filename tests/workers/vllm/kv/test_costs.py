@@ -119,10 +119,3 @@ def test_no_request_waits_for_a_block_and_none_is_too_many(config, ahead, writte
 def test_no_request_has_slots_beyond_the_longest():
     need = CacheCosts(32, 33, 512, of=lambda tokens: -(-tokens // 16), lookahead=9)
     assert [CacheRequest(CacheSettings(sequences=2, at=at), lambda: 0).asked(need) for at in (496, 504, 512, None)] == [65, 65, 65, 65]
-
-
-@pytest.mark.parametrize(("method", "written"), [("use_eagle", 4), ("uses_draft_model", 4), ("neither", 0)])
-def test_a_release_whose_scheduler_counts_for_itself(method, written):
-    speculative = SimpleNamespace(num_speculative_tokens=4, **{method: lambda: True})
-    config = SimpleNamespace(speculative_config=speculative, scheduler_config=SimpleNamespace())
-    assert lookahead_of(config) == 3 + written

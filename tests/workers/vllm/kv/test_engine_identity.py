@@ -105,19 +105,12 @@ def test_the_limits_of_a_request_with_images_are_vllms_own_fields():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-        ("VLLM_MAX_IMAGE_PIXELS", "1000"),
-        ("VLLM_FUSED_MOE_CHUNK_SIZE", "8192"),
-    ],
+    [("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), ("VLLM_MAX_IMAGE_PIXELS", "1000")],
 )
 def test_a_variable_that_changes_what_is_in_memory_is_another_engine(monkeypatch, name, value):
     monkeypatch.delenv(name, raising=False)
     before = identity.environment_of(os.environ)
     monkeypatch.setenv(name, value)
-    if name == "VLLM_FUSED_MOE_CHUNK_SIZE":
-        # A release without compile_factors: every variable of vLLM's.
-        monkeypatch.delattr("vllm.envs.compile_factors")
     assert identity.environment_of(os.environ) != before
 
 

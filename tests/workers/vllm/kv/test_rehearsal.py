@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,24 +9,13 @@ import pytest
 import torch
 
 from tests.support.late import Late
-from workers.vllm.kv import encoders, rehearsal
-from workers.vllm.kv.rehearsal import all_decoding, profiled, smaller_batches
+from workers.vllm.kv.rehearsal import all_decoding, encoder_items, graphs_of, minimal_cache, profiled, smaller_batches
 
 
 @pytest.fixture(autouse=True, scope="module")
 def vllm() -> None:
     """vLLM is imported before a test replaces a part of it."""
     assert Late("vllm.multimodal.encoder_budget").MultiModalBudget
-
-
-def test_a_release_is_told_that_a_cache_is_for_profiling_where_it_asks():
-    """V2's runner of vLLM 0.32, and of 0.26."""
-
-    def since_0_30(config: Any, is_profiling: bool = False) -> None: ...
-
-    def before(config: Any) -> None: ...
-
-    assert [rehearsal._profiling(one) for one in (since_0_30, before)] == [{"is_profiling": True}, {}]
 
 
 @pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])
@@ -111,98 +101,6 @@ def test_encoders_run_fewer_items_too_and_their_part_is_made_whole(monkeypatch, 
         assert runner.mm_budget.mm_max_items_per_batch == {"image": ITEMS, "audio": 0}
 
 
-class OlderBudget(Budget):
-    """0.26's: it takes no enable_cache, and its V2 never makes one."""
-
-    def __init__(self, config: Any, registry: Any) -> None:
-        super().__init__(config, registry, enable_cache=False)
-        self.cache = "its cache"
-
-
-class OlderRunner(Runner):
-    """V2 before it profiled encoders: its own run is of text alone."""
-
-    def __init__(self, item: int, token: int, kept: int) -> None:
-        super().__init__(True, item, token, kept)
-        self.encoder_cache = SimpleNamespace(encoder_outputs={})
-        self.model_state = SimpleNamespace(encoder_runner=SimpleNamespace(execute_mm_encoder=self.encode))
-        self.mm_registry = SimpleNamespace(get_dummy_mm_inputs=self.made)
-        self.encoded = 0
-
-    def made(self, _config: Any, *, mm_counts: dict[str, int], cache: Any) -> Any:
-        assert (mm_counts, cache) == ({"image": 1}, "its cache")
-        return {"mm_kwargs": {"image": ["the largest image"]}}
-
-    def encode(self, batch: list[tuple[str, Any]]) -> list[torch.Tensor]:
-        assert set(batch) == {("image", "the largest image")}
-        self.encoded = len(batch)
-        return [torch.zeros(1)] * len(batch)
-
-    def profile_run(self) -> None:
-        item, token, kept = self.each
-        held = len(self.encoder_cache.encoder_outputs)
-        self.ran.append((held, self.max_num_tokens))
-        self.took = max(self.encoded * item, held * kept + self.max_num_tokens * token)
-
-    def reset_encoder_cache(self) -> None:
-        self.encoder_cache.encoder_outputs.clear()
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_where_v2_profiles_no_encoders_they_are_rehearsed_all_the_same(monkeypatch, scale):
-    """Before: a cache was sized as if no image ever came, and the first ones met what was left."""
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
-    runner = OlderRunner(900_000, 100, 1000)
-    found = profiled(runner, scale, runner.peak)
-    assert runner.ran[0] == (max(1, int(ITEMS * scale)), max(256, int(8192 * scale)))
-    assert ITEMS * 900_000 <= found + 2 <= 2.1 * ITEMS * 900_000
-    assert runner.encoder_cache.encoder_outputs == {}
-
-
-def test_a_processor_that_makes_no_item_is_told_and_the_rest_is_rehearsed(monkeypatch, caplog):
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
-    monkeypatch.setattr("workers.vllm.kv.encoders.logger.propagate", True)
-    runner = OlderRunner(900_000, 100, 1000)
-    runner.mm_registry.get_dummy_mm_inputs = lambda *_, **__: {}
-    assert profiled(runner, 1.0, runner.peak) == 819_200
-    assert "image" in caplog.text and "(KeyError)" in caplog.text
-
-
-def test_memory_that_is_refused_to_an_item_is_no_processors_fault(monkeypatch):
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
-    runner = OlderRunner(900_000, 100, 1000)
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    runner.mm_registry.get_dummy_mm_inputs = refused
-    with pytest.raises(torch.OutOfMemoryError):
-        profiled(runner, 1.0, runner.peak)
-
-
-def test_a_budget_is_made_once_for_a_run(monkeypatch):
-    made = []
-
-    class Counted(OlderBudget):
-        def __init__(self, config: Any, registry: Any) -> None:
-            made.append(self)
-            super().__init__(config, registry)
-
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Counted)
-    runner = OlderRunner(900_000, 100, 1000)
-    profiled(runner, 1.0, runner.peak)
-    assert len(made) == 1
-
-
-def test_memory_that_is_refused_to_an_encoder_leaves_no_item_behind(monkeypatch):
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
-    runner = OlderRunner(900_000, 100, 1000)
-    runner.profile_run = lambda: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        profiled(runner, 1.0, runner.peak)
-    assert runner.encoder_cache.encoder_outputs == {}
-
-
 @pytest.mark.parametrize("kind", ["text", "skipped", "no encoder"])
 def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
     runner = Runner(False, 0, 100, 0)
@@ -210,7 +108,7 @@ def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
     runner.model_config.multimodal_config.skip_mm_profiling = kind == "skipped"
     if kind == "no encoder":
         runner.mm_budget.mm_max_toks_per_item = {}
-    assert encoders.items(runner) == 0
+    assert encoder_items(runner) == 0
     assert profiled(runner, 0.25, runner.peak) == 819_200
     assert len(runner.ran) == 1
 
@@ -275,3 +173,62 @@ def test_nothing_is_sampled_where_nothing_is(why):
         runner._dummy_run = lambda *_args, **_named: made
     all_decoding(runner)
     assert runner.sampled == []
+
+
+@pytest.mark.parametrize(("eager", "bytes_"), [(True, 0), (False, 4711)])
+def test_graphs_are_counted_wherever_vllm_may_capture_one(eager, bytes_):
+    """0.33 captures those of encoders under cudagraph_mode NONE too (v1/worker/gpu/cudagraph_utils.py)."""
+    model_config = SimpleNamespace(enforce_eager=eager)
+    assert graphs_of(SimpleNamespace(model_config=model_config, profile_cudagraph_memory=lambda: 4711)) == bytes_
+
+
+class Group:
+    """What is asked of vLLM's planning: which way, and for how many blocks."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def get_kv_cache_config_from_groups(self, config: Any, groups: Any, blocks: int) -> Any:
+        self.asked.append((groups, blocks, config.cache_config.num_gpu_blocks_override))
+        return SimpleNamespace(num_blocks=blocks)
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_small_cache_is_made_and_removed_in_the_way_of_the_release(monkeypatch, builds):
+    """0.33 asks a builder of the model or the platform; 0.32 has functions that take bytes."""
+    group, block = Group(), 1 << 20
+    by_bytes = lambda config, groups, size: group.get_kv_cache_config_from_groups(config, groups, size // block)  # noqa: E731
+    release = {
+        "get_kv_cache_groups": lambda _config, specs: ("module", *specs),
+        "_pool_bytes_per_block": lambda *_: block,
+        "get_kv_cache_config_from_groups": by_bytes,
+        "_teardown_profiling_state": lambda runner: runner.did.append("torn down"),
+        "set_current_vllm_config": lambda _config: contextlib.nullcontext(),
+    }
+    if builds:
+        release |= {
+            "get_kv_cache_config_builder": lambda _config: group,
+            "get_kv_cache_groups_from_builder": lambda _builder, _config, specs: ("builder", *specs),
+            "_pool_bytes_per_block_from_builder": lambda *_: block,
+        }
+    for module in ("costs", "rehearsal"):
+        monkeypatch.setattr(f"workers.vllm.kv.{module}.symbol", release.__getitem__)
+    monkeypatch.setattr("workers.vllm.kv.costs.has", release.__contains__)
+    cache = SimpleNamespace(num_gpu_blocks_override=3, num_gpu_blocks=None)
+    did: list[Any] = []
+    runner = SimpleNamespace(
+        cudagraph_manager=None,
+        cache_config=cache,
+        vllm_config=SimpleNamespace(cache_config=cache),
+        max_num_reqs=4,
+        did=did,
+        get_kv_cache_spec=lambda: {"layer": 0},
+        initialize_kv_cache=lambda config, is_profiling: did.append((config.num_blocks, is_profiling)),
+    )
+    with pytest.raises(ZeroDivisionError), minimal_cache(runner):
+        assert (did, cache.num_gpu_blocks) == ([(9, True)], 9)
+        raise ZeroDivisionError
+    assert did[1:] == ["torn down"]
+    way = "builder" if builds else "module"
+    assert {asked[::2] for asked in group.asked} == {((way, "layer"), None)}, "a number of blocks in the flags does not count"
+    assert cache.num_gpu_blocks_override == 3

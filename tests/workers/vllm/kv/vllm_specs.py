@@ -60,7 +60,12 @@ def vllm_config(serving: Serving) -> Any:
         mamba_page_size_padded=None,
     )
     model = SimpleNamespace(
-        max_model_len=serving.max_model_len, original_max_model_len=None, dtype=torch.bfloat16, use_mla=False, architecture="X"
+        max_model_len=serving.max_model_len,
+        original_max_model_len=None,
+        dtype=torch.bfloat16,
+        use_mla=False,
+        architecture="X",
+        supports_kv_cache_grouping=False,
     )
     made = SimpleNamespace(
         scheduler_config=scheduler,

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from workers.vllm.kv.rehearsal import receive
+from tests.support.late import Late
+
+cpu = Late("workers.vllm.kv.cpu")
 
 
 class Stage:
@@ -35,6 +37,6 @@ def runner(model: object, found: object = None) -> Any:
     ids=["a pipeline", "no pipeline", "made already", "a model without stages"],
 )
 def test_a_stage_has_a_place_for_what_it_is_sent(made: Any, stages: int, expected: object) -> None:
-    receive(made, stages)
+    cpu.receive(made, stages)
 
     assert made.intermediate_tensors == expected
