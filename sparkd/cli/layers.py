@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,20 +42,10 @@ def listing_of(
         # These modules are imported for `best` alone.
         from sparkd.capacity.mixes import mix_of
 
-        recipe = mix_of(checkpoint, wish, _profiles(config_file, environ))
+        recipe = mix_of(checkpoint, wish)
     else:
         recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
     return layers_of(checkpoint, recipe, consult, wide=named.wide)
-
-
-def _profiles(config_file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The daemon's folder of profiles, as far as this user knows it."""
-    from sparkd.capacity.plan_report import Site
-
-    with suppress(ConfigError):
-        if (around := settings_around(config_file, environ)) is not None:
-            return Site.of(around[0]).profiles
-    return Site.without_config(environ).profiles
 
 
 @dataclass(frozen=True, slots=True)
