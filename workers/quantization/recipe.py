@@ -31,12 +31,11 @@ from itertools import chain
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import ConfigError
 from workers.quantization import variables
 from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
 from workers.quantization.best_wish import best_of
 from workers.quantization.calibration_text import text_of
-from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
 from workers.quantization.formats import Format, built_size, refused, refused_together
 from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
@@ -46,13 +45,9 @@ __all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe
 
 # Every rule is matched against every weight.
 MAX_RULES = 256
-# Limit for all rules together, with repetitions written out: they are parsed within 0.1 s.
-MAX_RULE_CHARACTERS = 20_000
 # The most refusals of one value in one message.
 _MOST_TOLD = 20
 MAX_PATH_CHARACTERS = 4096
-# The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
-_RULE_STEPS = 50
 _KEYS = ("format", "group_size", "layers", "keep", "calibration")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -106,7 +101,7 @@ class QuantizationRecipe:
 
         A checkpoint whose quantization the loader cannot undo (four bits, or an unknown method) passes through unchanged. Raises
         CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that a rule names for fp8-block and vLLM
-        cannot load that way, for rules that take too many steps (expression.py), and for a calibration text that cannot be used.
+        cannot load that way, and for a calibration text that cannot be used.
         """
         if not self.quantizes:
             return Assignment((), self.notes)
@@ -155,25 +150,14 @@ class _Deciding:
     def __init__(self, recipe: QuantizationRecipe) -> None:
         self._default = recipe.default
         self._rules = recipe.rules
-        self._search = Search([rule.expression for rule in recipe.rules])
-        self._choices: dict[tuple[frozenset[int], str, frozenset[str], str], FormatChoice] = {}
         self.idle = set(recipe.rules)
         self.barred: dict[FormatRule, str] = {}
 
     def choice(self, module: str, kind: str) -> FormatChoice:
-        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules
-        take too many steps."""
-        try:
-            key = self._search.matches(module), kind, kept_unless_named(module, kind), module.rpartition(".")[2]
-            if key not in self._choices:
-                self._choices[key] = self._made(*key)
-        except TooCostly as error:
-            raise self._too_costly(error.number) from None
-        return self._choices[key]
-
-    def _made(self, matching: frozenset[int], kind: str, kept: frozenset[str], leaf: str) -> FormatChoice:
-        self._search.charge(_RULE_STEPS * len(matching))
-        touching = [self._rules[number] for number in sorted(matching) if self._rules[number].kind in (None, kind)]
+        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class."""
+        components = module.split(".")
+        leaf, kept = components[-1], kept_unless_named(module, kind)
+        touching = [rule for rule in self._rules if rule.matches(components, kind)]
         self.idle.difference_update(touching)
         if kind in NEVER:
             self.barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names((leaf,), kind))
@@ -185,14 +169,6 @@ class _Deciding:
         holds = max(reversed(touching), key=lambda rule: rule.rank)
         parts = (leaf, *(("experts",) if kind == "expert" else ()))
         return FormatChoice(_served(holds.format, leaf), (1, holds.priority), holds.names(parts, kind))
-
-    def _too_costly(self, number: int | None) -> CheckpointError:
-        if number is None:
-            problem = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
-            return CheckpointError(problem, cure="Write fewer rules with patterns")
-        rule = self._rules[number]
-        problem = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
-        return CheckpointError(problem, cure="Write it with fewer repetitions and alternatives")
 
 
 def _served(form: Format, leaf: str) -> Format:
@@ -250,17 +226,9 @@ def _told(wrong: list[ConfigError]) -> Iterator[None]:
 
 
 def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
-    size = 0
     for count, rule in enumerate(rules, 1):
-        size += rule.expression.size
         if count > MAX_RULES:
             raise refused("quantize", f"it has more than {MAX_RULES} rules; write one pattern for several names")
-        if size > MAX_RULE_CHARACTERS:
-            raise refused(
-                rule.source,
-                f"with {rule.shown} the rules have more than {MAX_RULE_CHARACTERS:,} characters once their repetitions are "
-                "written out; write them with fewer repetitions",
-            )
         yield rule
 
 
@@ -303,7 +271,7 @@ def _patterns(value: Any, where: str) -> list[str]:
         raise refused(where, "a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern.strip():
-            raise refused(where, f"{pattern!r} is not a pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
+            raise refused(where, f"{pattern!r} is not a pattern; o_proj, layers.0.*, moe and class:lm_head are")
     return [pattern.strip() for pattern in patterns]
 
 
