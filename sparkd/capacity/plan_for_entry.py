@@ -131,7 +131,7 @@ def answer(
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     if args.recipe is None:
-        recipe_of(spec, entry.env)  # raises ConfigError, which says why
+        recipe_of(spec)  # raises ConfigError, which says why
     headers = Headers.of(args, checkpoint, read)
     plain = args.undecided()
     serving = serving_of(plain, headers, hardware)

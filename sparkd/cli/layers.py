@@ -44,7 +44,7 @@ def listing_of(
 
         recipe = mix_of(checkpoint, wish)
     else:
-        recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
+        recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize))
     return layers_of(checkpoint, recipe, consult, wide=named.wide)
 
 
@@ -65,7 +65,7 @@ def named_model(model: str, config_file: Path | None, environ: Mapping[str, str]
     """As `listing_of`."""
     source, env = source_of(model), dict(environ)
     if source.startswith("/"):
-        return NamedModel(source, None, QuantizationRecipe.parse(None, env), env)
+        return NamedModel(source, None, AS_IT_IS, env)
     return _named(model, config_file, env, ask)
 
 
@@ -113,9 +113,9 @@ def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: C
             env = {**environ, **entry.environment(config.engine)}
             revision = at_trusted_commit(entry, config).revision
             wide = engine_args(entry, env).wide
-            return NamedModel(entry.model, revision, recipe_of(entry, env), env, wide, best_of(entry.quantize))
+            return NamedModel(entry.model, revision, recipe_of(entry), env, wide, best_of(entry.quantize))
     if "/" in model:
-        return NamedModel(model, None, QuantizationRecipe.parse(None, environ), environ)
+        return NamedModel(model, None, AS_IT_IS, environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden
     try:
@@ -127,7 +127,7 @@ def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: C
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
     # The environment of its entry there; this machine's variables are not its engine's.
     quantize = view.get("quantize")
-    recipe = AS_IT_IS if quantize is None or is_open(quantize) else QuantizationRecipe.parse(quantize, environ)
+    recipe = AS_IT_IS if quantize is None or is_open(quantize) else QuantizationRecipe.parse(quantize)
     return NamedModel(str(view["source"]), None, recipe, environ, best=best_of(quantize))
 
 

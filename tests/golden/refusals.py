@@ -102,10 +102,6 @@ def _faults() -> Iterator[str]:
             QuantizationRecipe.parse(value)
         except SparkdError as error:
             yield f"quantize: {value}\n{error.message}\n"
-    try:
-        QuantizationRecipe.parse(None, {"VLLM_NF4_LAYERS": "all"})
-    except SparkdError as error:
-        yield f"VLLM_NF4_LAYERS=all\n{error.message}\n"
 
 
 def _unmet() -> Iterator[str]:

@@ -26,13 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError
-from workers.quantization import variables
 from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
 from workers.quantization.best_wish import best_of
 from workers.quantization.calibration_text import text_of
@@ -55,30 +54,22 @@ _RULE_KEYS = ("match", "format", "group_size", "priority")
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
     """A parsed `quantize:` value. default: the format of a weight that no rule matches; calibration: a text file's path, None for sparkd's
-    own text; notes: hints for the author, one sentence each."""
+    own text."""
 
     default: Format
     rules: tuple[FormatRule, ...] = ()
     calibration: str | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @staticmethod
-    def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> QuantizationRecipe:
-        """Parse a `quantize:` value. Raises ConfigError, which names the key, the fault and the possible values.
-
-        environ: the source of VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE. They count as rules only where
-        `value` is empty (None, "" or {}); otherwise a note names the variables that are ignored.
-        """
-        environment = environ or {}
-        if value is None or value == "" or value == {}:
-            return QuantizationRecipe(BF16, variables.rules_of(environment), notes=variables.notes_of(environment))
-        unused = variables.set_in(environment)
-        notes = (f"{', '.join(unused)}: not used, because `quantize` decides.",) if unused else ()
+    def parse(value: str | Mapping[str, Any] | None) -> QuantizationRecipe:
+        """Parse a `quantize:` value, None for plain loading. Raises ConfigError, which names the key, the fault and the possible values."""
+        if value is None:
+            return AS_IT_IS
         if best_of(value) is not None:
             raise refused("quantize", "best becomes a recipe when sparkd places the model; give that of `sparkd plan --json`, or a format")
         if not isinstance(value, Mapping):
-            return QuantizationRecipe(Format.parse(value), notes=notes)
-        return _from_mapping(value, notes)
+            return QuantizationRecipe(Format.parse(value))
+        return _from_mapping(value)
 
     @property
     def quantizes(self) -> bool:
@@ -104,13 +95,13 @@ class QuantizationRecipe:
         cannot load that way, and for a calibration text that cannot be used.
         """
         if not self.quantizes:
-            return Assignment((), self.notes)
+            return Assignment()
         source = checkpoint.quantization
         if source is not None and not source.requantizable:
-            return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
+            return Assignment((), [f"The checkpoint is quantized already ({source.method}) and is served unchanged."])
         model_type = str(checkpoint.config.get("model_type"))
         if model_type in UNCHANGED:
-            return Assignment((), (*self.notes, UNCHANGED[model_type]))
+            return Assignment((), [UNCHANGED[model_type]])
         plain, told = PLAIN.get(model_type), dict[str, None]()
         deciding = _Deciding(self)
 
@@ -124,7 +115,7 @@ class QuantizationRecipe:
         assignment = assign(checkpoint, choose)
         if self.calibration is not None:
             text_of(self.calibration)
-        assignment.adjustments = (*self.notes, *told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
+        assignment.adjustments = (*told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return assignment
 
     def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
@@ -185,7 +176,7 @@ def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping
             yield f"{rule.source}: {rule.match!r} names a weight of class {barred[rule]}, which vLLM has in no quantized form: it is kept."
 
 
-def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> QuantizationRecipe:
+def _from_mapping(value: Mapping[str, Any]) -> QuantizationRecipe:
     wrong: list[ConfigError] = []
     with _told(wrong):
         _no_unknown(value, _KEYS, "quantize")
@@ -204,7 +195,7 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
         raise refused_together(wrong)
     if size is not None and not any(each.group_size for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size", "only int4 and nf4 have a group size to choose, and nothing here is either; leave it out")
-    recipe = QuantizationRecipe(default, rules, _calibration(value.get("calibration")), notes)
+    recipe = QuantizationRecipe(default, rules, _calibration(value.get("calibration")))
     if recipe.calibration is not None and not recipe.rounds_activations:
         raise refused("quantize.calibration", "only nvfp4-a4 is calibrated, and nothing here is; leave it out")
     return recipe

@@ -1,4 +1,4 @@
-"""Which weight gets which format: spellings, rules and their order, defaults, fused weights, the fork's variables, architectures."""
+"""Which weight gets which format: spellings, rules and their order, defaults, fused weights, architectures."""
 
 from __future__ import annotations
 
@@ -565,39 +565,6 @@ def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged() -> None
     made = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": "gpt2"}))
 
     assert made == {} and len(made.adjustments) == 1
-
-
-# The earlier fork's variables
-
-
-def test_the_variables_are_rules_with_their_priority() -> None:
-    environ = {"VLLM_FP8_LAYERS": "o_proj, lm_head", "VLLM_MXFP4_LAYERS": "all", "VLLM_NF4_LAYERS": "q_proj", "VLLM_NF4_GROUP_SIZE": "128"}
-    read = QuantizationRecipe.parse(None, environ)
-    made = read.assign(checkpoint_of(LLAMA))
-
-    assert {form.name for module, form in made.items() if module.endswith("o_proj") or module == "lm_head"} == {"fp8"}
-    assert {form.spelling for module, form in made.items() if "q_proj" in module} == {"nf4-g128"}
-    assert {form.name for module, form in made.items() if "mlp" in module} == {"mxfp4"}
-    assert QuantizationRecipe.parse(read.canonical()) == read
-    experts = QuantizationRecipe.parse("", {"VLLM_MXFP4_LAYERS": "moe,o_proj"}).assign(checkpoint_of(MOE))
-    assert sum("experts" in module for module in experts) == 2 * len(EXPERTS)
-    assert not any("mlp.up_proj" in module for module in experts)
-
-
-def test_a_bad_word_in_a_variable_is_blamed_on_it() -> None:
-    for name, environ in (
-        ("VLLM_FP8_LAYERS", {"VLLM_FP8_LAYERS": "a..b"}),
-        ("VLLM_NF4_GROUP_SIZE", {"VLLM_NF4_LAYERS": "all", "VLLM_NF4_GROUP_SIZE": "48"}),
-    ):
-        with pytest.raises(ConfigError, match=f"^{name}"):
-            QuantizationRecipe.parse(None, environ)
-
-
-def test_quantize_leaves_the_variables_out_and_says_so() -> None:
-    read = QuantizationRecipe.parse("nvfp4", {"VLLM_FP8_LAYERS": "o_proj", "VLLM_NF4_LAYERS": "all", "PATH": "/bin"})
-
-    assert read == QuantizationRecipe.parse("nvfp4")
-    assert len(read.notes) == 1 and read.assign(checkpoint_of(LLAMA)).adjustments == read.notes
 
 
 # Architectures: what is quantized of each, by published names
