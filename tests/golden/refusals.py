@@ -69,8 +69,6 @@ _CHECKPOINTS: tuple[tuple[Any, Mapping[str, Any], str | None], ...] = (
     ({"layers": {"lm_head": "fp8-block"}}, {"lm_head.weight": ("BF16", _W)}, None),
     ({"format": "nvfp4", "layers": {"q_proj": "fp8", "k_proj": "mxfp4", "nope": "fp8"}}, layered(1, dict.fromkeys(_PROJECTIONS, _W)), None),
     ({"layers": {"mlp.gate": "fp8"}}, layered(1, {"mlp.gate.weight": _W}), None),
-    ("nvfp4", layered(1, {"self_attn.q_proj.weight": _W, "self_attn.k_proj.weight": (64, 256)}), None),
-    ("nvfp4", {"model.layers.0.self_attn.o_proj.weight": ("I16", _W)}, None),
     ("nvfp4", layered(1, {"mlp.input_linear.weight": (4, *_W)}), None),
     ("nvfp4", {"model.layers.0.mlp.experts.gate_up_proj": ("F8_E4M3", (4, *_W))}, "fp8_block"),
     ("nvfp4", layered(1, {"self_attn.o_proj.weight": _W}), "awq"),

@@ -529,21 +529,6 @@ def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
     assert of(formats, "indexer|visual|lm_head") == set()
 
 
-@pytest.mark.parametrize(
-    ("tensors", "tensor"),
-    [
-        ({"self_attn.q_proj": W, "self_attn.k_proj": (64, 256)}, "self_attn.k_proj"),
-        ({"mlp.experts.0.w1": W, "mlp.experts.1.w1": (64, 128)}, "mlp.experts.1.w1"),
-        ({f"mlp.experts.{number}.w1": W if number else (64, 128) for number in range(3)}, "mlp.experts.0.w1"),
-    ],
-)
-def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], tensor: str) -> None:
-    checkpoint = checkpoint_of({f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})
-    with pytest.raises(CheckpointError) as caught:
-        QuantizationRecipe.parse("nvfp4").assign(checkpoint)
-    assert caught.value.tensor == f"model.layers.0.{tensor}.weight"
-
-
 @pytest.mark.parametrize(("name", "shape"), [("mlp.experts.gate_up_proj", (4, *W)), ("mlp.input_linear.weight", (4, *W))])
 def test_packed_experts_in_fp8_that_nobody_can_undo_are_refused(name: str, shape: tuple[int, ...]) -> None:
     tensors = {f"model.layers.0.{name}": ("F8_E4M3", shape)}
