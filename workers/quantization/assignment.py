@@ -35,7 +35,7 @@ class FormatChoice:
     named: bool = False
 
 
-def order(choice: FormatChoice) -> tuple[tuple[int, int], float]:
+def _order(choice: FormatChoice) -> tuple[tuple[int, int], float]:
     """Sort key: the largest choice among fused siblings holds for all of them."""
     return choice.level, choice.format.precision
 
@@ -111,7 +111,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
     split: dict[str, list[_Group]] = {}
     odd: dict[str, list[_Group]] = {}
     for group in groups.values():
-        chosen = max(group.choices, key=order).format
+        chosen = max(group.choices, key=_order).format
         if len({choice.format for choice in group.choices}) > 1:
             split.setdefault(_told(group, chosen), []).append(group)
         if chosen.keeps and group.stored_fp8 and source is not None:

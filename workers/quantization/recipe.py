@@ -32,13 +32,12 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError
-from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
+from workers.quantization.assignment import BARRED, BF16, Assignment, FormatChoice, assign
 from workers.quantization.best_wish import best_of
 from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format, built_size, refused, refused_together
-from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
-from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
+from workers.quantization.rules import NEVER, FormatRule, kept_unless_named
 
 __all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe"]
 
@@ -102,14 +101,14 @@ class QuantizationRecipe:
         model_type = str(checkpoint.config.get("model_type"))
         if model_type in UNCHANGED:
             return Assignment((), [UNCHANGED[model_type]])
-        plain, told = PLAIN.get(model_type), dict[str, None]()
-        deciding = _Deciding(self)
+        plain, why = PLAIN.get(model_type, (frozenset(), ""))
+        deciding, told = _Deciding(self), set[str]()
 
         def choose(module: str, kind: str) -> FormatChoice:
             choice = deciding.choice(module, kind)
-            if plain is None or module.rpartition(".")[2] not in plain.leaves or choice.format.keeps:
+            if choice.format.keeps or module.rpartition(".")[2] not in plain:
                 return choice
-            told[plain.told] = None
+            told.add(why)
             return BARRED
 
         assignment = assign(checkpoint, choose)
@@ -117,21 +116,6 @@ class QuantizationRecipe:
             text_of(self.calibration)
         assignment.adjustments = (*told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return assignment
-
-    def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
-        """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
-
-        vLLM's fused names (`qkv_proj`, `gate_up_proj`, `experts`) stand for their parts. The answer agrees with `assign` where every
-        sibling is in the checkpoint, large enough, and made of whole blocks where its format is fp8-block.
-        """
-        if len(shape) not in (2, 3) or min(shape[-2:]) < MIN_DIMENSION:
-            return None
-        kind = class_of(module, len(shape))
-        if len(shape) == 3 and kind != "expert" and not module.endswith("experts"):
-            return None
-        deciding = _Deciding(self)
-        chosen = max((deciding.choice(member, class_of(member)) for member in members_of(module, kind)), key=order)
-        return None if chosen.format.keeps else chosen.format
 
 
 class _Deciding:

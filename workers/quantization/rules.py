@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from itertools import pairwise
 
-from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
+from sparkd.checkpoint import CLASSES, VISION_PARTS
 from workers.quantization.formats import Format, refused
 
 # vLLM has no quantized form of these (its embeddings, and routers that are built with quant_config=None).
@@ -90,11 +90,6 @@ def kept_unless_named(module: str, kind: str) -> frozenset[str]:
     if kind == "other" and not any(part.isdigit() for part in parts):
         return frozenset({leaf})
     return frozenset()
-
-
-def class_of(module: str, dimensions: int = 2) -> str:
-    """The tensor_class of a module's weight."""
-    return tensor_class(f"{module}.weight", (0,) * dimensions)
 
 
 def _components(match: str, source: str) -> list[str]:
