@@ -1,8 +1,8 @@
 """Owns the choice of `quantize: best`: a format for each unit within a budget of bytes, at the least error, as a plain recipe.
 
-The error of a unit in a format is the sensitivity of its class times the squared relative error of that format. The choice is that of a
-Lagrangian over bytes: each unit moves along the convex hull of its formats, the move that saves most error for its bytes first; what is
-left of the budget goes to the moves that still fit.
+The error of a unit in a format is the sensitivity of its class times the squared relative error of that format. Every unit begins in its
+smallest format. Then the move to a larger one that saves most error for its bytes is made, again and again, as long as one fits into the
+budget.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from workers.quantization.formats import ERRORS, refused
@@ -103,42 +103,31 @@ def recipe_of(listed: UnitList, choice: Mapping[str, str]) -> dict[str, Any]:
 
 def _within(listed: UnitList, budget: int, kinds: Collection[str]) -> dict[str, str]:
     """The choice among these kinds and bf16; above the budget where even the smallest is."""
-    steps: list[tuple[float, int, int, FormatUnit, str]] = []
-    choice: dict[str, str] = {}
-    for unit in listed.units:
-        hull = list(_hull(unit, kinds))
-        choice[unit.key] = hull[0][2]
-        for number, (low, high) in enumerate(pairwise(hull)):
-            steps.append(((high[1] - low[1]) / (high[0] - low[0]), number, high[0] - low[0], unit, high[2]))
+    choice = {unit.key: min((size, cost(unit, name), name) for name, size in _sizes(unit, kinds))[2] for unit in listed.units}
     left = budget - listed.nbytes(choice)
-    stopped: set[str] = set()
-    for _, _, size, unit, spelling in sorted(steps, key=lambda step: step[:2]):
-        if unit.key in stopped or size > left:
-            stopped.add(unit.key)
-            continue
+    moves = [move for number, unit in enumerate(listed.units) if (move := _move(number, unit, choice[unit.key], kinds))]
+    heapify(moves)
+    while moves:
+        _, number, size, spelling = heappop(moves)
+        if size > left:
+            continue  # the unit stays in its format, and smaller ones may still move
+        unit = listed.units[number]
         choice[unit.key] = spelling
         left -= size
+        if move := _move(number, unit, spelling, kinds):
+            heappush(moves, move)
     return choice
 
 
-def _hull(unit: FormatUnit, kinds: Collection[str]) -> Iterator[tuple[int, float, str]]:
-    """(bytes, cost, spelling) on the lower convex hull, smallest first."""
-    points = sorted(
-        (size, cost(unit, spelling), spelling) for spelling, size in unit.nbytes.items() if spelling in kinds or spelling == BF16
-    )
-    hull: list[tuple[int, float, str]] = []
-    for point in points:
-        if hull and point[1] >= hull[-1][1]:
-            continue  # larger and no better
-        while hull and (hull[-1][0] == point[0] or (len(hull) > 1 and _is_above(hull[-2], hull[-1], point))):
-            hull.pop()
-        hull.append(point)
-    yield from hull
+def _move(number: int, unit: FormatUnit, spelling: str, kinds: Collection[str]) -> tuple[float, int, int, str] | None:
+    """(change of the cost for a byte, number, more bytes, format): the move to a larger format that saves most for its bytes, if any."""
+    size, now = unit.nbytes[spelling], cost(unit, spelling)
+    larger = [(more - size, cost(unit, name) - now, name) for name, more in _sizes(unit, kinds) if more > size]
+    return min(((change / more, number, more, name) for more, change, name in larger if change < 0), default=None)
 
 
-def _is_above(first: tuple[int, float, str], middle: tuple[int, float, str], last: tuple[int, float, str]) -> bool:
-    """Whether the middle point lies on or above the line between the others."""
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
+def _sizes(unit: FormatUnit, kinds: Collection[str]) -> list[tuple[str, int]]:
+    return [(spelling, size) for spelling, size in unit.nbytes.items() if spelling in kinds or spelling == BF16]
 
 
 def _globs(unit: FormatUnit) -> list[str]:
