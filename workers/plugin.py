@@ -101,7 +101,7 @@ def _describing(create_model_config: Any) -> Any:
         if str(getattr(self, "load_format", "")) == LOAD_FORMAT:
             from workers.vllm.load.loader import describe
 
-            describe(self, os.environ)
+            describe(self)
         return create_model_config(self, *args, **kwargs)
 
     return described

@@ -87,7 +87,7 @@ def _layers(record: Record, config: Config) -> dict[str, Any]:
     env = {**os.environ, **spec.environment(config.engine)}
     checkpoint = checkpoint_of(spec.model, spec.revision, env, None)
     wish = best_of(spec.quantize)
-    recipe = recipe_of(spec, env) if wish is None or wish.gib is None else mix_of(checkpoint, wish, config.profiles_path)
+    recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
     return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide).to_json()
 
 

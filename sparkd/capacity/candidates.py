@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 from sparkd.capacity.fit import FORMATS, recipes
 from sparkd.capacity.headers import Headers, headers_here
-from sparkd.capacity.mixes import measured_of, mixes_below, mixes_of
+from sparkd.capacity.mixes import mixes_below, mixes_of
 from sparkd.capacity.weights import FormattedModel
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.prequantized import prequantized
@@ -42,18 +41,17 @@ def candidate_of(args: EngineArgs, headers: Headers) -> Candidate | None:
         return None
 
 
-def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False, profiles: Path | None = None) -> tuple[Candidate, ...]:
+def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False) -> tuple[Candidate, ...]:
     """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
     data to calibrate with, then by ourselves (sparkd.capacity.fit.rank), then in mixes that are smaller than any one format.
 
-    beside: with what this machine has of the model quantized already; profiles: the folder of profiles, beside which is what was measured
-    for `best`. Raises ConfigError where no mix is as small as the entry asks for.
+    beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
     """
     ways: Iterable[tuple[EngineArgs, Headers]] = ((args, headers),)
     if args.quantize == AUTO:
-        ways = chain(_ways(args, headers, beside=beside), _smaller(args, headers, profiles))
+        ways = chain(_ways(args, headers, beside=beside), _smaller(args, headers))
     elif (wish := best_of(args.quantize)) is not None:
-        ways = _mixes(args, headers, wish, profiles)
+        ways = _mixes(args, headers, wish)
     return tuple(candidate for way in ways if (candidate := candidate_of(*way)) is not None)
 
 
@@ -65,16 +63,15 @@ def _ways(args: EngineArgs, headers: Headers, *, beside: bool) -> Iterator[tuple
     yield from ((plain.quantized(recipe), headers) for _, recipe in recipes(headers.model, None) if recipe.quantizes)
 
 
-def _smaller(args: EngineArgs, headers: Headers, profiles: Path | None) -> Iterator[tuple[EngineArgs, Headers]]:
-    measured = measured_of(headers.model.checkpoint, profiles)
+def _smaller(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
     with suppress(CheckpointError):  # the engine says why, with the tensor's name
-        for recipe in mixes_below(headers.model, FORMATS, measured, args.tensor_parallel or 1):
+        for recipe in mixes_below(headers.model, FORMATS, args.tensor_parallel or 1):
             yield args.undecided().quantized(recipe), headers
 
 
-def _mixes(args: EngineArgs, headers: Headers, wish: BestWish, profiles: Path | None) -> Iterator[tuple[EngineArgs, Headers]]:
+def _mixes(args: EngineArgs, headers: Headers, wish: BestWish) -> Iterator[tuple[EngineArgs, Headers]]:
     with suppress(CheckpointError):  # the engine says why, with the tensor's name
-        for recipe in mixes_of(headers.model, wish, measured_of(headers.model.checkpoint, profiles), args.tensor_parallel or 1):
+        for recipe in mixes_of(headers.model, wish, args.tensor_parallel or 1):
             yield args.quantized(recipe), headers
 
 

@@ -63,7 +63,7 @@ def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
     """See sparkd.schema.quantize.loader_of."""
     limit_gib = config.quantized_cache.limit_gib
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    return quantize.loader_of(spec, spec.environment(config.engine), str(config.quantized_path), limit_bytes)
+    return quantize.loader_of(spec, str(config.quantized_path), limit_bytes)
 
 
 def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError
-from sparkd.inquiry.mix_measure import kept_errors, mix_folder
 from sparkd.models.shape import shape_of
-from workers.kv.profiles import checkpoint_of as identity_of
 from workers.quantization.best_wish import BestWish
-from workers.quantization.mix import UNMEASURED, MixErrors, recipe_of, select
+from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.quantization.units import UnitList, units_of
 
@@ -21,19 +18,19 @@ from workers.quantization.units import UnitList, units_of
 _RUNGS = 32
 
 
-def mixes_of(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
+def mixes_of(model: Inventory, wish: BestWish, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
     """Plain recipes, best first; with a size in the wish one. ranks: of tensor parallelism, each of which gets whole groups.
 
     Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
     """
-    return _once(model, (wish, measured.digest, ranks), lambda: _made(model, wish, measured, ranks))
+    return _once(model, (wish, ranks), lambda: _made(model, wish, ranks))
 
 
-def mixes_below(model: Inventory, formats: Iterable[str], measured: MixErrors, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
+def mixes_below(model: Inventory, formats: Iterable[str], ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
     """The mixes that are smaller than the model in each one of these formats, best first; those that some of its weights cannot have do
     not count. None of a model that cannot be quantized again. Raises CheckpointError as QuantizationRecipe.assign."""
     spellings = tuple(formats)
-    return _once(model, (spellings, measured.digest, ranks), lambda: _made_below(model, spellings, measured, ranks))
+    return _once(model, (spellings, ranks), lambda: _made_below(model, spellings, ranks))
 
 
 def _once(model: Inventory, key: object, make: Callable[[], Iterable[QuantizationRecipe]]) -> tuple[QuantizationRecipe, ...]:
@@ -48,7 +45,7 @@ def _is_settled(model: Inventory) -> bool:
     return source is not None and not source.requantizable
 
 
-def _made_below(model: Inventory, formats: Iterable[str], measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
+def _made_below(model: Inventory, formats: Iterable[str], ranks: int) -> Iterator[QuantizationRecipe]:
     if _is_settled(model):
         return
     listed = unit_list(model, ranks)
@@ -58,43 +55,35 @@ def _made_below(model: Inventory, formats: Iterable[str], measured: MixErrors, r
         if all(spelling in unit.nbytes for unit in listed.units)
     ]
     least = min(sizes, default=listed.stored_bytes)
-    yield from _chosen(listed, [budget for budget in _ladder(listed) if budget < least], measured)
+    yield from _chosen(listed, [budget for budget in _ladder(listed) if budget < least])
 
 
-def _made(model: Inventory, wish: BestWish, measured: MixErrors, ranks: int) -> Iterator[QuantizationRecipe]:
+def _made(model: Inventory, wish: BestWish, ranks: int) -> Iterator[QuantizationRecipe]:
     if _is_settled(model):
         yield AS_IT_IS
         return
     listed = unit_list(model, ranks)
-    yield from _chosen(listed, _ladder(listed) if wish.budget is None else [wish.budget], measured)
+    yield from _chosen(listed, _ladder(listed) if wish.budget is None else [wish.budget])
 
 
-def _chosen(listed: UnitList, budgets: Iterable[int], measured: MixErrors) -> Iterator[QuantizationRecipe]:
+def _chosen(listed: UnitList, budgets: Iterable[int]) -> Iterator[QuantizationRecipe]:
     seen: set[QuantizationRecipe] = set()
     for budget in budgets:
         recipe = AS_IT_IS
         if budget < listed.stored_bytes:
-            recipe = QuantizationRecipe.parse(recipe_of(listed, select(listed, measured, budget)))
+            recipe = QuantizationRecipe.parse(recipe_of(listed, select(listed, budget)))
         if recipe not in seen:
             seen.add(recipe)
             yield recipe
 
 
-def mix_of(checkpoint: Checkpoint, wish: BestWish, profiles: Path | str | None) -> QuantizationRecipe:
-    """The mix of the size in the wish, for a listing of layers; profiles: as for measured_of. Raises ConfigError without a size, else as
-    mixes_of."""
+def mix_of(checkpoint: Checkpoint, wish: BestWish) -> QuantizationRecipe:
+    """The mix of the size in the wish, for a listing of layers. Raises ConfigError without a size, else as mixes_of."""
     if wish.gib is None:
         size = "give a size, {format: best, gib: 60}, or ask `sparkd plan`"
         raise ConfigError(f"`best` depends on the memory that is free for the model: {size}.", param="quantize")
     model = inventory(checkpoint, shape_of(checkpoint.config))
-    return mixes_of(model, wish, measured_of(checkpoint, profiles))[0]
-
-
-def measured_of(checkpoint: Checkpoint, profiles: Path | str | None) -> MixErrors:
-    """The kept measurement of a checkpoint. profiles: the folder of profiles, which the measurements lie beside; None for none."""
-    if profiles is None or not checkpoint.folder.startswith("/"):
-        return UNMEASURED
-    return kept_errors(identity_of(checkpoint.folder), mix_folder(profiles))
+    return mixes_of(model, wish)[0]
 
 
 def unit_list(model: Inventory, ranks: int = 1) -> UnitList:

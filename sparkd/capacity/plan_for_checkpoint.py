@@ -12,7 +12,7 @@ from sparkd.capacity.calibration import kept_in
 from sparkd.capacity.consultation import Ask, Consultation, nobody
 from sparkd.capacity.fit import FitRequest, choose, format_notes, is_answered, refuse_uncounted, unread
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving
-from sparkd.capacity.mixes import measured_of, mixes_of
+from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.plan_report import Offer, Site, learned_with, to_json
 from sparkd.capacity.plan_request import Finder, Others, PlanRequest
 from sparkd.capacity.speculative import Drafting, drafting, kv_dtype
@@ -94,7 +94,7 @@ def answer(
     known, wish = consulted.informed(known, wish)
     refuse_uncounted(known, wish)
     if best is not None:
-        wish = _mixed(known, hardware, wish, best, site)
+        wish = _mixed(known, hardware, wish, best)
     choice = choose(known, hardware, wish)
     choice = replace(choice, notes=(*choice.notes, *format_notes(choice.best), *unread(known, choice.options, consulted.doubt())))
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
@@ -109,10 +109,10 @@ def answer(
     return to_json(source, known, hardware, wish, choice, offers, site=site)
 
 
-def _mixed(known: Inventory, hardware: Hardware, wish: FitRequest, best: BestWish, site: Site) -> FitRequest:
+def _mixed(known: Inventory, hardware: Hardware, wish: FitRequest, best: BestWish) -> FitRequest:
     """The request with the best mix of formats that fits, else the smallest."""
     mixed = wish
-    for recipe in mixes_of(known, best, measured_of(known.checkpoint, site.profiles)):
+    for recipe in mixes_of(known, best):
         mixed = replace(wish, quantize=recipe)
         if choose(known, hardware, mixed).best is not None:
             break

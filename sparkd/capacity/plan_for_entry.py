@@ -41,7 +41,6 @@ from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.launch_spec import rank_fields
-from sparkd.capacity.mixes import measured_of
 from sparkd.capacity.plan_report import MASTER_PORT, OWN, Offer, network, rank_at, to_json
 from sparkd.capacity.plan_request import Others, PlanRequest
 from sparkd.capacity.profiles import FAMILIES
@@ -60,14 +59,13 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs, at_any_length, decided, engine_args, recipe_of, settings_uncounted
-from sparkd.schema.quantize import AUTO, is_best, is_open
+from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import SPECULATIVE, Translation, flag_name, without
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST
-from workers.quantization.mix import UNMEASURED
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment, parallel_flags
 
@@ -132,7 +130,7 @@ def answer(
     entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     if args.recipe is None:
-        recipe_of(spec, entry.env)  # raises ConfigError, which says why
+        recipe_of(spec)  # raises ConfigError, which says why
     headers = Headers.of(args, checkpoint, read)
     plain = args.undecided()
     serving = serving_of(plain, headers, hardware)
@@ -151,7 +149,7 @@ def answer(
     completed, informed = consultation.informed(headers.model, informed)
     refuse_uncounted(completed, informed)
     headers, wish = replace(headers, model=completed), replace(wish, exact=informed.exact)
-    candidates = candidates_of(args, headers, beside=nodes == 1 and bool(there), profiles=entry.config.profiles_path)
+    candidates = candidates_of(args, headers, beside=nodes == 1 and bool(there))
     for ways in tried:
         candidate = resolved(candidates, hardware, _free(hardware), ways, evidence).args if candidates else plain
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
@@ -183,8 +181,6 @@ def answer(
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     notes += headers.model.unmet(args.recipe) if args.recipe is not None else ()
     notes += format_notes(None if best is None else best[0])
-    if is_best(spec.quantize) and measured_of(checkpoint, entry.config.profiles_path) is UNMEASURED:
-        notes.append("The mix of `quantize: best` follows the classes of layers: `sparkd plan` on its node measures the model's weights.")
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     answered = is_answered([option for option, _ in options])

@@ -288,7 +288,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
         "platform": hardware.platform,
         "flags": flags,
         "extra_args": flags_of(spec),
-        **quantizing.loader_of(spec, {}, site.quantized, site.quantized_limit),
+        **quantizing.loader_of(spec, site.quantized, site.quantized_limit),
         **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, site.profiles, None),
     }
     rank = rank_at(number, option.nodes, fields)

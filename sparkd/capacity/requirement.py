@@ -123,7 +123,7 @@ def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = 
         )
     args = engine_args(spec, spec.environment(engine))
     headers = headers_here(args)
-    candidates = () if headers is None else candidates_of(args, headers, beside=beside, profiles=config.profiles_path)
+    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
     total_bytes, platform = found.get("mem_total_bytes"), platform_of(found, config)
     there = machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
     return Subject(spec, args.undecided(), headers, candidates, evidence_of(spec, config, found), there, entrypoint, found.get("vllm"))

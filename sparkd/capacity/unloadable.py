@@ -24,7 +24,6 @@ from sparkd.vllm.releases import Release
 from sparkd.vllm.translate import LOAD_FORMAT
 from workers.host import regular_file
 from workers.quantization.best_wish import BestWish, best_of
-from workers.quantization.mix import UNMEASURED
 
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
@@ -104,7 +103,7 @@ def _too_small(args: EngineArgs, wish: BestWish) -> str | None:
     headers = headers_here(args) if wish.gib is not None else None
     try:
         if headers is not None:
-            mixes_of(headers.model, wish, UNMEASURED, args.tensor_parallel or 1)
+            mixes_of(headers.model, wish, args.tensor_parallel or 1)
     except ConfigError as error:
         return error.explanation
     except CheckpointError:

@@ -127,9 +127,7 @@ class Inventory:
     parts: tuple[WeightPart, ...]
     stored_bytes: int
     unloaded: Mapping[str, int]
-    _formatted: dict[QuantizationRecipe, FormattedModel | CheckpointError] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _formatted: dict[QuantizationRecipe, FormattedModel] = field(default_factory=dict, init=False, compare=False, repr=False)
     # By what they were made for (sparkd.capacity.mixes), because a model that waits for room is asked about again and again.
     mixes: dict[object, tuple[QuantizationRecipe, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -156,23 +154,13 @@ class Inventory:
         return max(counts.values(), default=1)
 
     def formatted(self, recipe: QuantizationRecipe) -> FormattedModel:
-        """The model in the recipe's formats; made once.
-
-        Raises CheckpointError as QuantizationRecipe.assign, and the same one again: a rule that takes too many steps takes them once.
-        """
+        """The model in the recipe's formats; made once. Raises CheckpointError as QuantizationRecipe.assign."""
         if recipe.calibration is not None:
             text_of(recipe.calibration)  # each time: the text may change while the checkpoint stays
-        formatted = self._formatted.get(recipe)
-        if formatted is None:
-            try:
-                assignment = recipe.assign(self.checkpoint)
-                formatted = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
-            except CheckpointError as error:
-                formatted = error
-            self._formatted[recipe] = formatted
-        if isinstance(formatted, CheckpointError):
-            raise formatted.with_traceback(None)
-        return formatted
+        if recipe not in self._formatted:
+            assignment = recipe.assign(self.checkpoint)
+            self._formatted[recipe] = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
+        return self._formatted[recipe]
 
     def unmet(self, recipe: QuantizationRecipe) -> tuple[str, ...]:
         """A sentence for each thing that a recipe with rules asks for and does not get, or asks of nothing, as `sparkd ls --layers` has

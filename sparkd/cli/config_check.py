@@ -254,8 +254,8 @@ class _Entry:
     def _of_itself(self) -> Iterator[ConfigProblem]:
         for key, message in kv_cache.impossible(self._model):
             yield self._at(key, message)
-        for remark in quantize.remarks(self._model, self._env) if self._loads else ():
-            yield self._at("quantize", remark, "warning", bare=True)
+        if self._loads and (useless := quantize.remark(self._model)):
+            yield self._at("quantize", useless, "warning", bare=True)
         for remark in reserved_whole(self._model, ModelConfig.model_fields):
             yield self._at("extra_args", remark, "warning", bare=True)
         if loudness := logging_args.remark(self._model.vllm_flags(), self._env):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,20 +42,10 @@ def listing_of(
         # These modules are imported for `best` alone.
         from sparkd.capacity.mixes import mix_of
 
-        recipe = mix_of(checkpoint, wish, _profiles(config_file, environ))
+        recipe = mix_of(checkpoint, wish)
     else:
-        recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize), named.env)
+        recipe = named.recipe if quantize is None else QuantizationRecipe.parse(value_of(quantize))
     return layers_of(checkpoint, recipe, consult, wide=named.wide)
-
-
-def _profiles(config_file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The daemon's folder of profiles, as far as this user knows it."""
-    from sparkd.capacity.plan_report import Site
-
-    with suppress(ConfigError):
-        if (around := settings_around(config_file, environ)) is not None:
-            return Site.of(around[0]).profiles
-    return Site.without_config(environ).profiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ def named_model(model: str, config_file: Path | None, environ: Mapping[str, str]
     """As `listing_of`."""
     source, env = source_of(model), dict(environ)
     if source.startswith("/"):
-        return NamedModel(source, None, QuantizationRecipe.parse(None, env), env)
+        return NamedModel(source, None, AS_IT_IS, env)
     return _named(model, config_file, env, ask)
 
 
@@ -124,9 +113,9 @@ def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: C
             env = {**environ, **entry.environment(config.engine)}
             revision = at_trusted_commit(entry, config).revision
             wide = engine_args(entry, env).wide
-            return NamedModel(entry.model, revision, recipe_of(entry, env), env, wide, best_of(entry.quantize))
+            return NamedModel(entry.model, revision, recipe_of(entry), env, wide, best_of(entry.quantize))
     if "/" in model:
-        return NamedModel(model, None, QuantizationRecipe.parse(None, environ), environ)
+        return NamedModel(model, None, AS_IT_IS, environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden
     try:
@@ -138,7 +127,7 @@ def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: C
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
     # The environment of its entry there; this machine's variables are not its engine's.
     quantize = view.get("quantize")
-    recipe = AS_IT_IS if quantize is None or is_open(quantize) else QuantizationRecipe.parse(quantize, environ)
+    recipe = AS_IT_IS if quantize is None or is_open(quantize) else QuantizationRecipe.parse(quantize)
     return NamedModel(str(view["source"]), None, recipe, environ, best=best_of(quantize))
 
 

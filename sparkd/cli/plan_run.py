@@ -19,29 +19,22 @@ from sparkd.capacity.speculative import METHODS, recipe_for
 from sparkd.checkpoint import Checkpoint
 from sparkd.cli.layers import named_model, of_recipe, settings_around, value_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
-from sparkd.execution.as_owner import refuse_another_users
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
-from sparkd.inquiry.mix_measure import kept_errors, measure, mix_folder
 from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, ask, kept_answers, places
 from sparkd.models.prequantized import prequantized
 from sparkd.models.remote_headers import checkpoint_of
-from sparkd.models.source import folder_of, source_of
+from sparkd.models.source import source_of
 from sparkd.render import plan as show_plan
 from sparkd.render.page import printable, say_json
 from sparkd.render.terminal import Page, headers_of
 from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.quantize import AUTO, is_best
+from sparkd.schema.quantize import AUTO
 from sparkd.vllm.installed import full_version_in
-from workers.host.meminfo import mem_available_bytes
-from workers.kv.profiles import checkpoint_of as identity_of
-from workers.quantization.mix import UNMEASURED
 
 if TYPE_CHECKING:
     from sparkd.admin.client import Client
     from sparkd.config.config import Config, ModelConfig
 
-# Running a model to measure its weights leaves this to everything else.
-LEFT_FREE_BYTES = 8 << 30
 # A daemon looks at a model's headers for at most a minute (sparkd.capacity.plan_for_node).
 DAEMON_S = 75.0
 KV_DTYPES = get_args(KvDtype)
@@ -177,8 +170,6 @@ def found(
         around = own[1]
     site = Site.without_config(os.environ) if around is None else Site.of(around)
     runtime = runtime_of(own, around)
-    if own is not None and not quick:
-        measure_mix(own[0], own[1], runtime, unheard)
     witness = Witness(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
     plan = answer(
         question,
@@ -191,31 +182,6 @@ def found(
     )
     plan["vllm"] = vllm_json(runtime, witness)
     return plan if there is None else _on_nodes(plan, daemon()), unheard
-
-
-def measure_mix(spec: ModelConfig, config: Config, runtime: InquiryRuntime, unheard: list[str]) -> None:
-    """Measure what each format does to the weights of an entry with `quantize: best`, unless that is kept. Blocks for minutes.
-
-    unheard: gets a sentence where it cannot be measured.
-    """
-    folder = folder_of(spec.model, spec.revision, spec.environment(config.engine)) if is_best(spec.quantize) else None
-    if folder is None or full_version_in(runtime.interpreter) is None:
-        return
-    identity, kept = identity_of(folder), mix_folder(config.profiles_path)
-    if kept_errors(identity, kept) is not UNMEASURED:
-        return
-    from sparkd.render import models as show
-
-    with show.progress(show.terminal(stderr=True)) as line:
-
-        def progress(done: int, total: int) -> None:
-            line(f"measuring the weights for quantize: best ({done} of {total} units)", str(done * 10 // total))
-
-        try:
-            refuse_another_users(kept)
-            measure(folder, identity, runtime.python, kept, mem_available_bytes() - LEFT_FREE_BYTES, progress=progress)
-        except (SparkdError, OSError) as error:
-            unheard.append(str(error))
 
 
 def runtime_of(own: tuple[ModelConfig, Config, str] | None, around: Config | None) -> InquiryRuntime:

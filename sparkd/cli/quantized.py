@@ -107,7 +107,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     refuse_unusable(source, vllm=True)
     own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
     value = _value(quantize) if quantize is not None else own
-    recipe = QuantizationRecipe.parse(value, env)
+    recipe = QuantizationRecipe.parse(value)
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))

@@ -153,7 +153,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         revision=spec.revision,
         env=env,
         quantize=spec.quantize,
-        recipe=_recipe(spec, env),
+        recipe=_recipe(spec),
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
         max_model_len=length_of(args) or spec.max_model_len,
@@ -216,14 +216,14 @@ def at_any_length(spec: ModelConfig) -> ModelConfig:
     return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})
 
 
-def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe:
+def recipe_of(spec: ModelConfig) -> QuantizationRecipe:
     """The entry's recipe; as stored where `quantize` is absent, or `auto` or `best` still. Raises ConfigError."""
-    return AS_IT_IS if spec.quantize is None or is_open(spec.quantize) else QuantizationRecipe.parse(spec.quantize or None, dict(env))
+    return AS_IT_IS if spec.quantize is None or is_open(spec.quantize) else QuantizationRecipe.parse(spec.quantize)
 
 
-def _recipe(spec: ModelConfig, env: Mapping[str, str]) -> QuantizationRecipe | None:
+def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
     try:
-        return recipe_of(spec, env)
+        return recipe_of(spec)
     except ConfigError:
         return None
 

@@ -24,17 +24,14 @@ _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
 def recipe(value: Any) -> Any:
-    """A pydantic validator that turns a format's name or a map into the recipe's canonical map, so that all spellings are equal.
-
-    An empty text becomes an empty map: the rules then come from the earlier fork's variables in the engine's env.
-    """
+    """A pydantic validator that turns a format's name or a map into the recipe's canonical map, so that all spellings are equal."""
     if value is None or (isinstance(value, str) and value.strip().lower() == AUTO):
         return None if value is None else AUTO
-    if not isinstance(value, str | Mapping):
+    if not isinstance(value, str | Mapping) or not value:
         raise refuse("must be a format, such as nvfp4, or a map of a recipe")
     try:
         wish = best_of(plain(value))
-        return wish.canonical() if wish is not None else {} if value == "" else _parsed(plain(value)).canonical()
+        return (_parsed(plain(value)) if wish is None else wish).canonical()
     except SparkdError as error:
         raise refuse(error.explanation, repeats=True) from None
 
@@ -80,38 +77,24 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     allowed = env.get(_PLUGINS_VARIABLE)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"{_PLUGINS_VARIABLE} in env shuts out sparkd's plugin for vLLM, which quantize needs: add {PLUGIN} to it, or remove it."
-    if is_open(model.quantize):
-        return None
-    try:
-        _parsed(model.quantize or None, env)
-    except SparkdError as error:
-        return error.explanation
     return None
 
 
-def remarks(model: EngineKeys, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The warnings of `sparkd check` for an entry without errors."""
-    if is_open(model.quantize):
-        return ()
-    if model.quantize is not None:
-        return _parsed(model.quantize or None, env).notes
-    from workers.quantization import variables
-
-    unused = variables.set_in(env)
-    found = [f"{', '.join(unused)} in env has no effect without quantize: set quantize: '' to follow it."] if unused else []
-    if model.allow_missing_weights:
-        found.append("allow_missing_weights has no effect without quantize: quantize: bf16 loads the weights as they are.")
-    return tuple(found)
+def remark(model: EngineKeys) -> str | None:
+    """The warning of `sparkd check` for an entry without errors."""
+    if model.quantize is None and model.allow_missing_weights:
+        return "allow_missing_weights has no effect without quantize: quantize: bf16 loads the weights as they are."
+    return None
 
 
-def loader_of(model: EngineKeys, env: Mapping[str, str], cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
+def loader_of(model: EngineKeys, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
     """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
     weights, None keeps none."""
     if model.quantize is None:
         return {}
     if is_open(model.quantize):
         raise ConfigError(f"quantize: {_open_name(model.quantize)} was not resolved before the model is started.", param="quantize")
-    told: dict[str, Any] = {"quantize": _parsed(model.quantize or None, env).canonical(), "cache_dir": None, "cache_limit_bytes": None}
+    told: dict[str, Any] = {"quantize": _parsed(model.quantize).canonical(), "cache_dir": None, "cache_limit_bytes": None}
     if model.quantized_cache:
         told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
     if model.allow_missing_weights:
@@ -123,9 +106,9 @@ def _open_name(value: Any) -> str:
     return AUTO if value == AUTO else BEST
 
 
-def _parsed(value: Any, env: Mapping[str, str] | None = None) -> QuantizationRecipe:
+def _parsed(value: Any) -> QuantizationRecipe:
     """The parsed recipe. Raises SparkdError. The import is inside, because the recipe's modules are a sixth of a configuration's imports
     and only entries with `quantize` need them."""
     from workers.quantization.recipe import QuantizationRecipe
 
-    return QuantizationRecipe.parse(value, env)
+    return QuantizationRecipe.parse(value)

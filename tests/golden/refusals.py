@@ -54,7 +54,9 @@ _RECIPES: tuple[Any, ...] = (
     {"layers": [{"match": "a", "format": "fp8", "prio": 1}]},
     {"layers": [{"match": "a", "format": "fp8", "priority": "1"}]},
     {"layers": {"class:experts": "fp8"}},
-    {"layers": {"re:(?=x)": "fp8"}},
+    {"layers": {"re:.*_proj$": "fp8"}},
+    {"layers": {"re:(a|b)+": "fp8"}},
+    {"layers": {"mtp.**.o_proj": "fp8"}},
     {"layers": {"a..b": "fp8"}},
     {"layers": {"[qk_proj": "fp8"}},
     {"layers": {"experts.3.down_proj": "fp8"}},
@@ -67,8 +69,6 @@ _CHECKPOINTS: tuple[tuple[Any, Mapping[str, Any], str | None], ...] = (
     ({"layers": {"lm_head": "fp8-block"}}, {"lm_head.weight": ("BF16", _W)}, None),
     ({"format": "nvfp4", "layers": {"q_proj": "fp8", "k_proj": "mxfp4", "nope": "fp8"}}, layered(1, dict.fromkeys(_PROJECTIONS, _W)), None),
     ({"layers": {"mlp.gate": "fp8"}}, layered(1, {"mlp.gate.weight": _W}), None),
-    ("nvfp4", layered(1, {"self_attn.q_proj.weight": _W, "self_attn.k_proj.weight": (64, 256)}), None),
-    ("nvfp4", {"model.layers.0.self_attn.o_proj.weight": ("I16", _W)}, None),
     ("nvfp4", layered(1, {"mlp.input_linear.weight": (4, *_W)}), None),
     ("nvfp4", {"model.layers.0.mlp.experts.gate_up_proj": ("F8_E4M3", (4, *_W))}, "fp8_block"),
     ("nvfp4", layered(1, {"self_attn.o_proj.weight": _W}), "awq"),
@@ -99,10 +99,6 @@ def _faults() -> Iterator[str]:
             QuantizationRecipe.parse(value)
         except SparkdError as error:
             yield f"quantize: {value}\n{error.message}\n"
-    try:
-        QuantizationRecipe.parse(None, {"VLLM_NF4_LAYERS": "all"})
-    except SparkdError as error:
-        yield f"VLLM_NF4_LAYERS=all\n{error.message}\n"
 
 
 def _unmet() -> Iterator[str]:

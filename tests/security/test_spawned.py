@@ -32,7 +32,7 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.config import recipe_check
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
-from sparkd.inquiry import mix_measure, model_answers, parser_answers
+from sparkd.inquiry import model_answers, parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
@@ -281,11 +281,6 @@ async def _question(python: Path, folder: Path) -> None:
         list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
 
 
-async def _mix(python: Path, folder: Path) -> None:
-    with suppress(SparkdError):
-        mix_measure.measure("/m", "x", python, folder / "mixes", 0)
-
-
 async def _calibration(python: Path, folder: Path) -> None:
     write_qwen3_moe(folder / "model", **PRESETS["smallest"])
     input_scales.measured(read_checkpoint(folder / "model"), "a text", None)
@@ -293,7 +288,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _systemctl, _git, _mix, _calibration,
+    _ip, _fix, _systemctl, _git, _calibration,
 )  # fmt: skip
 
 

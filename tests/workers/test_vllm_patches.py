@@ -58,7 +58,6 @@ OWN = {
     ("workers/vllm/load/repack.py", "in_place.sparkd_stock"),
     ("workers/vllm/load/repack.py", "setattr(self._layer, name, value)"),
     ("workers/files/direct_target.py", "libc.fallocate.argtypes"),
-    ("workers/load/mix_program.py", "layer.forward"),  # of transformers' model in a process of its own
 }
 # A question about a model is answered in a child of its own, which serves nothing.
 FOLDERS = ("cache", "files", "kv", "load", "quantization", "vllm/kv", "vllm/load", "vllm/ray")

@@ -36,14 +36,14 @@ class LoaderSettings:
     enable_weights_track: bool = True
 
     @classmethod
-    def parse(cls, raw: Any, environ: Mapping[str, str]) -> LoaderSettings:
+    def parse(cls, raw: Any) -> LoaderSettings:
         """Parse the settings. Raises CheckpointError with the name of a key that is unknown or has a wrong value."""
         if not isinstance(raw, Mapping):
             raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
         if unknown := sorted(set(raw) - set(KEYS)):
             raise CheckpointError(f"the load format spark_stream has no setting {unknown[0]!r}", cure=f"It has {', '.join(KEYS)}")
         settings = {key: value for key, value in raw.items() if value is not None}
-        recipe = QuantizationRecipe.parse(settings.pop("quantize", None), environ)
+        recipe = QuantizationRecipe.parse(settings.pop("quantize", None))
         for key, kind, what in (
             ("cache_dir", str, "a folder"),
             ("progress", str, "a file"),

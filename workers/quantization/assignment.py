@@ -11,7 +11,6 @@ from sparkd.errors import CheckpointError
 from workers.quantization.block_rows import misfit
 from workers.quantization.formats import Format
 from workers.quantization.fusion import group_of
-from workers.quantization.likeness import Likeness
 from workers.quantization.packed import packed_of
 from workers.quantization.packed_scale import scale_of
 
@@ -36,7 +35,7 @@ class FormatChoice:
     named: bool = False
 
 
-def order(choice: FormatChoice) -> tuple[tuple[int, int], float]:
+def _order(choice: FormatChoice) -> tuple[tuple[int, int], float]:
     """Sort key: the largest choice among fused siblings holds for all of them."""
     return choice.level, choice.format.precision
 
@@ -73,13 +72,13 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
     with expert number 0.
 
     A weight of an FP8 checkpoint that keeps its precision gets the format FP8. A weight that vLLM cannot load in blocks of 128x128 gets FP8
-    with a scale for each row. Raises CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that is
-    unlike those that vLLM runs with it (likeness.py), and where a rule names fp8-block for a weight that cannot have it.
+    with a scale for each row. Raises CheckpointError for packed FP8 experts in an unknown layout or without scales, and where a rule names
+    fp8-block for a weight that cannot have it.
     """
     groups: dict[str, _Group] = {}
     groups_of: dict[str, tuple[str, FormatChoice, str]] = {}
     strange: dict[str, None] = {}
-    likeness, towers = Likeness(), towers_of(checkpoint.config)
+    towers = towers_of(checkpoint.config)
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, tensor)
         if module is None:
@@ -93,7 +92,6 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
             kind = tensor_class(name, tensor.shape, towers)
             groups_of[key] = group_of(key, kind), choose(key, kind), kind
         group_name, choice, kind = groups_of[key]
-        likeness.see(key, module, kind, tensor)
         if tensor.dtype == "F8_E4M3" and kind == "expert" and len(tensor.shape) == 3:
             _refuse_unknown_fp8(module, tensor, checkpoint)
         if not _can_be_quantized(module, tensor):
@@ -108,13 +106,12 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], FormatChoice]) -
             group.choices[choice] = module
         if tensor.dtype == "F8_E4M3" and kind in _SERVED_AS_FP8 and ".indexer." not in module:
             group.stored_fp8 = True
-    likeness.done()
     source = _SOURCE_FORMATS.get(checkpoint.quantization.method) if checkpoint.quantization else None
     formats: dict[str, Format] = {}
     split: dict[str, list[_Group]] = {}
     odd: dict[str, list[_Group]] = {}
     for group in groups.values():
-        chosen = max(group.choices, key=order).format
+        chosen = max(group.choices, key=_order).format
         if len({choice.format for choice in group.choices}) > 1:
             split.setdefault(_told(group, chosen), []).append(group)
         if chosen.keeps and group.stored_fp8 and source is not None:

@@ -18,18 +18,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("in_proj_b", "in_proj_a"),
     ("wq", "wk", "wv"),
 )
-_LEADER = {name: group[0] for group in FUSED for name in group}
 _SIBLINGS = {name: group for group in FUSED for name in group}
-# vLLM's name of the fused matrix. Some checkpoints store it fused under this name (Phi-3's qkv_proj, Qwen3-Next's in_proj_qkvz).
-_WHOLE = {
-    "qkv_proj": FUSED[0],
-    "gate_up_proj": FUSED[1],
-    "fused_qkv_a_proj": FUSED[3],
-    "in_proj_qkvz": FUSED[4],
-    "in_proj_ba": FUSED[5],
-}
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS_OF_MIXTRAL = ("w1", "w2", "w3")
 
 
 def group_of(module: str, kind: str) -> str:
@@ -38,22 +27,9 @@ def group_of(module: str, kind: str) -> str:
         before, mark, _ = module.partition(".experts.")
         return f"{before}.experts" if mark else module.rpartition(".")[0]
     parent, _, leaf = module.rpartition(".")
-    return f"{parent}.{_LEADER[leaf]}" if leaf in _LEADER else module
+    return f"{parent}.{_SIBLINGS[leaf][0]}" if leaf in _SIBLINGS else module
 
 
 def siblings_of(leaf: str) -> tuple[str, ...]:
     """The last components of the modules that vLLM stacks into one matrix with this one, from its first rows to its last."""
     return _SIBLINGS.get(leaf, (leaf,))
-
-
-def members_of(module: str, kind: str) -> tuple[str, ...]:
-    """The modules whose choices decide the format of this one, by name: the module itself, its fused siblings, and its parts."""
-    parent, _, leaf = module.rpartition(".")
-    if kind == "expert" or leaf == "experts":
-        before, mark, _ = module.partition(".experts")
-        own = () if leaf == "experts" else (leaf,)
-        names = _EXPERTS_OF_MIXTRAL if leaf in _EXPERTS_OF_MIXTRAL else _EXPERTS
-        stem = f"{before}.experts.0" if mark else parent
-        return tuple(f"{stem}.{name}" for name in dict.fromkeys((*own, *names)))
-    siblings = (*siblings_of(leaf), *_WHOLE.get(leaf, ()))
-    return tuple(f"{parent}.{name}" if parent else name for name in siblings)

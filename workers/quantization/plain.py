@@ -9,7 +9,6 @@ weight would stay as stored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 # These models are not quantized at all. blip2.py builds its vision tower without a `prefix`, so a configuration cannot exclude it by name.
 _TRANSPOSED = "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged."
@@ -20,23 +19,15 @@ UNCHANGED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PlainModules:
-    """leaves: last components of the modules' paths; why: the clause about them for a message, after their names."""
-
-    leaves: frozenset[str]
-    why: str
-
-    @property
-    def told(self) -> str:
-        return f"{', '.join(sorted(self.leaves))} keep their precision: {self.why}."
-
-
+# The last components of the paths that keep their precision, and the sentence about them.
 _MAMBA = frozenset({"in_proj", "x_proj", "dt_proj", "out_proj"})
-_NO_METHOD = "vLLM's {} builds them without a quantization method"
-PLAIN: Mapping[str, PlainModules] = {
-    "mamba": PlainModules(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
-    "falcon_mamba": PlainModules(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
-    "jamba": PlainModules(_MAMBA, _NO_METHOD.format("JambaForCausalLM")),
-    "bloom": PlainModules(frozenset({"query_key_value"}), "vLLM's BloomForCausalLM rearranges them and cannot do that with a scale"),
+_MAMBA_STAYS = "dt_proj, in_proj, out_proj, x_proj keep their precision: vLLM's {} builds them without a quantization method."
+PLAIN: Mapping[str, tuple[frozenset[str], str]] = {
+    "mamba": (_MAMBA, _MAMBA_STAYS.format("MambaForCausalLM")),
+    "falcon_mamba": (_MAMBA, _MAMBA_STAYS.format("MambaForCausalLM")),
+    "jamba": (_MAMBA, _MAMBA_STAYS.format("JambaForCausalLM")),
+    "bloom": (
+        frozenset({"query_key_value"}),
+        "query_key_value keep their precision: vLLM's BloomForCausalLM rearranges them and cannot do that with a scale.",
+    ),
 }

@@ -26,33 +26,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import CheckpointError, ConfigError
-from workers.quantization import variables
-from workers.quantization.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, FormatChoice, assign, order
+from sparkd.errors import ConfigError
+from workers.quantization.assignment import BARRED, BF16, Assignment, FormatChoice, assign
 from workers.quantization.best_wish import best_of
 from workers.quantization.calibration_text import text_of
-from workers.quantization.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
 from workers.quantization.formats import Format, built_size, refused, refused_together
-from workers.quantization.fusion import members_of
 from workers.quantization.plain import PLAIN, UNCHANGED
-from workers.quantization.rules import NEVER, FormatRule, class_of, kept_unless_named
+from workers.quantization.rules import NEVER, FormatRule, kept_unless_named
 
 __all__ = ["AS_IT_IS", "Assignment", "Format", "FormatRule", "QuantizationRecipe"]
 
 # Every rule is matched against every weight.
 MAX_RULES = 256
-# Limit for all rules together, with repetitions written out: they are parsed within 0.1 s.
-MAX_RULE_CHARACTERS = 20_000
 # The most refusals of one value in one message.
 _MOST_TOLD = 20
 MAX_PATH_CHARACTERS = 4096
-# The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
-_RULE_STEPS = 50
 _KEYS = ("format", "group_size", "layers", "keep", "calibration")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -60,30 +53,22 @@ _RULE_KEYS = ("match", "format", "group_size", "priority")
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
     """A parsed `quantize:` value. default: the format of a weight that no rule matches; calibration: a text file's path, None for sparkd's
-    own text; notes: hints for the author, one sentence each."""
+    own text."""
 
     default: Format
     rules: tuple[FormatRule, ...] = ()
     calibration: str | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @staticmethod
-    def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> QuantizationRecipe:
-        """Parse a `quantize:` value. Raises ConfigError, which names the key, the fault and the possible values.
-
-        environ: the source of VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE. They count as rules only where
-        `value` is empty (None, "" or {}); otherwise a note names the variables that are ignored.
-        """
-        environment = environ or {}
-        if value is None or value == "" or value == {}:
-            return QuantizationRecipe(BF16, variables.rules_of(environment), notes=variables.notes_of(environment))
-        unused = variables.set_in(environment)
-        notes = (f"{', '.join(unused)}: not used, because `quantize` decides.",) if unused else ()
+    def parse(value: str | Mapping[str, Any] | None) -> QuantizationRecipe:
+        """Parse a `quantize:` value, None for plain loading. Raises ConfigError, which names the key, the fault and the possible values."""
+        if value is None:
+            return AS_IT_IS
         if best_of(value) is not None:
             raise refused("quantize", "best becomes a recipe when sparkd places the model; give that of `sparkd plan --json`, or a format")
         if not isinstance(value, Mapping):
-            return QuantizationRecipe(Format.parse(value), notes=notes)
-        return _from_mapping(value, notes)
+            return QuantizationRecipe(Format.parse(value))
+        return _from_mapping(value)
 
     @property
     def quantizes(self) -> bool:
@@ -106,46 +91,31 @@ class QuantizationRecipe:
 
         A checkpoint whose quantization the loader cannot undo (four bits, or an unknown method) passes through unchanged. Raises
         CheckpointError for packed FP8 experts in an unknown layout or without scales, for a weight that a rule names for fp8-block and vLLM
-        cannot load that way, for rules that take too many steps (expression.py), and for a calibration text that cannot be used.
+        cannot load that way, and for a calibration text that cannot be used.
         """
         if not self.quantizes:
-            return Assignment((), self.notes)
+            return Assignment()
         source = checkpoint.quantization
         if source is not None and not source.requantizable:
-            return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
+            return Assignment((), [f"The checkpoint is quantized already ({source.method}) and is served unchanged."])
         model_type = str(checkpoint.config.get("model_type"))
         if model_type in UNCHANGED:
-            return Assignment((), (*self.notes, UNCHANGED[model_type]))
-        plain, told = PLAIN.get(model_type), dict[str, None]()
-        deciding = _Deciding(self)
+            return Assignment((), [UNCHANGED[model_type]])
+        plain, why = PLAIN.get(model_type, (frozenset(), ""))
+        deciding, told = _Deciding(self), set[str]()
 
         def choose(module: str, kind: str) -> FormatChoice:
             choice = deciding.choice(module, kind)
-            if plain is None or module.rpartition(".")[2] not in plain.leaves or choice.format.keeps:
+            if choice.format.keeps or module.rpartition(".")[2] not in plain:
                 return choice
-            told[plain.told] = None
+            told.add(why)
             return BARRED
 
         assignment = assign(checkpoint, choose)
         if self.calibration is not None:
             text_of(self.calibration)
-        assignment.adjustments = (*self.notes, *told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
+        assignment.adjustments = (*told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return assignment
-
-    def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
-        """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
-
-        vLLM's fused names (`qkv_proj`, `gate_up_proj`, `experts`) stand for their parts. The answer agrees with `assign` where every
-        sibling is in the checkpoint, large enough, and made of whole blocks where its format is fp8-block.
-        """
-        if len(shape) not in (2, 3) or min(shape[-2:]) < MIN_DIMENSION:
-            return None
-        kind = class_of(module, len(shape))
-        if len(shape) == 3 and kind != "expert" and not module.endswith("experts"):
-            return None
-        deciding = _Deciding(self)
-        chosen = max((deciding.choice(member, class_of(member)) for member in members_of(module, kind)), key=order)
-        return None if chosen.format.keeps else chosen.format
 
 
 class _Deciding:
@@ -155,25 +125,14 @@ class _Deciding:
     def __init__(self, recipe: QuantizationRecipe) -> None:
         self._default = recipe.default
         self._rules = recipe.rules
-        self._search = Search([rule.expression for rule in recipe.rules])
-        self._choices: dict[tuple[frozenset[int], str, frozenset[str], str], FormatChoice] = {}
         self.idle = set(recipe.rules)
         self.barred: dict[FormatRule, str] = {}
 
     def choice(self, module: str, kind: str) -> FormatChoice:
-        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules
-        take too many steps."""
-        try:
-            key = self._search.matches(module), kind, kept_unless_named(module, kind), module.rpartition(".")[2]
-            if key not in self._choices:
-                self._choices[key] = self._made(*key)
-        except TooCostly as error:
-            raise self._too_costly(error.number) from None
-        return self._choices[key]
-
-    def _made(self, matching: frozenset[int], kind: str, kept: frozenset[str], leaf: str) -> FormatChoice:
-        self._search.charge(_RULE_STEPS * len(matching))
-        touching = [self._rules[number] for number in sorted(matching) if self._rules[number].kind in (None, kind)]
+        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class."""
+        components = module.split(".")
+        leaf, kept = components[-1], kept_unless_named(module, kind)
+        touching = [rule for rule in self._rules if rule.matches(components, kind)]
         self.idle.difference_update(touching)
         if kind in NEVER:
             self.barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names((leaf,), kind))
@@ -185,14 +144,6 @@ class _Deciding:
         holds = max(reversed(touching), key=lambda rule: rule.rank)
         parts = (leaf, *(("experts",) if kind == "expert" else ()))
         return FormatChoice(_served(holds.format, leaf), (1, holds.priority), holds.names(parts, kind))
-
-    def _too_costly(self, number: int | None) -> CheckpointError:
-        if number is None:
-            problem = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
-            return CheckpointError(problem, cure="Write fewer rules with patterns")
-        rule = self._rules[number]
-        problem = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
-        return CheckpointError(problem, cure="Write it with fewer repetitions and alternatives")
 
 
 def _served(form: Format, leaf: str) -> Format:
@@ -209,7 +160,7 @@ def _unmet(rules: tuple[FormatRule, ...], idle: set[FormatRule], barred: Mapping
             yield f"{rule.source}: {rule.match!r} names a weight of class {barred[rule]}, which vLLM has in no quantized form: it is kept."
 
 
-def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> QuantizationRecipe:
+def _from_mapping(value: Mapping[str, Any]) -> QuantizationRecipe:
     wrong: list[ConfigError] = []
     with _told(wrong):
         _no_unknown(value, _KEYS, "quantize")
@@ -228,7 +179,7 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Quantizat
         raise refused_together(wrong)
     if size is not None and not any(each.group_size for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size", "only int4 and nf4 have a group size to choose, and nothing here is either; leave it out")
-    recipe = QuantizationRecipe(default, rules, _calibration(value.get("calibration")), notes)
+    recipe = QuantizationRecipe(default, rules, _calibration(value.get("calibration")))
     if recipe.calibration is not None and not recipe.rounds_activations:
         raise refused("quantize.calibration", "only nvfp4-a4 is calibrated, and nothing here is; leave it out")
     return recipe
@@ -250,17 +201,9 @@ def _told(wrong: list[ConfigError]) -> Iterator[None]:
 
 
 def _limited(rules: Iterable[FormatRule]) -> Iterator[FormatRule]:
-    size = 0
     for count, rule in enumerate(rules, 1):
-        size += rule.expression.size
         if count > MAX_RULES:
             raise refused("quantize", f"it has more than {MAX_RULES} rules; write one pattern for several names")
-        if size > MAX_RULE_CHARACTERS:
-            raise refused(
-                rule.source,
-                f"with {rule.shown} the rules have more than {MAX_RULE_CHARACTERS:,} characters once their repetitions are "
-                "written out; write them with fewer repetitions",
-            )
         yield rule
 
 
@@ -303,7 +246,7 @@ def _patterns(value: Any, where: str) -> list[str]:
         raise refused(where, "a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern.strip():
-            raise refused(where, f"{pattern!r} is not a pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
+            raise refused(where, f"{pattern!r} is not a pattern; o_proj, layers.0.*, moe and class:lm_head are")
     return [pattern.strip() for pattern in patterns]
 
 

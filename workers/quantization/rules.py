@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import translate
 from itertools import pairwise
 
-from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
-from workers.quantization.expression import Expression, Unreadable
+from sparkd.checkpoint import CLASSES, VISION_PARTS
 from workers.quantization.formats import Format, refused
 
 # vLLM has no quantized form of these (its embeddings, and routers that are built with quant_config=None).
@@ -22,53 +22,50 @@ _KEPT_LEAVES = frozenset({"kv_b_proj", "eh_proj", "mtp_linear_proj"})
 _KEPT_PARTS = frozenset({"indexer", "lora_A", "lora_B"})
 _REGEX = "re:"
 _CLASS = "class:"
-# Expressions for parts of a dotted path: its beginning, a dot, its end, and any number of components.
-_BEGIN, _DOT, _END, _ANY_COMPONENTS = r"(?:^|\.)", r"\.", r"(?:\.|$)", r"(?:[^.]+\.)*"
 _WILD = re.compile(r"[*?\[]")
+_SET = re.compile(r"\[[^\[\]]+\]")
+# An expression of plain characters and sets, with what may stand before and after them.
+_PLAIN = re.compile(r"(\^?(?:\.\*)?)((?:\w|\\?\.|\[[\w-]+\])+?)((?:\.\*)?\$?)")
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRule:
     """A rule: the weights that `match` selects get `format`. Raises ConfigError for a pattern that cannot be parsed.
 
-    match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path (an Expression);
-    else a glob over whole components of the dotted module path, found anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`,
-    `mtp.**.down_proj` (`**`: any number of components). source: the key or variable of the rule, for messages.
+    match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; else a glob for each of some components of the dotted
+    module path, which stand side by side anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`. source: the key of the rule, for
+    messages.
     """
 
     match: str
     format: Format
     priority: int = 0
     source: str = field(default="quantize.layers", compare=False)
-    # The class of a `class:` rule, None for an expression over the module path.
+    # The class of a `class:` rule, None for a glob.
     kind: str | None = field(init=False, compare=False, repr=False)
-    expression: Expression = field(init=False, compare=False, repr=False)
     # Among rules for the same weight the largest rank wins: priority, then literal components, then literal characters.
     rank: tuple[int, int, int] = field(init=False, compare=False, repr=False)
+    _globs: tuple[re.Pattern[str], ...] = field(init=False, compare=False, repr=False)
     _words: frozenset[str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         kind = "expert" if self.match == "moe" else self.match.removeprefix(_CLASS) if self.match.startswith(_CLASS) else None
         if kind is not None and kind not in CLASSES:
             raise refused(self.source, f"{self.match!r} names no class; the classes are {', '.join(CLASSES)}")
-        is_regex = self.match.startswith(_REGEX)
-        is_glob = self.match != "all" and kind is None and not is_regex
-        written = _written(self.match, self.source) if is_glob else self.match.removeprefix(_REGEX) if is_regex else ""
-        try:
-            expression = Expression(written)
-        except Unreadable as error:
-            term = "pattern" if is_glob else "regular expression"
-            raise refused(self.source, f"{self.shown} is no {term} that can be used: {error}") from None
-        literals = frozenset(part for part in self.match.split(".") if is_glob and not _WILD.search(part))
-        words = frozenset(re.findall(r"\w+", self.match.replace("\\", " "))) if is_regex else literals
-        rank = (self.priority, 1, 0) if is_regex else (self.priority, len(literals), sum(map(len, literals)))
-        for name, value in (("kind", kind), ("expression", expression), ("rank", rank), ("_words", words)):
+        parts = _components(self.match, self.source) if self.match != "all" and kind is None else []
+        words = frozenset(part for part in parts if not _WILD.search(part))
+        # fnmatch's patterns never go back over what a `*` has matched: their time is in proportion to the text.
+        globs = tuple(re.compile(translate(part)) for part in parts)
+        rank = (self.priority, len(words), sum(map(len, words)))
+        for name, value in (("kind", kind), ("rank", rank), ("_globs", globs), ("_words", words)):
             object.__setattr__(self, name, value)
 
-    @property
-    def shown(self) -> str:
-        """The pattern for a message, shortened because a client's may be long."""
-        return repr(self.match if len(self.match) <= 64 else self.match[:61] + "...")
+    def matches(self, parts: Sequence[str], kind: str) -> bool:
+        """parts: the components of a module's path; kind: its tensor_class."""
+        if self.kind not in (None, kind) or not self._words.issubset(parts):
+            return False
+        starts = range(len(parts) - len(self._globs) + 1)
+        return any(all(glob.match(part) for glob, part in zip(self._globs, parts[at:], strict=False)) for at in starts)
 
     def names(self, parts: Iterable[str], kind: str) -> bool:
         """Whether the rule names one of `parts` literally, or the class `kind`: only then it changes a weight that is kept by default."""
@@ -95,48 +92,32 @@ def kept_unless_named(module: str, kind: str) -> frozenset[str]:
     return frozenset()
 
 
-def class_of(module: str, dimensions: int = 2) -> str:
-    """The tensor_class of a module's weight."""
-    return tensor_class(f"{module}.weight", (0,) * dimensions)
-
-
-def _written(match: str, source: str) -> str:
-    """Translate a glob into an expression over the whole components of a path."""
+def _components(match: str, source: str) -> list[str]:
+    """The globs of a pattern, one for each component of a path. Raises ConfigError."""
+    if match.startswith(_REGEX):
+        glob = _glob_of(match.removeprefix(_REGEX)) or "one such as o_proj, *_proj, layers.0.* or layers.[0-3].mlp"
+        raise refused(source, f"{match!r} is a regular expression, and a rule is a glob; write {glob}")
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
             source, f"{match!r} has an empty component or one that cannot be printed; `o_proj`, `layers.0.*` and `all` are patterns"
         )
+    if "**" in match:
+        raise refused(source, f"{match!r} has `**`, and a `*` stands for one component; write the last one alone, or one * for each")
+    if "[" in _SET.sub("", match):
+        raise refused(source, f"{match!r} has a `[` without its `]`")
     for before, part in pairwise(parts):
-        if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
+        if before == "experts" and part != "*" and not part.isidentifier():
             raise refused(source, f"{match!r} picks among experts, and all experts of a layer have one format; write experts.*")
-    while len(parts) > 1 and parts[-1] == "**":
-        parts.pop()
-    pieces = [_ANY_COMPONENTS if part == "**" else _component(part, match, source) + _DOT for part in parts]
-    if parts[-1] != "**":
-        pieces[-1] = pieces[-1].removesuffix(_DOT) + _END
-    return _BEGIN + "".join(pieces)
+    return parts
 
 
-def _component(part: str, match: str, source: str) -> str:
-    """Translate one component of a glob: `*` and `?` match inside it, `[..]` is a set of characters, `[!..]` its complement."""
-    pattern, rest = "", part
-    while rest:
-        mark, rest = rest[0], rest[1:]
-        if mark in "*?":
-            pattern += "[^.]*" if mark == "*" else "[^.]"
-            continue
-        if mark != "[":
-            pattern += re.escape(mark)
-            continue
-        inside, closed, rest = rest.partition("]")
-        negated = inside.startswith("!")
-        inner = re.sub(r"([\\^\[&~|])", r"\\\1", inside.removeprefix("!"))
-        if not closed or not inner:
-            raise refused(source, f"{match!r} has a `[` without its `]`")
-        pattern += f"[{'^.' if negated else ''}{inner}]"
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise refused(source, f"{match!r} has a set that cannot be read: {error}") from None
-    return pattern
+def _glob_of(expression: str) -> str | None:
+    """The glob in place of an expression such as `.*_proj$` or `layers\\.0\\.`; None where it has alternatives or repetitions."""
+    plain = _PLAIN.fullmatch(expression)
+    if plain is None:
+        return None
+    before, text, after = plain[1], plain[2].replace("\\", ""), plain[3]
+    start = "" if before == "^" or text.startswith(".") else "*"
+    end = "" if after == "$" or text.endswith(".") else "*"
+    return f"{start}{text.strip('.')}{end}"

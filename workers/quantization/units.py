@@ -30,13 +30,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 @dataclass(frozen=True, slots=True)
 class FormatUnit:
     """Weights that must have one format. key: as `group_of` gives it; kind: their tensor_class; modules: their paths, without the numbers
-    of experts above 0; stored_bytes: in the checkpoint; nbytes: by the spelling of each format that it can have, bf16 (as stored) among
-    them."""
+    of experts above 0; nbytes: by the spelling of each format that it can have, bf16 (as stored) among them."""
 
     key: str
     kind: str
     modules: tuple[str, ...]
-    weights: int
     nbytes: Mapping[str, int]
 
     @property
@@ -95,11 +93,7 @@ def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _na
         unit_sum.modules[_numberless(module)] = None
         for shape in _shapes(tensor, checkpoint):
             unit_sum.shapes[shape] = unit_sum.shapes.get(shape, 0) + count(name)
-    units = tuple(
-        FormatUnit(key, one.kind, tuple(one.modules), sum(n * k * c for (n, k), c in one.shapes.items()), _sizes(one, ranks))
-        for key, one in sums.items()
-    )
-    return UnitList(units, kept_bytes)
+    return UnitList(tuple(FormatUnit(key, one.kind, tuple(one.modules), _sizes(one, ranks)) for key, one in sums.items()), kept_bytes)
 
 
 def _module(name: str, formats: Iterable[str]) -> str | None:

@@ -29,9 +29,7 @@ from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors
 from tests.support.published_tensors import tensors_of
-from workers.kv.profiles import checkpoint_of
 from workers.quantization.best_wish import BestWish
-from workers.quantization.mix import UNMEASURED
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 LARGE = dense(num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
@@ -48,13 +46,13 @@ def asked(folder: Path, quantize: Any, **keys: Any) -> EngineArgs:
     return engine_args(parse_model("m", entry, over_admin=False), {})
 
 
-def chosen(folder: Path, gib: float, quantize: Any = "best", profiles: Path | None = None) -> tuple[QuantizationRecipe, int]:
+def chosen(folder: Path, gib: float, quantize: Any = "best") -> tuple[QuantizationRecipe, int]:
     """(recipe, bytes of the weights) in a Spark with so much memory free."""
     args = asked(folder, quantize)
     headers = headers_here(args)
     assert headers is not None
     hardware: Hardware = machine("cuda", 121 * GIB, 0)
-    one = auto_resolve.resolved(candidates_of(args, headers, profiles=profiles), hardware, int(gib * GIB))
+    one = auto_resolve.resolved(candidates_of(args, headers), hardware, int(gib * GIB))
     assert one.args.recipe is not None
     return one.args.recipe, one.model.weights().bytes
 
@@ -64,7 +62,7 @@ def test_the_mixes_of_a_model_are_from_as_stored_to_the_smallest(name: str) -> N
     config, packed = MODELS[name]
     model = known(config, packed_tensors(config) if packed else tensors_of(config))
     listed = unit_list(model)
-    recipes = mixes_of(model, BestWish(), UNMEASURED)
+    recipes = mixes_of(model, BestWish())
     sizes = [model.formatted(recipe).weights().disk_bytes for recipe in recipes]
     assert recipes[0] == AS_IT_IS
     assert sizes == sorted(sizes, reverse=True)
@@ -131,8 +129,8 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     mixes = [one for one in candidates if one.args.recipe not in singles]
     single = min((one for one in candidates if one.args.recipe in singles), key=lambda one: bytes_of[id(one)])
     assert mixes and candidates[-len(mixes) :] == tuple(mixes) and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
-    below = mixes_below(headers.model, FORMATS, UNMEASURED)
-    assert mixes_below(headers.model, FORMATS, UNMEASURED) is below, "a model that waits for room is asked about again and again"
+    below = mixes_below(headers.model, FORMATS)
+    assert mixes_below(headers.model, FORMATS) is below, "a model that waits for room is asked about again and again"
     needed, held = account(single, hardware), account(mixes[-1], hardware)
     assert needed is not None and held is not None and held.least < needed.least
     margin = 121 * GIB - auto_resolve.room_of(args, hardware, 121 * GIB).engine
@@ -140,21 +138,6 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     room = auto_resolve.room_of(args, hardware, free)
     assert room.holds(held) and not room.holds(needed)
     assert auto_resolve.resolved(candidates, hardware, free).args.recipe == mixes[-1].args.recipe
-
-
-def test_what_was_measured_decides(folder: Path, tmp_path: Path) -> None:
-    listed = unit_list(known(LARGE, tensors_of(LARGE)))
-    sensitivities = {unit.key: 100.0 if unit.layer == "7" else 0.1 for unit in listed.units}
-    (tmp_path / "mixes").mkdir()
-    (tmp_path / "mixes" / f"{checkpoint_of(str(folder))}.json").write_text(json.dumps({"errors": {}, "sensitivities": sensitivities}))
-    recipe, _ = chosen(folder, 100, {"format": "best", "gib": 3.8}, tmp_path / "kv-profiles")
-    formats = recipe.assign(read_checkpoint(folder))
-    precise = {
-        module
-        for module in (f"model.layers.{layer}.mlp.down_proj" for layer in range(32))
-        if module not in formats or formats[module].spelling == "fp8"
-    }
-    assert precise == {"model.layers.7.mlp.down_proj"}
 
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:

@@ -150,12 +150,11 @@ def test_best_needs_a_size_and_is_then_a_mix_of_it(model: Path, tmp_path: Path) 
 def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "sparkd.yaml"
     text = f"models:\n  small:\n    model: {model}\n    aliases: [tiny]\n    quantize: {{format: nvfp4, layers: {{o_proj: fp8}}}}\n"
-    config.write_text(text + f"  plain:\n    model: {model}\n    env: {{VLLM_MXFP4_LAYERS: all}}\n")
+    config.write_text(text + f"  plain:\n    model: {model}\n")
 
     assert formats(find("small", config=config)) == formats(find("tiny", config=config)) == {"nvfp4", "fp8"}
     assert formats(find("small", "int4", config=config)) == {"int4-g128"}
     assert formats(find("plain", config=config)) == {None}
-    assert formats(find("plain", "", config=config)) == {"mxfp4"}
     assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
     monkeypatch.setattr(layers, "CONFIG_PATH", config)
     assert formats(find("small")) == {"nvfp4", "fp8"}
@@ -167,7 +166,7 @@ def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
     view = {"name": "brought", "aliases": ["b"], "source": str(model)}
 
     assert find("b", ask=asked(view)).folder == str(model)
-    assert formats(find("b", ask=asked(view), environ={"VLLM_FP8_LAYERS": "o_proj"})) == {None}
+    assert formats(find("b", ask=asked(view))) == {None}
     assert formats(find("b", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"nvfp4"}
     assert formats(find("b", "fp8", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"fp8"}
     with pytest.raises(ConfigError, match=r"called c\b"):

@@ -14,7 +14,6 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity import plan_report as planned_plan
 from sparkd.capacity.weights import inventory, refuse_incomplete
-from sparkd.cli import plan_run
 from sparkd.config.config import load_config
 from sparkd.models.shape import shape_of
 from tests.sparkd.inquiry.test_model_answers import Engine, answer
@@ -254,26 +253,3 @@ def test_a_plan_says_whose_vllm_it_asked(folder: Path, tmp_path: Path, capsys: p
     assert planned(capsys, *options)["vllm"]["answered"] is True
     (tmp_path / "sparkd.yaml").write_text(f"engine: {{runtime: {tmp_path / 'none/bin/python'}}}\nmodels: {{}}\n")
     assert planned(capsys, *options)["vllm"] == {"runtime": str(tmp_path / "none/bin/python"), "version": None, "answered": False}
-
-
-@pytest.mark.parametrize(("quantize", "quick", "times"), [("best", False, 1), ("best", True, 0), ("fp8", False, 0)])
-def test_a_plan_of_an_entry_with_best_measures_its_weights_once_and_no_other_does(
-    quantize: str, quick: bool, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured: list[str] = []
-
-    def measure(checkpoint: str, identity: str, _python: Path, folder: Path, _free: int, **_: Any) -> None:
-        measured.append(checkpoint)
-        folder.mkdir(parents=True)
-        (folder / f"{identity}.json").write_text(json.dumps({"errors": {"a": {"fp8": 0.1}}, "sensitivities": {}}))
-
-    monkeypatch.setattr(plan_run, "measure", measure)
-    monkeypatch.setattr(plan_run, "ask", lambda questions, *_, **__: [None] * len(questions))
-    monkeypatch.setattr(plan_run, "full_version_in", lambda _: "0.33.0")
-    entry = {"model": str(model(tmp_path / "m")), "quantize": quantize, "max_model_len": 512}
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
-    for _ in range(2):
-        exit_code(["--json", "plan", "m", "--config", str(file), *(["--quick"] if quick else [])])
-    assert measured == [entry["model"]] * times
-    assert ("measures the model's weights" in capsys.readouterr().out) == (quantize == "best" and quick)

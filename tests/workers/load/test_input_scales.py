@@ -14,7 +14,7 @@ import torch
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from tests.support.architectures import ARCHITECTURES, PRESETS, write_qwen3_moe
-from tests.support.checkpoints import MIB, write_checkpoint
+from tests.support.checkpoints import MIB, checkpoint_of, write_checkpoint
 from tests.support.facts import facts
 from tests.workers.load.loading import load, wait_for_cache
 from workers import plugin
@@ -249,5 +249,6 @@ def test_a_calibration_is_a_path_of_a_format_that_has_one() -> None:
     assert QuantizationRecipe.parse(recipe.canonical()) == recipe
     # Latent attention keeps its activations.
     recipe = QuantizationRecipe.parse({"format": "nvfp4-a4", "layers": {"kv_b_proj": "nvfp4-a4"}})
-    assert recipe.format_of(f"{LAYER}.self_attn.kv_b_proj", (512, 256)) == Format("nvfp4")
-    assert recipe.format_of(f"{LAYER}.self_attn.q_proj", (512, 256)) == Format("nvfp4_a4")
+    names = {name: f"{LAYER}.self_attn.{name}_proj" for name in ("kv_b", "q")}
+    formats = recipe.assign(checkpoint_of({f"{module}.weight": ("BF16", (512, 256)) for module in names.values()}))
+    assert formats == {names["kv_b"]: Format("nvfp4"), names["q"]: Format("nvfp4_a4")}

@@ -11,7 +11,7 @@ import pytest
 from sparkd.checkpoint import SourceQuantization, read_checkpoint
 from tests.support.checkpoints import checkpoint_of, layered, write_folder
 from workers.load.virtual import VirtualCheckpoint
-from workers.quantization.mix import UNMEASURED, recipe_of, select
+from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import BF16, units_of
 
@@ -74,7 +74,7 @@ def test_the_predicted_bytes_are_those_of_the_tensors_that_the_loader_makes(tmp_
     checkpoint = read_checkpoint(write_folder(tmp_path / "m", {"model.safetensors": tensors}, CONFIG))
     listed = units_of(checkpoint)
     budget = listed.kept_bytes + int(share * (listed.stored_bytes - listed.kept_bytes))
-    choice = select(listed, UNMEASURED, budget)
+    choice = select(listed, budget)
     formats = QuantizationRecipe.parse(recipe_of(listed, choice)).assign(checkpoint)
     real = VirtualCheckpoint(checkpoint, formats).emitted_bytes
     assert math.isclose(listed.nbytes(choice), real, rel_tol=0.01)

@@ -57,7 +57,7 @@ _FP4_CAPABILITY = (10, 0)
 _MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
-def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
+def describe(engine_args: Any) -> None:
     """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
 
     A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
@@ -65,7 +65,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     """
     checkpoint = None
     try:
-        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {}, environ)
+        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {})
         checkpoint = read_checkpoint(
             local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
         )
@@ -81,7 +81,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
             # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
             ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
         raise ValueError(error.message) from None
-    for sentence in (*settings.recipe.notes, *formats.adjustments):
+    for sentence in formats.adjustments:
         logger.info("sparkd: %s", sentence)
     if not described:
         return
@@ -173,7 +173,7 @@ class SparkStreamLoader(DefaultModelLoader):
 
     def __init__(self, load_config: Any) -> None:
         # The base class refuses unknown settings and formats, so it gets a copy without them.
-        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {}, os.environ)
+        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {})
         plain = copy.copy(load_config)
         plain.model_loader_extra_config = {}
         plain.load_format = "safetensors"

@@ -48,10 +48,10 @@ def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNames
 
 def test_the_models_configuration_says_what_the_loader_makes(folder):
     plain = arguments(folder, "bf16")
-    loader.describe(plain, {})
+    loader.describe(plain)
     assert plain.hf_overrides == {}
     args = arguments(folder, hf_overrides={"rope_theta": 1.0})
-    loader.describe(args, {})
+    loader.describe(args)
     described = args.hf_overrides["quantization_config"]
     assert args.hf_overrides["rope_theta"] == 1.0
     assert described["quant_method"] == "spark"
@@ -60,7 +60,7 @@ def test_the_models_configuration_says_what_the_loader_makes(folder):
 
 def test_overrides_that_are_a_function_are_kept(folder):
     args = arguments(folder, hf_overrides=lambda config: SimpleNamespace(**vars(config), seen=True))
-    loader.describe(args, {})
+    loader.describe(args)
     made = args.hf_overrides(SimpleNamespace(hidden_size=128))
     assert made.seen
     assert made.quantization_config["quant_method"] == "spark"
@@ -72,14 +72,8 @@ def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_
     said = quantization_config({"model.layers.0.mlp.up_proj": Format("int4", 128)}, [])
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128, "quantization_config": said}))
     args = arguments(folder, None, quantization=quantization)
-    loader.describe(args, {})
+    loader.describe(args)
     assert args.hf_overrides == ({"quantization_config": {**said, "quant_method": "spark"}} if ours else {})
-
-
-def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
-    args = arguments(folder, None)
-    loader.describe(args, {"VLLM_FP8_LAYERS": "all"})
-    assert method.formats_of(args.hf_overrides["quantization_config"]) == [Format("fp8")]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,7 @@ def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
 def test_what_cannot_be_loaded_is_said_in_one_sentence(folder, args, sentence, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=sentence) as caught:
-        loader.describe(arguments(folder, **args), {})
+        loader.describe(arguments(folder, **args))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
 
@@ -104,7 +98,7 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     (folder / "model.safetensors").write_bytes(b"\x08")
     path = tmp_path / "progress"
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
+        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
     said = json.loads(path.read_text())
     assert said["phase"] == "failed"
     assert "model.safetensors" in said["error"]["message"]
@@ -113,7 +107,7 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: "):
-        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
+        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
     assert json.loads(path.read_text())["error"]["lasting"] is True, "what was read will not change"
 
 
@@ -141,10 +135,10 @@ def test_a_description_is_read_back_as_the_formats_it_was_made_from():
 
 
 def test_settings_are_frozen(folder):
-    settings = loader.LoaderSettings.parse({"quantize": "nvfp4"}, {})
+    settings = loader.LoaderSettings.parse({"quantize": "nvfp4"})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.cache_dir = "x"  # type: ignore[misc]
     rings = {on_gpu: settings.blocks(on_gpu=on_gpu) * settings.block_bytes for on_gpu in (True, False)}
     assert rings == {True: 64 << 20, False: 32 << 20}
-    asked = loader.LoaderSettings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20}, {})
+    asked = loader.LoaderSettings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20})
     assert asked.blocks(on_gpu=False) * asked.block_bytes == 48 << 20

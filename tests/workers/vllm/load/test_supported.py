@@ -35,6 +35,6 @@ def test_a_missing_symbol_ends_the_start_with_that_sentence_alone(one_rank, tmp_
     settings = {"quantize": "nvfp4", "progress": str(tmp_path / "progress")}
     arguments = SimpleNamespace(model=str(folder), hf_overrides={}, quantization=None, model_loader_extra_config=settings)
     with pytest.raises(ValueError, match=r" vllm\.model_executor\.models\.gpt_oss") as caught:
-        loader.describe(arguments, {})
+        loader.describe(arguments)
     assert caught.value.__cause__ is None
     assert "vllm.model_executor.models.gpt_oss" in (tmp_path / "progress").read_text()
