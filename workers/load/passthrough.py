@@ -28,7 +28,7 @@ class Passing:
     def __init__(
         self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None, look: Callable[[torch.Tensor], None]
     ) -> None:
-        """look: called once with the copied tensor."""
+        """look: called with the copied tensor, or with each part that passes the model."""
         self._look = look
         self._emitted = emitted
         self._first_byte = first_row * self._row_bytes()
@@ -61,13 +61,16 @@ class Passing:
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
 
     def drain(self) -> None:
-        """Skip the tensor's bytes where the model has not copied it."""
+        """Take the tensor's bytes past the model, where it has not copied it."""
         if not self._read:
             self._pass(None, 0, 0)
 
     def _pass(self, target: torch.Tensor | None, low: int, high: int) -> None:
         at = self._first_byte
+        size = self._emitted.dtype.itemsize
         for part in self._feed.parts(self._source):
+            if target is None and not (part.storage_offset() % size or part.numel() % size):
+                self._look(part.view(self._emitted.dtype))
             start, stop = max(low, at), min(high, at + part.numel())
             if target is not None and start < stop:
                 target[start - low : stop - low].copy_(part[start - at : stop - at], non_blocking=True)

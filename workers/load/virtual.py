@@ -138,6 +138,10 @@ class Emitted(NamedTuple):
     weight: int | None = None
     suffix: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @functools.lru_cache(maxsize=4096)
 def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -188,7 +192,7 @@ class VirtualCheckpoint:
 
     @property
     def emitted_bytes(self) -> int:
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.emitted())
+        return sum(tensor.nbytes for tensor in self.emitted())
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:

@@ -385,26 +385,12 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
 
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
-def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
-    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
-    whole = LoadSession.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
-    planned = whole.handed()
-    at_once = whole.handed_whole()
-    assert at_once is not None
-    shapes = {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in planned.items() if name in at_once}
-    assert {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in at_once.items()} == shapes
-    assert all(name.endswith("weight_shape") for name in planned.keys() - at_once.keys())
-    half = LoadSession.of(virtual, CPU, READER, Fused(2, 1).trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
-    assert half.handed_whole() is None
-
-
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.workers.load.test_pipeline.EXPERTS", 9)
     virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     trace = Fused(2, 1).trace(virtual)
-    first = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    first = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
     handed = first.pipeline.handed()
     parts: dict[str, torch.Tensor] = {}
 
@@ -422,11 +408,12 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     want = Fused(2, 1)
     want.load_weights(first.tensors())
     cache = laid_out(tmp_path, parts)
-    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None, damaged=frozenset())
+    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None)
 
     got = Fused(2, 1)
     trace = got.trace(virtual)
-    second = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None)).from_cache(cached, handed)
+    second = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    second.read_parts(cached, handed)
     trace.forget_targets()
     got.handed.clear()
     got.load_weights(second.tensors())
