@@ -4,12 +4,11 @@ knows vLLM."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from workers.cache.layout import ALIGNMENT
 from workers.cache.store import CachedCheckpoint
 from workers.cache.writer import CacheWriter
 from workers.load.expert_placement import straightened
@@ -31,14 +30,13 @@ class LoadSession:
     trace: Trace | None
     dtype: torch.dtype
     progress: ProgressFile
-    placed: Callable[[Sequence[str]], None] = lambda _names: None
     cached: CachedCheckpoint | None = None
     cut: Mapping[str, Handed] = field(default_factory=dict)
     writer: CacheWriter | None = None
     pipeline: Pipeline = field(init=False)
 
     def __post_init__(self) -> None:
-        self._read(self.virtual, needed_of(self.virtual, self.trace), {} if self.trace is None else self.trace.straight)
+        self._read(self.virtual, needed_of(self.trace), {} if self.trace is None else self.trace.straight)
 
     def takes_most(self) -> bool:
         """Whether the model takes more than half of the checkpoint. A draft in the folder of its target does not."""
@@ -53,7 +51,7 @@ class LoadSession:
         self.writer = writer
         if self.trace is not None:
             taken = frozenset(name for name, taken in self.trace.taken.items() if taken.region is not None)
-            needed = Needed(once=needed_of(self.virtual, self.trace).once, taken=taken)
+            needed = Needed(once=needed_of(self.trace).once, taken=taken)
             self._read(self.virtual, needed, self.trace.straight)
         self.pipeline.sink = writer
 
@@ -94,7 +92,7 @@ class LoadSession:
             self.cached.close()
 
     def _read(self, virtual: VirtualCheckpoint, needed: Needed, straight: dict[str, Target]) -> None:
-        receivers = Receivers(watcher=self.progress, straight=straight, placed=self.placed)
+        receivers = Receivers(watcher=self.progress, straight=straight)
         trusted = self.cached is not None
         self.pipeline = Pipeline(virtual, self.device, self.reader, needed, receivers, dtype=self.dtype, trusted=trusted)
 
@@ -115,12 +113,8 @@ class LoadSession:
 
 
 def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda name: not name.endswith(f".{SHAPE}")) -> VirtualCheckpoint:
-    """The tensors that a quantized cache holds for a model, unchanged.
-
-    The reader begins with the tensors at the end of a shard, put there for alignment: NVFP4's global scales, without which no layer is
-    complete, so that otherwise each kernel's layout would wait for the last byte.
-    """
-    return VirtualCheckpoint(cached.checkpoint, {}, keep, first=lambda ref: ref.nbytes % ALIGNMENT != 0)
+    """The tensors that a quantized cache holds for a model, unchanged."""
+    return VirtualCheckpoint(cached.checkpoint, {}, keep)
 
 
 def parts_key(parts: Mapping[str, Handed]) -> str:
@@ -129,12 +123,10 @@ def parts_key(parts: Mapping[str, Handed]) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def needed_of(virtual: VirtualCheckpoint, trace: Trace | None) -> Needed:
+def needed_of(trace: Trace | None) -> Needed:
     if trace is None:
         return Needed()
-    # A quantized checkpoint has shape tensors that no kernel reads: one may arrive after its module has got the kernel's layout.
-    unread = () if virtual.formats else (f".{SHAPE}",)
     return Needed(
-        regions={name: None if name.endswith(unread) else taken.region for name, taken in trace.taken.items()},
+        regions={name: taken.region for name, taken in trace.taken.items()},
         once=frozenset() if trace.late else frozenset(name for name, taken in trace.taken.items() if taken.once),
     )

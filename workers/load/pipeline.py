@@ -82,12 +82,11 @@ class Needed:
 @dataclass(frozen=True, slots=True)
 class Receivers:
     """The receivers of the finished tensors. straight: targets of tensors that the pipeline places itself; a used target is removed,
-    because it holds memory. placed: called with the names of tensors that have reached their parameters."""
+    because it holds memory."""
 
     sink: CacheSink | None = None
     watcher: Watcher | None = None
     straight: dict[str, Target] = field(default_factory=dict)
-    placed: Callable[[Sequence[str]], None] = lambda _names: None
 
 
 class Pipeline:
@@ -118,7 +117,6 @@ class Pipeline:
         self.sink = receivers.sink
         self._watcher = receivers.watcher
         self._straight = receivers.straight
-        self._told = receivers.placed
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
         for emitted in virtual.emitted():
@@ -370,7 +368,6 @@ class Pipeline:
     def _placed(self, names: Sequence[str]) -> None:
         for name in names:
             self._straight.pop(name, None)
-        self._told(names)
 
     def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
         if not self._trusted:

@@ -23,7 +23,6 @@ from tests.support.facts import facts, lacking
 from tests.support.waiting import HUNG_S
 from workers.cache import manifest, shard_writer, store
 from workers.cache import writer as cache_writer
-from workers.cache.load_session import virtual_of
 from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name
 from workers.cache.shard_writer import Staging
 from workers.cache.store import (
@@ -164,24 +163,6 @@ def test_how_many_inputs_its_writer_did_not_measure_is_kept(cache_dir: str, sour
     assert cached is not None
     with cached:
         assert cached.unmeasured_inputs == count
-
-
-def test_a_layer_is_whole_long_before_the_last_byte(cache_dir: str, source: Checkpoint) -> None:
-    """Global scales stand at the end of a shard, and kernels wait for them: each shard is read from there, and then from its beginning."""
-    written(cache_dir, source)
-    cached, _ = found(cache_dir, source)
-
-    assert cached is not None
-    with cached:
-        order = [cached.checkpoint.tensors[one.name] for one in virtual_of(cached).emitted()]
-    assert len(order) == len(cached.checkpoint.tensors)
-    shards = [[ref for ref in order if ref.path == shard.path] for shard in cached.checkpoint.shards]
-    assert [ref for refs in shards for ref in refs] == order
-    for refs in shards:
-        scales = [ref for ref in refs if ref.name.endswith("global_scale")]
-        assert refs[: len(scales)] == scales
-        assert [ref.offset for ref in refs[len(scales) :]] == sorted(ref.offset for ref in refs if ref not in scales)
-    assert max(len(refs) for refs in shards) > 2
 
 
 def test_chunks_of_a_large_tensor(cache_dir: str, source: Checkpoint) -> None:

@@ -26,20 +26,17 @@ from workers.cache.manifest import TpSlice
 from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find, has_entry
 from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
 from workers.load.input_scales import CURE, measured
-from workers.load.pipeline import SHAPE
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.settings import LoaderSettings
-from workers.load.trace import Trace
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ask
 from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
 from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
-from workers.vllm.load.early_repack import Early
 from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
-from workers.vllm.load.method import NAME, formats_of, is_ours
+from workers.vllm.load.method import NAME, formats_of
 from workers.vllm.load.ranks import rank_of_world, tensor_parallel_rank
 from workers.vllm.load.repack import repack_in_place
 from workers.vllm.load.supported import refuse_unserved
@@ -304,8 +301,7 @@ class SparkStreamLoader(DefaultModelLoader):
             pin=device.type == "cuda",
             direct=self._settings.direct,
         )
-        self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
-        source = self._source = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
+        source = self._source = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
         if formats and self._settings.cache_dir is not None:
             self._beside_cache(source, checkpoint, formats, self._settings.cache_dir)
         if trace is not None:
@@ -368,7 +364,6 @@ class SparkStreamLoader(DefaultModelLoader):
         try:
             for self._handed, tensor in source.tensors():
                 yield self._handed, tensor
-            self._early.wait()
             source.finish()
         except SparkdError as error:
             source.progress.failed(error.message)
@@ -382,7 +377,6 @@ class SparkStreamLoader(DefaultModelLoader):
             source.progress.failed(ended(error))
             raise
         finally:
-            self._early.abandon()
             source.close()
         for more in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(more)
@@ -392,8 +386,7 @@ class SparkStreamLoader(DefaultModelLoader):
             if reason:
                 logger.warning("sparkd: %s", reason)
         logger.info(
-            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk; "
-            "%d modules were put into their kernels' layout meanwhile.",
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
             pipeline.units_total,
             pipeline.bytes_read / 2**30,
             "checkpoint" if source.cached is None else "quantized cache",
@@ -401,6 +394,5 @@ class SparkStreamLoader(DefaultModelLoader):
             pipeline.bytes_read / seconds / 1e9,
             " past the page cache" if pipeline.direct else "",
             pipeline.waited_s,
-            len(self._early.done),
         )
         source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
