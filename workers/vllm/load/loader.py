@@ -290,7 +290,7 @@ class SparkStreamLoader(DefaultModelLoader):
     ) -> LoadSession:
         """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
         self._virtual = virtual
-        check = self._settings.enable_weights_track
+        check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
         if entry is not None:
             _warn_of_unmeasured(entry.unmeasured_inputs)
