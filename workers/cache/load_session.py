@@ -83,11 +83,10 @@ class LoadSession:
                 self.writer.abandon(f"{damaged[0].name} holds NaN or Inf, and this model does not take it")
             self.writer.finish()
 
-    def abandon(self, reason: str) -> None:
-        if self.writer is not None:
-            self.writer.abandon(reason)
-
     def close(self) -> None:
+        """End a cache that is not finished, and release the one that was read. A second call has no effect."""
+        if self.writer is not None:
+            self.writer.abandon("the load ended before its last tensor")
         if self.cached is not None:
             self.cached.close()
 

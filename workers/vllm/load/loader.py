@@ -200,7 +200,7 @@ class SparkStreamLoader(DefaultModelLoader):
         except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
             # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
             is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
-            self._abandon(f"the load ended by {type(error).__name__}")
+            self._abandon()
             refused = self._refusal(error, model, is_placing=is_placing)
             if refused is None:
                 raise
@@ -208,20 +208,21 @@ class SparkStreamLoader(DefaultModelLoader):
         finally:
             self._source = None
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self) -> None:
         if self._tensors is not None:
             self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
         if self._source is not None:
-            # Closing a generator that never ran closes nothing.
-            self._source.abandon(reason)
-            self._source.close()
+            self._source.close()  # closing a generator that never ran closes nothing
 
     def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
         """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
 
         is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
         """
-        if self._progress is None or isinstance(error, SparkdError):
+        if self._progress is None:
+            return None
+        if isinstance(error, SparkdError):
+            self._progress.failed(error.message)
             return None
         from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
         is_mismatch = isinstance(error, _MISMATCHES) and not from_device
@@ -236,12 +237,7 @@ class SparkStreamLoader(DefaultModelLoader):
         """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
         self.counter_before_loading_weights = time.perf_counter()
         progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
-        try:
-            source = self._prepared(model_config, model, progress)
-        except SparkdError as error:
-            progress.failed(error.message)
-            raise
-        self._tensors = self._streamed(source, model)
+        self._tensors = self._streamed(self._prepared(model_config, model, progress), model)
         return self._tensors
 
     def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
@@ -365,17 +361,6 @@ class SparkStreamLoader(DefaultModelLoader):
             for self._handed, tensor in source.tensors():
                 yield self._handed, tensor
             source.finish()
-        except SparkdError as error:
-            source.progress.failed(error.message)
-            source.abandon(error.message)
-            raise
-        except GeneratorExit:
-            source.abandon("the load ended early")
-            raise
-        except BaseException as error:
-            source.abandon(f"the load ended by {type(error).__name__}")
-            source.progress.failed(ended(error))
-            raise
         finally:
             source.close()
         for more in getattr(model, "secondary_weights", ()):
