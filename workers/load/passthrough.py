@@ -17,7 +17,7 @@ from workers.load.virtual import Emitted
 
 
 class ChunkSink(Protocol):
-    """Takes a tensor's bytes as they arrive, for the quantized cache."""
+    """Takes the bytes that are read of a tensor as they arrive, for the quantized cache."""
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
 
@@ -50,7 +50,10 @@ class Passing:
             self._look(target.detach())
             return
         rows = self._source.nbytes // self._row_bytes()
-        whole = self._feed.take(self._source, keep=True).view(self._emitted.dtype).view(rows, *shape[1:])
+        raw = self._feed.take(self._source, keep=True)
+        if self._sink is not None:
+            self._sink.add_chunk(self._emitted.name, 0, raw)
+        whole = raw.view(self._emitted.dtype).view(rows, *shape[1:])
         first = self._first_byte // self._row_bytes()
         box = tuple(
             slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
@@ -75,7 +78,7 @@ class Passing:
             if target is not None and start < stop:
                 target[start - low : stop - low].copy_(part[start - at : stop - at], non_blocking=True)
             if self._sink is not None:
-                self._sink.add_chunk(self._emitted.name, at, part)
+                self._sink.add_chunk(self._emitted.name, at - self._first_byte, part)
             at += part.numel()
 
     def _row_bytes(self) -> int:

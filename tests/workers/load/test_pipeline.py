@@ -246,6 +246,27 @@ def test_a_large_tensor_goes_straight_into_its_parameter(tmp_path, monkeypatch):
     assert sorted(at for at, _ in tensors()) == sorted(weights), "a tensor without a copy is read past"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["as it is", "in another dtype"])
+@pytest.mark.parametrize("first", [0, 200])
+def test_a_sink_gets_the_rows_of_a_large_tensor_that_are_read(tmp_path, monkeypatch, first, dtype):
+    """A rank takes rows from `first` on, and its cache has these alone."""
+    monkeypatch.setattr("workers.load.pipeline.STREAMED_BYTES", 64 * 1024)
+    weights = random_weights()
+    name = "model.embed_tokens.weight"
+    virtual = VirtualCheckpoint(read_checkpoint(str(written(tmp_path / "m", weights))), {})
+    regions = {one.name: None for one in virtual.emitted()} | {name: ((first, 512), (0, HIDDEN))}
+    came = torch.zeros((512 - first) * HIDDEN * 2, dtype=torch.uint8)
+
+    class Sink:
+        def add_chunk(self, of: str, start_byte: int, view: torch.Tensor) -> None:
+            assert of == name
+            came[start_byte : start_byte + view.numel()] = view
+
+    for _, tensor in pipeline_of(virtual, CPU, READER, once={name}, regions=regions, sink=Sink()).tensors():
+        torch.zeros(512 - first, HIDDEN, dtype=dtype).copy_(tensor[first:])
+    assert torch.equal(came.view(torch.bfloat16).view(-1, HIDDEN), weights[name][first:])
+
+
 def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path):
     weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 96, dtype=torch.bfloat16)}
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: .*up_proj\.weight: K=96.*128"):
