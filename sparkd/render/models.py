@@ -113,8 +113,8 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
         parts.append(f"KV cache of {facts['kv_tokens']:,} tokens")
     if facts.get("eta_s") is not None:
         parts.append(f"about {facts['eta_s']:.0f} s left")
-    if facts.get("cache_state") == "writing" and state != "LOADING":
-        parts.append("writing the quantized cache")
+    if facts.get("cache_state") == "writing" and facts.get("cache_why"):
+        parts.append(facts["cache_why"])
     return ", ".join(parts)
 
 

@@ -298,8 +298,7 @@ def _cache_remark(row: Row) -> str:
         return ""
     if cache.get("source") == "cache":
         return "read from the cache"
-    waited = f", {row.answer['cache_wait_s']:.1f} s after" if row.answer.get("cache_wait_s", 0) > 0.5 else ""
-    return f"cache {cache.get('state')}{waited}" + (f": {cache['why']}" if cache.get("why") else "")
+    return f"cache {cache.get('state')}" + (f": {cache['why']}" if cache.get("why") else "")
 
 
 def _files(folder: Path) -> list[str]:

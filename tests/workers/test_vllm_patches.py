@@ -17,7 +17,6 @@ REPLACED = {
     ("workers/plugin.py", "engine_args.create_model_config"): ("EngineArgs.create_model_config",),
     ("workers/vllm/ray/engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
     ("workers/vllm/load/repack.py", "setattr(module, name, ours)"): tuple(name for name, *_ in _BY_EXPERT),
-    ("workers/vllm/load/early_repack.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
     ("workers/vllm/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
     ("workers/vllm/kv/prompt_logprobs.py", "setattr(sys.modules[function.__module__], _V2, rows_at_a_time(function))"): (
         "compute_prompt_logprobs_with_chunking",
@@ -51,7 +50,6 @@ OWN = {
     ("workers/vllm/load/cpu_linear.py", "layer.weight_global_scale"),
     ("workers/vllm/load/cpu_moe.py", "setattr(bias, key, value)"),
     ("workers/vllm/load/cpu_moe.py", "setattr(parameter, key, value)"),
-    ("workers/vllm/load/early_repack.py", "parameter.data"),
     ("workers/vllm/load/loader.py", "plain.load_format"),
     ("workers/vllm/load/loader.py", "plain.model_loader_extra_config"),
     ("workers/vllm/load/method.py", "layer.scheme"),

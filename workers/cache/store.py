@@ -28,35 +28,12 @@ from workers.cache.manifest import (
     CacheManifest,
     CheckpointIdentity,
     TpSlice,
-    cache_key,
     entry_name,
     file_sha256,
     format_name,
     model_name,
 )
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
-
-__all__ = [
-    "CALIBRATION",
-    "DAMAGED",
-    "SPELLINGS",
-    "UNMEASURED_INPUTS",
-    "CacheEntry",
-    "CachedCheckpoint",
-    "cache_key",
-    "entries",
-    "entry_name",
-    "fault_of",
-    "find",
-    "has_entry",
-    "locked",
-    "make_room",
-    "remove",
-    "sweep",
-    "swept",
-    "turn",
-    "written_now",
-]
 
 GIB = 1 << 30
 # Bytes that stay free on the cache's disk for other programs.
@@ -68,7 +45,6 @@ GONE = ".gone-"
 LOCK = ".lock"
 # Keys in a manifest's notes.
 SPELLINGS = "formats"
-DAMAGED = "damaged"
 UNMEASURED_INPUTS = "unmeasured_inputs"
 CALIBRATION = "calibration"
 # A calibration that no entry names may be that of a load whose entry is not written yet, or cannot be.
@@ -113,11 +89,6 @@ class CachedCheckpoint:
     def unmeasured_inputs(self) -> int:
         """How many modules with 4-bit activations got a scale without a measurement."""
         return int(self.manifest.notes.get(UNMEASURED_INPUTS, 0))
-
-    @property
-    def damaged(self) -> frozenset[str]:
-        """The names of tensors with a NaN, or made from one. The engine that wrote the entry uses none of them."""
-        return frozenset(map(str, self.manifest.notes.get(DAMAGED, ())))
 
     def __enter__(self) -> CachedCheckpoint:
         return self

@@ -69,17 +69,6 @@ def answered(groups: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Tar
     return straight
 
 
-def stretches(groups: Sequence[Family], straight: Mapping[str, Target]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(memory of the first, memory of the last expert) of each run of consecutive experts that are placed directly."""
-    for family in groups:
-        numbers = sorted(number for number, name in family.names.items() if name in straight)
-        start = 0
-        for at in range(1, len(numbers) + 1):
-            if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-                yield straight[family.names[numbers[start]]].memory, straight[family.names[numbers[at - 1]]].memory
-                start = at
-
-
 def place(target: Target, tensor: torch.Tensor) -> None:
     """Do the work of vLLM's loader: copy the tensor's part, in the target's order of dimensions, into the parameter."""
     place_stacked([target], tensor.unsqueeze(0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -33,12 +33,13 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?
 
 class Finite:
     """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
-    other than weights. into: collects bad tensors that are not refused, because the loaded model does not take them."""
+    other than weights. left_out: names of tensors that the model does not take; `damaged` has the bad ones, which are not refused."""
 
-    def __init__(self, device: torch.device, *, weights_only: bool = False, into: set[TensorRef] | None = None) -> None:
+    def __init__(self, device: torch.device, *, weights_only: bool = False, left_out: Container[str] = ()) -> None:
+        self.damaged: list[TensorRef] = []
         self._device = device
         self._weights_only = weights_only
-        self._into = into
+        self._left_out = left_out
         self._seen: list[tuple[Sequence[tuple[TensorRef, ...]], torch.Tensor]] = []
         self._count = 0
 
@@ -51,7 +52,8 @@ class Finite:
         """Make and keep the flags of one tensor of any shape, which has the elements of `refs`; none for integers."""
         if tensor.numel() == 0 or (tensor.numel() == len(refs) and all(ref.name.endswith(_MAY_BE_INFINITE) for ref in refs)):
             return
-        may_mask = self._weights_only and not any(_WEIGHT.search(ref.name) for ref in refs)
+        unknown = self._weights_only or all(ref.name in self._left_out for ref in refs)
+        may_mask = unknown and not any(_WEIGHT.search(ref.name) for ref in refs)
         group = (tuple(refs),)
         for value in _flags(tensor, may_mask=may_mask):
             self.note(group, value.reshape(1))
@@ -70,18 +72,14 @@ class Finite:
         if not bad:
             return
         groups = [group for groups, _ in seen for group in groups]
-        blamed = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
-        if self._into is not None:
-            self._into.update(blamed)
+        found = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
+        self.damaged += [ref for ref in found if ref.name in self._left_out]
+        blamed = [ref for ref in found if ref.name not in self._left_out]
+        if not blamed:
             return
-        ref = next(iter(blamed))
+        ref = blamed[0]
         others = ("", ", as does another tensor")[len(blamed) - 1] if len(blamed) < 3 else f", as do {len(blamed) - 1} more tensors"
         raise CheckpointError(f"it holds NaN or Inf{others}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")
-
-
-def holds_nan(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point tensor that no load has checked holds a NaN. Infinities are allowed, because it may be a mask."""
-    return tensor.numel() > 0 and any(not flag.isfinite() for flag in _flags(tensor, may_mask=True))
 
 
 def _flags(tensor: torch.Tensor, *, may_mask: bool = False) -> Sequence[torch.Tensor]:

@@ -17,7 +17,7 @@ from workers.load.virtual import Emitted
 
 
 class ChunkSink(Protocol):
-    """Takes a tensor's bytes as they arrive, for the quantized cache."""
+    """Takes the bytes that are read of a tensor as they arrive, for the quantized cache."""
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
 
@@ -28,7 +28,7 @@ class Passing:
     def __init__(
         self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None, look: Callable[[torch.Tensor], None]
     ) -> None:
-        """look: called once with the copied tensor."""
+        """look: called with the copied tensor, or with each part that passes the model."""
         self._look = look
         self._emitted = emitted
         self._first_byte = first_row * self._row_bytes()
@@ -50,7 +50,10 @@ class Passing:
             self._look(target.detach())
             return
         rows = self._source.nbytes // self._row_bytes()
-        whole = self._feed.take(self._source, keep=True).view(self._emitted.dtype).view(rows, *shape[1:])
+        raw = self._feed.take(self._source, keep=True)
+        if self._sink is not None:
+            self._sink.add_chunk(self._emitted.name, 0, raw)
+        whole = raw.view(self._emitted.dtype).view(rows, *shape[1:])
         first = self._first_byte // self._row_bytes()
         box = tuple(
             slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
@@ -61,18 +64,21 @@ class Passing:
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
 
     def drain(self) -> None:
-        """Skip the tensor's bytes where the model has not copied it."""
+        """Take the tensor's bytes past the model, where it has not copied it."""
         if not self._read:
             self._pass(None, 0, 0)
 
     def _pass(self, target: torch.Tensor | None, low: int, high: int) -> None:
         at = self._first_byte
+        size = self._emitted.dtype.itemsize
         for part in self._feed.parts(self._source):
+            if target is None and not (part.storage_offset() % size or part.numel() % size):
+                self._look(part.view(self._emitted.dtype))
             start, stop = max(low, at), min(high, at + part.numel())
             if target is not None and start < stop:
                 target[start - low : stop - low].copy_(part[start - at : stop - at], non_blocking=True)
             if self._sink is not None:
-                self._sink.add_chunk(self._emitted.name, at, part)
+                self._sink.add_chunk(self._emitted.name, at - self._first_byte, part)
             at += part.numel()
 
     def _row_bytes(self) -> int:

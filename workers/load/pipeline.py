@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
@@ -39,7 +39,7 @@ SHAPE = "weight_shape"  # a tensor that no kernel reads: for the cache only, bec
 
 
 class CacheSink(Protocol):
-    """Takes the finished tensors, for the quantized cache. `add` must return at once and may take a tensor or refuse it."""
+    """Takes the finished tensors, for the quantized cache. The pass waits for it."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None: ...
 
@@ -56,14 +56,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The form of one emitted tensor in a sink: a part of this shape, at the position `at` of the whole. plain: its bytes are the source's
-    own."""
+    """The form of one emitted tensor in a sink: a part of this shape, at the position `at` of the whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     at: tuple[int, ...]
-    plain: bool
 
     @property
     def is_whole(self) -> bool:
@@ -73,22 +71,22 @@ class Handed:
 @dataclass(frozen=True, slots=True)
 class Needed:
     """The part of a checkpoint to read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that it
-    does not take; without `regions` everything is read. once: names that are copied once. only: numbers of units, None for all."""
+    does not take; without `regions` everything is read. once: names that are copied once. taken: the emitted names that the model takes,
+    where more is read than these, for a sink; None: all."""
 
     regions: Mapping[str, Region | None] | None = None
     once: Container[str] = ()
-    only: Container[int] | None = None
+    taken: Container[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
     """The receivers of the finished tensors. straight: targets of tensors that the pipeline places itself; a used target is removed,
-    because it holds memory. placed: called with the names of tensors that have reached their parameters."""
+    because it holds memory."""
 
     sink: CacheSink | None = None
     watcher: Watcher | None = None
     straight: dict[str, Target] = field(default_factory=dict)
-    placed: Callable[[Sequence[str]], None] = lambda _names: None
 
 
 class Pipeline:
@@ -119,21 +117,21 @@ class Pipeline:
         self.sink = receivers.sink
         self._watcher = receivers.watcher
         self._straight = receivers.straight
-        self._told = receivers.placed
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
         for emitted in virtual.emitted():
             self._emitted.setdefault(emitted.unit, []).append(emitted)
         self._regions = needed.regions
         self._once = needed.once
-        self._only = needed.only
+        self._taken = needed.taken
         self.bytes_read = 0
         self.waited_s = 0.0
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
         self.unpinned_reason: str | None = None
         self._trusted = trusted
-        self._finite = Finite(device, weights_only=needed.regions is None)
+        self._left_out = self._refs_left_out()
+        self._finite = Finite(device, weights_only=needed.regions is None and needed.taken is None, left_out=self._left_out)
 
     @cached_property
     def _plans(self) -> list[Plan]:
@@ -141,9 +139,25 @@ class Pipeline:
         return [
             plan
             for index, unit in enumerate(self.virtual.units)
-            if (self._only is None or index in self._only)
-            and (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
+            if (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
         ]
+
+    def _refs_left_out(self) -> frozenset[str]:
+        """The names of the checkpoint's tensors of which the model takes nothing."""
+        if (taken := self._taken) is None:
+            return frozenset()
+        refs: dict[bool, set[str]] = {False: set(), True: set()}
+        for index, unit in enumerate(self.virtual.units):
+            is_taken = any(tensor.name in taken for tensor in self._emitted[index])
+            refs[is_taken].update(ref.name for weight in unit.weights for ref in weight.made_from)
+            if unit.plain is not None:
+                refs[is_taken].add(unit.plain.name)
+        return frozenset(refs[False] - refs[True])
+
+    @property
+    def damaged(self) -> Sequence[TensorRef]:
+        """Tensors with a NaN or an infinity that the model does not take."""
+        return self._finite.damaged
 
     @cached_property
     def bytes_total(self) -> int:
@@ -191,7 +205,7 @@ class Pipeline:
                 first, rows = plan.rows
                 shape = (rows, *emitted.shape[1:]) if emitted.shape else ()
                 at = (first, *(0 for _ in emitted.shape[1:])) if emitted.shape else ()
-                handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=True)
+                handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
             for planned in plan.weights:
                 weight, need = plan.unit.weights[planned.number], planned.need
                 parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
@@ -199,51 +213,8 @@ class Pipeline:
                     if emitted.weight == planned.number:
                         shape = emitted.shape if emitted.suffix == SHAPE else tuple(parts[emitted.suffix][1])
                         at = _place(emitted, weight, need) if shape != emitted.shape else (0, 0)
-                        handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at, plain=False)
+                        handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
         return handed
-
-    def handed_whole(self) -> dict[str, Handed] | None:
-        """Like `handed`, but without read plans, where every needed tensor is needed whole; else None."""
-        handed: dict[str, Handed] = {}
-        for index, emitted in self._emitted.items():
-            plain = self.virtual.units[index].plain is not None
-            for tensor in emitted:
-                if self._regions is not None:
-                    region = self._regions.get(tensor.name)
-                    if region is None:
-                        continue
-                    if region != tuple((0, size) for size in tensor.shape):
-                        return None
-                handed[tensor.name] = Handed(tensor.dtype, tensor.shape, tensor.shape, (0,) * len(tensor.shape), plain)
-        return handed
-
-    def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make the units that emit `names` again for a sink, on `device` in one pass; from any thread, without the model. The pass also
-        makes tensors that the sink does not take; `damaged` receives the names of tensors made from a NaN or an infinity."""
-        wanted = {index for index, emitted in self._emitted.items() if any(tensor.name in names for tensor in emitted)}
-        tensors: list[tuple[str, torch.Tensor]] = []
-
-        class Keep:
-            def add(self, name: str, tensor: torch.Tensor) -> None:
-                tensors.append((name, tensor))
-
-            def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-                tensors.extend(zip(names, stacked, strict=True))
-
-            def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
-                raise RuntimeError(f"{name} is not streamed here")
-
-        reader = partial(self._make_reader, pin=device.type == "cuda")
-        regions = self._regions if self.handed_whole() is None else None
-        bad: set[TensorRef] = set()
-        alone = Pipeline(self.virtual, device, reader, Needed(regions, only=wanted), Receivers(Keep()), dtype=self._dtype)
-        alone._finite = Finite(device, weights_only=regions is None, into=bad)
-        for _ in alone.tensors():
-            yield from ((name, tensor) for name, tensor in tensors if name in names)
-            tensors.clear()
-        yield from ((name, tensor) for name, tensor in tensors if name in names)
-        harmed = {index for index in wanted if any(not bad.isdisjoint(weight.made_from) for weight in self.virtual.units[index].weights)}
-        damaged.update(tensor.name for index in harmed for tensor in self._emitted[index])
 
     def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit
@@ -253,9 +224,11 @@ class Pipeline:
         dtype = dtype_of(unit.plain)
         (emitted,) = self._emitted[plan.index]
         first, rows = plan.rows or (0, 1)
-        if plan.nbytes > STREAMED_BYTES and emitted.name in self._once:
+        left_out = emitted.name in self._left_out
+        if plan.nbytes > STREAMED_BYTES and (left_out or emitted.name in self._once):
             passing = Passing(emitted, first, plan.inputs[0], feed, self.sink, partial(self._look, [unit.plain]))
-            yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
+            if not left_out:
+                yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
             passing.drain()
             self._placed([emitted.name])
             return
@@ -383,6 +356,8 @@ class Pipeline:
                 yield from self._stacked([weight], parts[emitted.suffix].unsqueeze(0))
 
     def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._taken is not None and name not in self._taken:
+            return
         target = self._straight.get(name)
         if target is None:
             yield name, tensor
@@ -390,15 +365,9 @@ class Pipeline:
             place(target, tensor)
         self._placed([name])
 
-    def forget(self) -> None:
-        """After the pass: drop the references to parameters and to the receiver of placed names."""
-        self._straight.clear()
-        self._told = lambda _names: None
-
     def _placed(self, names: Sequence[str]) -> None:
         for name in names:
             self._straight.pop(name, None)
-        self._told(names)
 
     def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
         if not self._trusted:

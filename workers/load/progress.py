@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -25,7 +24,6 @@ class ProgressFile:
         self._path = f"{path}.tp{tp_rank}" if path and tp_rank else path
         self._written_s = 0.0
         self._began_s = time.monotonic()
-        self._lock = threading.Lock()  # the cache's thread reports its state during the load
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
         self._said: dict[str, Any] = {
             "v": 1,
@@ -67,7 +65,7 @@ class ProgressFile:
         self._write()
 
     def cache(self, state: str, size_bytes: int = 0, why: str | None = None) -> None:
-        """Report the state of the cache: none, writing, written, failed or skipped."""
+        """Report the state of the cache: none, writing, written, failed or skipped. why: of the latter two, or why the load waits."""
         self._said["cache"] = {"state": state, "bytes": size_bytes, "why": why}
         self._write(always=True)
 
@@ -86,7 +84,7 @@ class ProgressFile:
             return
         self._written_s = time.monotonic()
         temporary = f"{self._path}.{os.getpid()}"
-        with self._lock, suppress(OSError):
+        with suppress(OSError):
             with open(temporary, "w", encoding="utf-8") as file:
                 json.dump(self._said | {"at": time.time()}, file)
             os.replace(temporary, self._path)

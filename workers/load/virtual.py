@@ -138,6 +138,10 @@ class Emitted(NamedTuple):
     weight: int | None = None
     suffix: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @functools.lru_cache(maxsize=4096)
 def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -149,21 +153,19 @@ def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tupl
 class VirtualCheckpoint:
     """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
 
-    keep: selects the tensors that count. first: selects unchanged tensors that are read before all others of their shard. input_scale: the
-    divisor of the input of a module whose format rounds activations. Raises CheckpointError for a weight whose shape does not suit its
-    format.
+    keep: selects the tensors that count. input_scale: the divisor of the input of a module whose format rounds activations. Raises
+    CheckpointError for a weight whose shape does not suit its format.
     """
 
     checkpoint: Checkpoint
     formats: Mapping[str, Format]
     keep: Callable[[str], bool] = lambda _name: True
-    first: Callable[[TensorRef], bool] = lambda _ref: False
     input_scale: Callable[[str], float] = lambda _module: 1.0
     units: list[Unit] = field(init=False)
     _emitted: list[Emitted] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
+        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
 
     @property
     def rounded_inputs(self) -> Iterator[str]:
@@ -188,7 +190,7 @@ class VirtualCheckpoint:
 
     @property
     def emitted_bytes(self) -> int:
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.emitted())
+        return sum(tensor.nbytes for tensor in self.emitted())
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:
@@ -393,12 +395,12 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
     return weights
 
 
-def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit], first: Callable[[TensorRef], bool]) -> list[Unit]:
+def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
     shard = {file.path: number for number, file in enumerate(checkpoint.shards)}
 
-    def place(unit: Unit) -> tuple[int, bool, int]:
+    def place(unit: Unit) -> tuple[int, int]:
         if unit.plain is not None:
-            return shard[unit.plain.path], not first(unit.plain), unit.plain.offset
-        return min((shard[weight.stored.ref.path], True, weight.stored.offset) for weight in unit.weights)
+            return shard[unit.plain.path], unit.plain.offset
+        return min((shard[weight.stored.ref.path], weight.stored.offset) for weight in unit.weights)
 
     return sorted(units, key=place)

@@ -101,7 +101,7 @@ def export(request: ExportRequest, tell: Tell) -> tuple[str, int]:
     formats = recipe.assign(checkpoint)
     _refuse_unserved(checkpoint, formats)
     with appearing(request.target) as writing:
-        done = _copied(request, checkpoint, recipe, formats, writing, tell)
+        done = _copied(request, checkpoint, recipe, writing, tell)
         if done is None:
             done = "checkpoint", _quantize(request, checkpoint, recipe, formats, writing, tell)
     return done
@@ -115,18 +115,12 @@ def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> N
         refuse_unserved(checkpoint, formats, tensor_parallel_size=1)
 
 
-def _copied(
-    request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, formats: Mapping[str, Format], folder: str, tell: Tell
-) -> tuple[str, int] | None:
-    """Export the cache's entry. None where there is none, or it is incomplete or damaged: an engine checks and completes only the tensors
-    that it takes."""
+def _copied(request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, folder: str, tell: Tell) -> tuple[str, int] | None:
+    """Export the cache's entry; None where there is none."""
     cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
     if cached is None:
         return None
     with cached:
-        needed = layout_of(VirtualCheckpoint(checkpoint, formats))[0]
-        if cached.damaged or not needed.keys() <= cached.checkpoint.tensors.keys():
-            return None
         return "cache", _copy(cached, folder, tell)
 
 
@@ -161,14 +155,14 @@ def _quantize(
         raise CheckpointError(f"this checkpoint {problem}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
     described = quantization_config(formats, linear_modules(checkpoint))
     virtual = VirtualCheckpoint(checkpoint, formats)
-    shards = lay_out(neighbours(layout_of(virtual)[0]))
+    shards = lay_out(neighbours(layout_of(virtual)))
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
     if any(form.rounds_activations for form in formats.values()):
         tell("calibration", 0, 0)
         virtual.input_scale = measured(checkpoint, text_of(recipe.calibration), request.cache_dir).of
     device = _device(request.device)
     on_gpu = device.type == "cuda"
-    writer = ShardWriter(shards, lambda: folder, staging=Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))
+    writer = ShardWriter(folder, shards, Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))
     into = _Into(writer, tell)
     pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), receivers=Receivers(into, into), dtype=_dtype(checkpoint.config))
     into.total = pipeline.bytes_total
@@ -177,9 +171,6 @@ def _quantize(
             # The sink has taken the tensors.
             pass
         writer.settle()
-        left = next(writer.gaps(), None)
-        if left is not None:
-            raise CheckpointError("it was not made", file=checkpoint.folder, tensor=left[0].name)
     finally:
         writer.close()
     write_companions(checkpoint, folder, described, shards)
@@ -187,7 +178,7 @@ def _quantize(
 
 
 class _Into:
-    """The pipeline's sink and watcher: takes every tensor, and waits for the disk if necessary."""
+    """The pipeline's sink and watcher: takes every tensor, and waits for the disk."""
 
     def __init__(self, writer: ShardWriter, tell: Tell) -> None:
         self.total = 0
@@ -202,8 +193,7 @@ class _Into:
             self.add(name, tensor)
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
-        if not self._writer.put(self._writer.slots[name], start_byte, view, wait=True) and self._writer.error is not None:
-            raise self._writer.error
+        self._writer.put([self._writer.slots[name]], view, start_byte)
 
     def advance(self, bytes_done: int, _units_done: int) -> None:
         self._tell("checkpoint", bytes_done, self.total)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import shutil
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,12 +18,10 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.support.architectures import llama, qwen3_next
 from tests.support.checkpoints import MIB, write_checkpoint
-from tests.workers.load.loading import load, wait_for_cache
+from tests.workers.load.loading import load
 from workers import plugin
-from workers.cache.omitted import can_be_completed, left_out
 from workers.cache.store import CacheEntry, entries, remove
-from workers.load.pipeline import Pipeline
-from workers.load.virtual import Emitted
+from workers.files import direct_target
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
 
@@ -40,14 +40,6 @@ def loader(one_rank: None) -> ModuleType:
     """The loader's module, which imports vLLM."""
     plugin.register()
     return importlib.import_module("workers.vllm.load.loader")
-
-
-@pytest.fixture
-def of_two_ranks(loader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where ranks take parts of tensors; what is a part is not the point here."""
-    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
-    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
-    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
 
 
 def stage(model: Any) -> None:
@@ -78,7 +70,6 @@ def loaded(
     tmp_path.mkdir(exist_ok=True)
     progress = tmp_path / "progress"
     model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cache"), "progress": str(progress)}, part)
-    wait_for_cache()
     return json.loads(progress.read_text())["source"], {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -121,7 +112,6 @@ def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
     again, second = loaded(source, tmp_path)
 
     assert (where, again) == ("checkpoint", "cache")
-    assert "without" not in entry.manifest.recipe
     assert asked == [str(source), entry.folder]
     assert same(first, second)
     recipe = QuantizationRecipe.parse("int4-g32").canonical()
@@ -136,7 +126,6 @@ def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
 def test_what_leaves_out_less_than_it_takes_has_the_wholes_entry(folder: Path, tmp_path: Path, part: Any) -> None:
     assert loaded(folder, tmp_path, part)[0] == "checkpoint"
     (entry,) = entries(str(tmp_path / "cache"))
-    assert "without" not in entry.manifest.recipe
     assert names(entry)
 
     source, whole = loaded(folder, tmp_path)
@@ -155,100 +144,45 @@ def damaged_in(folder: Path, part: str) -> Path:
     return copy
 
 
-# nvfp4 has one divisor for q, k and v together.
 @pytest.mark.parametrize(("part", "quantize"), [("input_layernorm", "int4-g32"), ("self_attn.k_proj", "nvfp4")])
-def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, tmp_path: Path, part: str, quantize: str) -> None:
-    """The load did not look at it, and what is read from a cache is not looked at again: so the entry says which it is."""
+def test_what_is_left_out_and_is_damaged_costs_the_cache_only(folder: Path, tmp_path: Path, part: str, quantize: str) -> None:
     damaged = damaged_in(folder, part)
-    source, first = loaded(damaged, tmp_path, stage, quantize)
-    again, second = loaded(damaged, tmp_path, stage, quantize)
 
-    assert (source, again) == ("checkpoint", "cache")
-    assert same(first, second)
-    (entry,) = entries(str(tmp_path / "cache"))
-    assert entry.manifest is not None
-    assert entry.manifest.notes["damaged"]
-    fused = ("q_proj", "k_proj", "v_proj") if quantize == "nvfp4" and "k_proj" in part else (part.rpartition(".")[2],)
-    assert {name.split(".")[-2] for name in entry.manifest.notes["damaged"]} == {*fused}
+    assert loaded(damaged, tmp_path, stage, quantize)[0] == "checkpoint"
+
+    said = json.loads((tmp_path / "progress").read_text())
+    assert (said["phase"], said["cache"]["state"]) == ("done", "failed")
+    assert f"{LAYER}{part}.weight" in said["cache"]["why"]
+    assert entries(str(tmp_path / "cache")) == []
     with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
         loaded(damaged, tmp_path, quantize=quantize)
-    request = ExportRequest(
-        str(damaged), QuantizationRecipe.parse(quantize).canonical(), str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"
-    )
-    with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
-        export(request, lambda *_: None)
-    assert loaded(damaged, tmp_path, stage, quantize)[0] == "cache", "and it is still there for who does not take it"
 
 
-def test_a_cache_of_a_part_is_not_read_where_it_is_damaged(
-    folder: Path, tmp_path: Path, loader: ModuleType, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the model is asked about the checkpoint first, as a rank that may have an entry of its own does."""
-    damaged = damaged_in(folder, "mlp.down_proj")
-    loaded(damaged, tmp_path, stage)
-    monkeypatch.setattr(loader.SparkStreamLoader, "_whole_entry", lambda *_: None)
-    request.getfixturevalue("of_two_ranks")
+def test_what_takes_the_lesser_part_keeps_nothing_and_reads_the_wholes_entry(folder: Path, tmp_path: Path) -> None:
+    """A draft in the folder of its target would quantize a foreign model."""
+    source, part = loaded(folder, tmp_path, last)
+    assert (source, entries(str(tmp_path / "cache"))) == ("checkpoint", [])
 
-    assert loaded(damaged, tmp_path, stage)[0] == "cache"
-    with pytest.raises(CheckpointError, match=r"down_proj.weight: it holds NaN"):
-        loaded(damaged, tmp_path)
-
-
-def test_a_unit_that_is_taken_in_part_is_not_completed() -> None:
-    """q alone: the scale that it shares with k and v was made without them."""
-    one = Emitted("q.weight_packed", (64, 64), torch.uint8, 0, 0, "weight_packed")
-    two, other = one._replace(name="k.weight_packed", weight=1), one._replace(name="o.weight_packed", unit=1, shape=(512, 64))
-    virtual: Any = SimpleNamespace(emitted=lambda: [one, two, other], emitted_bytes=64 * 64 * 10)
-
-    assert can_be_completed(virtual, left_out(virtual, {other.name}))
-    assert not can_be_completed(virtual, left_out(virtual, {one.name, other.name}))
-    assert not can_be_completed(virtual, left_out(virtual, {one.name, two.name}))
-
-
-def test_a_part_neither_takes_the_wholes_name_nor_stands_in_its_way(folder: Path, tmp_path: Path) -> None:
-    cache = str(tmp_path / "cache")
-    source, first = loaded(folder, tmp_path, last)
-    (partial,) = entries(cache)
-    assert source == "checkpoint"
-    assert "without" in partial.manifest.recipe
-
-    source, whole = loaded(folder, tmp_path)
-    both = entries(cache)
-    assert source == "checkpoint", "the part's entry is not the whole's"
-    assert len(both) == 2
-    (full,) = (one for one in both if one.name != partial.name)
-    assert "without" not in full.manifest.recipe
-    assert names(full)
-    assert len(read_checkpoint(partial.folder).tensors) < len(read_checkpoint(full.folder).tensors)
-
-    for wanted, which in ((first, last), (whole, lambda _model: None)):
-        source, again = loaded(folder, tmp_path, which)
-        assert source == "cache"
-        assert same(again, wanted)
-    assert len(entries(cache)) == 2
-
-
-def test_a_part_is_read_from_the_wholes_entry_where_it_has_none(folder: Path, tmp_path: Path) -> None:
-    loaded(folder, tmp_path)
-    source, part = loaded(folder, tmp_path, stage)
-
+    assert loaded(folder, tmp_path)[0] == "checkpoint"
+    (entry,) = entries(str(tmp_path / "cache"))
+    source, again = loaded(folder, tmp_path, last)
     assert source == "cache"
-    assert len(entries(str(tmp_path / "cache"))) == 1
-    assert same(part, loaded(folder, tmp_path / "apart", stage)[1])
+    assert same(again, part)
+    assert [one.name for one in entries(str(tmp_path / "cache"))] == [entry.name]
 
 
-def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))  # where no stage makes what the others take
-    for part in (stage, headless):
-        assert loaded(folder, tmp_path, part)[0] == "checkpoint"
-    recipes = [one.manifest.recipe["without"] for one in entries(str(tmp_path / "cache"))]
-    assert len(set(recipes)) == 2
-
-
-def test_a_rank_that_leaves_something_out_does_not_stand_in_the_way_either(folder: Path, tmp_path: Path, of_two_ranks: None) -> None:
-    assert loaded(folder, tmp_path, stage)[0] == "checkpoint"
-    assert [loaded(folder, tmp_path)[0] for _ in range(2)] == ["checkpoint", "cache"]
-    assert loaded(folder, tmp_path, stage)[0] == "cache"
+def test_ranks_that_take_different_parts_have_their_own_entries(
+    folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
+    first = {part: loaded(folder, tmp_path, part) for part in (stage, headless)}
+    assert [source for source, _ in first.values()] == ["checkpoint"] * 2
+    assert len(entries(str(tmp_path / "cache"))) == 2
+    for part, (_, values) in first.items():
+        source, again = loaded(folder, tmp_path, part)
+        assert source == "cache"
+        assert same(again, values)
+    assert loaded(folder, tmp_path / "one", stage)[0] == "checkpoint"
 
 
 def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(
@@ -269,3 +203,24 @@ def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(
     assert same(again, first)
     (entry,) = entries(str(tmp_path / "cache"))
     assert remove(entry.folder), "nobody holds it any more"
+
+
+def test_a_disk_that_fails_in_the_midst_costs_the_cache_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = loaded(folder, tmp_path / "apart")[1]
+    writes: list[int] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        writes.append(offset)
+        if len(writes) > 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(direct_target.os, "pwrite", pwrite)
+    source, values = loaded(folder, tmp_path)
+
+    assert source == "checkpoint"
+    assert same(values, wanted)
+    said = json.loads((tmp_path / "progress").read_text())
+    assert (said["phase"], said["cache"]["state"]) == ("done", "failed")
+    assert [name for name in os.listdir(tmp_path / "cache") if name != ".lock"] == []

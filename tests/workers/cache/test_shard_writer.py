@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.errors import CheckpointError
 from tests.support.waiting import HUNG_S
+from workers.cache import shard_writer
 from workers.cache.layout import ShardLayout, Tensors, lay_out
 from workers.cache.shard_writer import ShardWriter, Staging
 from workers.files import direct_target
@@ -33,32 +35,25 @@ def expected(shard: ShardLayout, tensors: dict[str, torch.Tensor]) -> bytes:
     return shard.header + b"".join(tensors[slot.name].numpy().tobytes() for slot in shard.slots)
 
 
-def writer(
-    folder: Path, shards: list[ShardLayout], *, blocks: int = 4, prepare: Callable[[], str] | None = None, **more: object
-) -> ShardWriter:
-    made = prepare or (lambda: str(folder))
-    named = {name: more.pop(name) for name in ("hold_bytes", "pin", "threads") if name in more}
-    return ShardWriter(shards, made, staging=Staging(blocks * BLOCK, BLOCK, **named), **more)  # type: ignore[arg-type]
-
-
-def fill_gaps(made: ShardWriter, tensors: dict[str, torch.Tensor]) -> int:
-    made.flush()
-    gaps = list(made.gaps())
-    for slot, start, stop in gaps:
-        assert made.put(slot, start, tensors[slot.name][start:stop], wait=True)
-    return len(gaps)
+def writer(folder: Path, shards: list[ShardLayout], *, blocks: int = 4, threads: int = 1, **more: Any) -> ShardWriter:
+    return ShardWriter(str(folder), shards, Staging(blocks * BLOCK, BLOCK, threads=threads), **more)
 
 
 class Gate:
-    """A `prepare` that waits, so that nothing is written until it is opened."""
+    """A disk that takes nothing until it is open."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
+        self.writes = 0
+        real = TargetFile.write
 
-    def __call__(self) -> str:
-        assert self.open.wait(HUNG_S)
-        return str(self.folder)
+        def write(file: TargetFile, offset: int, data: memoryview) -> None:
+            if offset:  # not a header
+                self.writes += 1
+                assert self.open.wait(HUNG_S)
+            real(file, offset, data)
+
+        monkeypatch.setattr(TargetFile, "write", write)
 
 
 LAYOUTS = st.dictionaries(
@@ -72,28 +67,24 @@ LAYOUTS = st.dictionaries(
     data=st.data(),
     shard_bytes=st.sampled_from([3 * BLOCK, 1 << 30]),
     direct=st.booleans(),
-    hold=st.sampled_from([0, 8 * BLOCK]),
     threads=st.sampled_from([1, 3]),
 )
 def test_the_files_are_what_was_put(
-    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, hold: int, threads: int
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, threads: int
 ) -> None:
     folder = tmp_path_factory.mktemp("writer")
     shards = lay_out(tensors, shard_bytes)
     values = content(shards)
-    made = writer(folder, shards, direct=direct, hold_bytes=hold, threads=threads)
+    made = writer(folder, shards, direct=direct, threads=threads)
     order = data.draw(st.permutations(sorted(values)))
     for name in order:
         slot, value = made.slots[name], values[name].clone()
         edges = sorted({0, slot.nbytes, *data.draw(st.lists(st.integers(0, slot.nbytes), max_size=2))})
-        if data.draw(st.booleans()):
-            for start, stop in itertools.pairwise(edges):
-                made.put(slot, start, value[start:stop])
+        for start, stop in itertools.pairwise(edges):
+            made.put([slot], value[start:stop], start)
         # What was taken is a copy.
         value.zero_()
 
-    fill_gaps(made, values)
-    assert list(made.gaps()) == []
     made.settle()
     made.close()
 
@@ -102,57 +93,62 @@ def test_the_files_are_what_was_put(
     assert made.bytes_written == made.bytes_total
 
 
-@pytest.mark.parametrize(("size", "hold"), [(100, 0), (BLOCK, 1 << 20), (7 * BLOCK, 0), (7 * BLOCK, 1 << 20)])
-def test_neighbours_are_put_as_one_or_not_at_all(tmp_path: Path, size: int, hold: int) -> None:
+@pytest.mark.parametrize("size", [100, BLOCK, 7 * BLOCK])
+def test_neighbours_are_put_as_one(tmp_path: Path, size: int) -> None:
     shards = lay_out({f"t{number}": ("U8", (size,)) for number in range(12)})
     values = content(shards)
-    made = writer(tmp_path, shards, hold_bytes=hold)
+    made = writer(tmp_path, shards)
     slots = list(made.slots.values())
-    together = torch.cat([values[slot.name] for slot in slots[2:7]])
+    for group in (slots[2:7], slots[7:], slots[:2]):
+        together = torch.cat([values[slot.name] for slot in group])
+        made.put(group, together)
+        together.zero_()
 
-    taken = made.put(slots[2], 0, together, behind=slots[3:7])
-    together.zero_()
-
-    missing = {slot.name for slot, _, _ in made.gaps()}
-    assert missing == {slot.name for slot in slots} - ({slot.name for slot in slots[2:7]} if taken else set())
-    assert taken or (size > 100 and not hold)
-    fill_gaps(made, values)
     made.settle()
-    made.close()
     assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
 
 
-def test_a_full_ring_refuses_and_remembers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("came", [0, BLOCK - 1])
+def test_a_tensor_that_did_not_come_whole_is_named(tmp_path: Path, came: int) -> None:
+    shards = lay_out({"a": ("U8", (BLOCK,)), "b": ("U8", (BLOCK,))})
+    made = writer(tmp_path, shards)
+    made.put([made.slots["a"]], content(shards)["a"])
+    made.put([made.slots["b"]], torch.zeros(came, dtype=torch.uint8))
+
+    with pytest.raises(CheckpointError, match=r"^b: "):
+        made.settle()
+    made.close()
+
+
+def test_who_puts_waits_for_a_slow_disk_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes nothing until the one who waits has been told so."""
+    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    gate = Gate(monkeypatch)
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(12)})
     values = content(shards)
-    gate = Gate(tmp_path)
-    made = writer(tmp_path, shards, prepare=gate)
+    told: list[float] = []
 
-    taken = [made.put(slot, 0, values[name]) for name, slot in made.slots.items()]
-    gate.open.set()
+    def waits(seconds: float) -> None:
+        told.append(seconds)
+        gate.open.set()
 
-    assert True in taken
-    assert False in taken
-    assert len(list(made.gaps())) == taken.count(False)
-    assert fill_gaps(made, values) == taken.count(False)
+    made = writer(tmp_path, shards, waits=waits)
+    for name, slot in made.slots.items():
+        made.put([slot], values[name])
+
+    assert told == sorted(told)
+    assert made.waited_s == told[-1] > 0
+    assert gate.writes
     made.settle()
-    made.close()
     assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
 
 
-def test_a_large_tensor_is_held_beside_a_full_ring(tmp_path: Path) -> None:
-    shards = lay_out({"small": ("U8", (3 * BLOCK,)), "large": ("U8", (20 * BLOCK + 5,)), "second": ("U8", (20 * BLOCK,))})
-    values = content(shards)
-    gate = Gate(tmp_path)
-    made = writer(tmp_path, shards, prepare=gate, hold_bytes=30 * BLOCK)
+def test_its_files_have_their_size_before_the_first_byte(tmp_path: Path) -> None:
+    shards = lay_out({f"t{number}": ("U8", (4 * BLOCK,)) for number in range(3)}, 4 * BLOCK)
+    made = writer(tmp_path, shards)
 
-    assert [made.put(slot, 0, values[name].clone()) for name, slot in made.slots.items()] == [True, True, False]
-    gate.open.set()
-
-    assert fill_gaps(made, values) == 1
-    made.settle()
+    assert [(tmp_path / shard.name).stat().st_blocks * 512 >= shard.size_bytes for shard in shards] == [True] * 3
     made.close()
-    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
 
 
 def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,18 +182,19 @@ def test_much_that_goes_through_the_page_cache_is_written_out_on_the_way(tmp_pat
     assert len(flushed) == 4
 
 
-def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(40)})
     values = content(shards)
-    told: list[BaseException] = []
+    made = writer(tmp_path, shards, threads=threads)
 
     def full(_fd: int, _data: memoryview, _offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(direct_target.os, "pwrite", full)
-    made = ShardWriter(shards, lambda: str(tmp_path), told.append, Staging(4 * BLOCK, BLOCK))
-
-    refused = [made.put(slot, 0, values[name], wait=True) for name, slot in made.slots.items()]
+    with pytest.raises(OSError, match="No space left"):
+        for name, slot in made.slots.items():
+            made.put([slot], values[name])
     with pytest.raises(OSError, match="No space left"):
         made.flush()
     with pytest.raises(OSError, match="No space left"):
@@ -205,114 +202,45 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
     made.close()
     made.close()
 
-    assert refused[-1] is False
-    assert [error.errno for error in told if isinstance(error, OSError)] == [errno.ENOSPC]
 
+def test_a_disk_that_is_full_from_the_beginning_leaves_no_open_file(tmp_path: Path, leaves_nothing: None) -> None:
+    shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(3)}, BLOCK)
+    (tmp_path / shards[-1].name).mkdir()
 
-def test_a_disk_that_fails_while_a_tensor_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = lay_out({"t": ("U8", (3 * BLOCK,))})
-    made = writer(tmp_path, shards, threads=3)
-    monkeypatch.setattr(made, "_copy", lambda _at, _view: made._failed(OSError(errno.EIO, "Input/output error")))
-
-    assert not made.put(made.slots["t"], 0, content(shards)["t"])
-    with pytest.raises(OSError, match="Input/output error"):
-        made.flush()
-    made.close()
+    with pytest.raises(FileExistsError):
+        writer(tmp_path, shards)
 
 
 def test_closing_before_the_end_leaves_what_was_not_written(tmp_path: Path) -> None:
     shards = lay_out({"t": ("U8", (64 * BLOCK,))})
-    gate = Gate(tmp_path)
-    made = writer(tmp_path, shards, prepare=gate)
-    slot = made.slots["t"]
-    for start in range(0, slot.nbytes, BLOCK):
-        made.put(slot, start, torch.zeros(BLOCK, dtype=torch.uint8))
+    made = writer(tmp_path, shards)
+    made.put([made.slots["t"]], torch.zeros(BLOCK, dtype=torch.uint8))
 
-    gate.open.set()
     made.close()
 
-    assert not made.put(slot, 0, torch.zeros(BLOCK, dtype=torch.uint8))
     assert made.bytes_written < made.bytes_total
 
 
-# A device. Only what the writer asks of one: whose turn it is there, and when it is done.
+def test_bytes_of_a_device_are_written_once_its_copies_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the writer asks of a device: a stream, and an event in it."""
+    idle, awaited = threading.Event(), threading.Event()
 
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
 
-class Device:
-    """Notes what is done with it, by which thread. busy: an event that passes only when somebody has waited for the stream."""
+    def synchronize() -> None:
+        awaited.set()
+        assert idle.wait(HUNG_S)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, busy: bool = False) -> None:
-        self.done: list[str] = []
-        self.idle = threading.Event()
-        self.awaited = threading.Event()
-        if not busy:
-            self.idle.set()
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: self)
-        monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-
-    def synchronize(self) -> None:
-        self.done.append("stream")
-        self.idle.set()
-
-    def record_event(self) -> Event:
-        return Event(self)
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def synchronize(self) -> None:
-        self.device.awaited.set()
-        assert self.device.idle.wait(HUNG_S)
-        self.device.done.append("event")
-
-
-class OnDevice(torch.Tensor):
-    is_cuda = True  # type: ignore[assignment]
-
-
-def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(OnDevice)
-
-
-@pytest.mark.parametrize("sizes", [[100, 200, 300], [BLOCK + 1, BLOCK - 1, 500], [100, 20 * BLOCK]], ids=str)
-def test_once_it_has_left_the_device_it_never_goes_back(tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks, parts of blocks, both, and a tensor that is held beside the ring: none is written before it leaves, but the last."""
-    device = Device(monkeypatch)
-    shards = lay_out({f"t{number}": ("U8", (size,)) for number, size in enumerate(sizes)})
-    values = content(shards)
-    gate = Gate(tmp_path)
-    made = writer(tmp_path, shards, blocks=8, prepare=gate, hold_bytes=30 * BLOCK)
-    for name, slot in made.slots.items():
-        assert made.put(slot, 0, on_device(values[name].clone()))
-    if max(sizes) > 4 * BLOCK:
-        gate.open.set()  # its copy is on the device, and is waited for
-
-    made.leave_device()
-    assert "stream" in device.done
-    device.done.clear()
-    gate.open.set()
-
-    assert fill_gaps(made, values) == 0
-    made.settle()
-    made.close()
-    assert device.done == []
-    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
-
-
-def test_it_has_not_left_while_a_thread_waits_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, busy=True)
-    shards = lay_out({"t": ("U8", (BLOCK // 2,))})
+    event = SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(record_event=lambda: event))
+    shards = lay_out({"t": ("U8", (3 * BLOCK,))})
     values = content(shards)
     made = writer(tmp_path, shards)
-    assert made.put(made.slots["t"], 0, on_device(values["t"].clone()))
-    assert device.awaited.wait(HUNG_S)
+    made.put([made.slots["t"]], values["t"].clone().as_subclass(OnDevice))
 
-    made.leave_device()
-
-    assert device.done == ["stream", "event"]
+    assert awaited.wait(HUNG_S)
+    assert made.bytes_written == len(shards[0].header)
+    idle.set()
     made.settle()
-    made.close()
     assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)

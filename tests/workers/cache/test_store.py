@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import facts, lacking
 from tests.support.waiting import HUNG_S
-from workers.cache import manifest, store
+from workers.cache import manifest, shard_writer, store
 from workers.cache import writer as cache_writer
-from workers.cache.load_session import virtual_of
 from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name
+from workers.cache.shard_writer import Staging
 from workers.cache.store import (
     CachedCheckpoint,
     entries,
@@ -97,7 +98,7 @@ def writer(
     cache_dir: str, source: Checkpoint, tensors: Mapping[str, torch.Tensor], recipe: Mapping[str, Any] = RECIPE, **more: Any
 ) -> CacheWriter:
     named = {name: more.pop(name) for name in ("notes",) if name in more}
-    content = CacheContent(source, recipe, None, DESCRIBED, layout(tensors), plain={PLAIN}, **named)
+    content = CacheContent(source, recipe, None, DESCRIBED, layout(tensors), **named)
     return CacheWriter(cache_dir, content, shard_bytes=8000, **more)
 
 
@@ -106,7 +107,7 @@ def written(cache_dir: str, source: Checkpoint, recipe: Mapping[str, Any] = RECI
     made = writer(cache_dir, source, tensors, recipe, **more)
     for name, tensor in tensors.items():
         made.add(name, tensor)
-    made.finish(lambda name: {name: tensors[name]})
+    made.finish()
     return made
 
 
@@ -129,7 +130,7 @@ def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) 
     states: list[tuple[str, int, str | None]] = []
     made = written(cache_dir, source, notes={"vllm": "0.32.0"}, on_state=lambda *state: states.append(state))
 
-    assert states == [("writing", 0, None), ("written", made.bytes_total, None)]
+    assert states == [("writing", 0, None), ("written", made.bytes_written, None)]
     folder = Path(made.folder)
     assert left(cache_dir) == [folder.name]
     own = read_checkpoint(folder)
@@ -152,7 +153,7 @@ def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) 
     assert {file["name"] for file in told["files"]} == {
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, USED)
     }
-    assert made.bytes_written == made.bytes_total == sum(shard.size_bytes for shard in own.shards)
+    assert made.bytes_written == sum(shard.size_bytes for shard in own.shards)
 
 
 @pytest.mark.parametrize(("notes", "count"), [({}, 0), ({store.UNMEASURED_INPUTS: 3}, 3)])
@@ -162,62 +163,6 @@ def test_how_many_inputs_its_writer_did_not_measure_is_kept(cache_dir: str, sour
     assert cached is not None
     with cached:
         assert cached.unmeasured_inputs == count
-
-
-def test_a_layer_is_whole_long_before_the_last_byte(cache_dir: str, source: Checkpoint) -> None:
-    """Global scales stand at the end of a shard, and kernels wait for them: each shard is read from there, and then from its beginning."""
-    written(cache_dir, source)
-    cached, _ = found(cache_dir, source)
-
-    assert cached is not None
-    with cached:
-        order = [cached.checkpoint.tensors[one.name] for one in virtual_of(cached).emitted()]
-    assert len(order) == len(cached.checkpoint.tensors)
-    shards = [[ref for ref in order if ref.path == shard.path] for shard in cached.checkpoint.shards]
-    assert [ref for refs in shards for ref in refs] == order
-    for refs in shards:
-        scales = [ref for ref in refs if ref.name.endswith("global_scale")]
-        assert refs[: len(scales)] == scales
-        assert [ref.offset for ref in refs[len(scales) :]] == sorted(ref.offset for ref in refs if ref not in scales)
-    assert max(len(refs) for refs in shards) > 2
-
-
-def test_what_did_not_fit_is_made_again(cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes nothing while the load runs: pass-through bytes come from the source, the others from the loader."""
-    tensors = quantized(source)
-    monkeypatch.setattr(cache_writer.ShardWriter, "put", refusing(cache_writer.ShardWriter.put))
-    asked: list[str] = []
-
-    def refill(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        asked.extend(names)
-        yield from ((name, tensors[name]) for name in list(names))
-
-    made = writer(cache_dir, source, tensors)
-    for name, tensor in tensors.items():
-        made.add(name, tensor)
-    made.finish(refill)
-
-    assert (made.state, made.reason) == ("written", None)
-    assert sorted(asked) == sorted(name for name in tensors if name != PLAIN)
-    monkeypatch.undo()
-    with_all = Path(made.folder)
-    there, _ = found(cache_dir, source)
-    assert there is not None
-    with there:
-        for shard in there.checkpoint.shards:
-            again = writer(f"{cache_dir}-again", source, tensors)
-            for name, tensor in tensors.items():
-                again.add(name, tensor)
-            again.finish(refill)
-            assert Path(shard.path).read_bytes() == (Path(again.folder) / Path(shard.path).name).read_bytes()
-    assert with_all.is_dir()
-
-
-def refusing(real: Callable[..., bool]) -> Callable[..., bool]:
-    def put(self: Any, slot: Any, start: int, view: torch.Tensor, *, wait: bool = False) -> bool:
-        return wait and real(self, slot, start, view, wait=wait)
-
-    return put
 
 
 def test_chunks_of_a_large_tensor(cache_dir: str, source: Checkpoint) -> None:
@@ -269,14 +214,34 @@ def test_a_load_that_is_cancelled_leaves_nothing(cache_dir: str, source: Checkpo
     assert left(cache_dir) == []
 
 
-def test_a_refill_that_fails_costs_the_cache_only(cache_dir: str, source: Checkpoint) -> None:
-    def refill(_names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        raise KeyError("no such unit")
+def test_a_load_that_waits_for_the_disk_says_so_once(
+    cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk takes a second block once it was said, with a ring of one."""
+    monkeypatch.setattr(cache_writer, "SLOW_S", 0.0)
+    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    said = threading.Event()
+    real = direct_target.TargetFile.write
 
-    made = writer(cache_dir, source, quantized(source))
+    def write(file: Any, offset: int, data: memoryview) -> None:
+        assert not offset or said.wait(HUNG_S)
+        real(file, offset, data)
 
-    assert made.finish(refill) == "failed"
-    assert made.reason is not None and "KeyError: 'no such unit'" in made.reason
+    monkeypatch.setattr(direct_target.TargetFile, "write", write)
+    states: list[tuple[str, int, str | None]] = []
+
+    def on_state(state: str, size_bytes: int, why: str | None) -> None:
+        states.append((state, size_bytes, why))
+        if why is not None:
+            said.set()
+
+    caplog.set_level("INFO")
+    made = written(cache_dir, source, on_state=on_state, staging=Staging(4096, 4096))
+
+    (waiting,) = [why for state, _, why in states if state == "writing" and why is not None]
+    assert facts(waiting) == cache_dir
+    assert [one.message for one in caplog.records].count(f"sparkd: {waiting}.") == 1
+    assert states[-1] == ("written", made.bytes_written, None)
 
 
 # The second start
@@ -546,7 +511,7 @@ def test_a_source_that_is_gone_fails_the_cache_only(cache_dir: str, source: Chec
     assert facts(fault_of(entry)) == source.folder
     made = writer(cache_dir, source, tensors, {**RECIPE, "format": "fp8"})
 
-    assert made.finish() == "failed"
+    assert made.state == "failed"
     assert facts(made.reason).startswith(f"Tiny-1B {source.folder}")
 
 

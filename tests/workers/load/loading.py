@@ -3,7 +3,6 @@ conftest.py and a registered plugin."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,3 @@ def load(
         if process:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model
-
-
-def wait_for_cache() -> None:
-    """Until the quantized cache that a load writes behind itself is whole."""
-    for thread in threading.enumerate():
-        if thread.name == "quantized-cache":
-            thread.join()

@@ -19,7 +19,7 @@ from sparkd.errors import CheckpointError
 from tests.support.architectures import EXPERTS, HIDDEN, gpt_oss
 from tests.support.checkpoints import MIB, stored, write_checkpoint
 from tests.support.pipelines import pipeline_of
-from tests.workers.load.loading import load, wait_for_cache
+from tests.workers.load.loading import load
 from workers import plugin
 from workers.load.formats import quantizer
 from workers.load.reader import Reader
@@ -140,7 +140,6 @@ def test_the_quantized_cache_is_loaded_in_the_same_way(loaded: Any, tmp_path: Pa
     first, second = {}, {}
     for got in (first, second):
         got |= loaded("int4-g32", cache_dir=str(tmp_path / "cache"), progress=str(tmp_path / "progress"))
-        wait_for_cache()
     assert json.loads((tmp_path / "progress").read_text())["source"] == "cache"
     assert first.keys() == second.keys()
     for name, parameter in first.items():

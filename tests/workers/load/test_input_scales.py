@@ -16,7 +16,7 @@ from sparkd.errors import CheckpointError, ConfigError
 from tests.support.architectures import ARCHITECTURES, PRESETS, write_qwen3_moe
 from tests.support.checkpoints import MIB, checkpoint_of, write_checkpoint
 from tests.support.facts import facts
-from tests.workers.load.loading import load, wait_for_cache
+from tests.workers.load.loading import load
 from workers import plugin
 from workers.cache.store import CALIBRATION, entries
 from workers.load import input_scales
@@ -191,7 +191,6 @@ def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
     assert first[f"{LAYER}.self_attn.qkv_proj.input_global_scale"].tolist() == [divisor_of(2.0)]
     (up,) = (tensor for name, tensor in first.items() if name.endswith("w13_input_global_scale"))
     (down,) = (tensor for name, tensor in first.items() if name.endswith("w2_input_global_scale"))
-    wait_for_cache()
     (entry,) = entries(str(tmp_path))
     assert entry.manifest is not None
     assert (tmp_path / FOLDER / entry.manifest.notes[CALIBRATION]).exists()

@@ -246,6 +246,27 @@ def test_a_large_tensor_goes_straight_into_its_parameter(tmp_path, monkeypatch):
     assert sorted(at for at, _ in tensors()) == sorted(weights), "a tensor without a copy is read past"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["as it is", "in another dtype"])
+@pytest.mark.parametrize("first", [0, 200])
+def test_a_sink_gets_the_rows_of_a_large_tensor_that_are_read(tmp_path, monkeypatch, first, dtype):
+    """A rank takes rows from `first` on, and its cache has these alone."""
+    monkeypatch.setattr("workers.load.pipeline.STREAMED_BYTES", 64 * 1024)
+    weights = random_weights()
+    name = "model.embed_tokens.weight"
+    virtual = VirtualCheckpoint(read_checkpoint(str(written(tmp_path / "m", weights))), {})
+    regions = {one.name: None for one in virtual.emitted()} | {name: ((first, 512), (0, HIDDEN))}
+    came = torch.zeros((512 - first) * HIDDEN * 2, dtype=torch.uint8)
+
+    class Sink:
+        def add_chunk(self, of: str, start_byte: int, view: torch.Tensor) -> None:
+            assert of == name
+            came[start_byte : start_byte + view.numel()] = view
+
+    for _, tensor in pipeline_of(virtual, CPU, READER, once={name}, regions=regions, sink=Sink()).tensors():
+        torch.zeros(512 - first, HIDDEN, dtype=dtype).copy_(tensor[first:])
+    assert torch.equal(came.view(torch.bfloat16).view(-1, HIDDEN), weights[name][first:])
+
+
 def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path):
     weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 96, dtype=torch.bfloat16)}
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: .*up_proj\.weight: K=96.*128"):
@@ -340,12 +361,10 @@ def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkey
     want = Fused(ranks, rank).load(pipeline_of(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
     arguments = got.asked(virtual)
-    reached: list[str] = []
     straight = set(arguments["straight"])
-    got.load(pipeline_of(virtual, CPU, READER, **arguments, placed=reached.extend, batch_bytes=batch_bytes))
+    got.load(pipeline_of(virtual, CPU, READER, **arguments, batch_bytes=batch_bytes))
     same_memory(got, want)
     assert not set(got.handed) & straight
-    assert sorted(reached) == sorted({*got.handed, *straight})
     assert arguments["straight"] == {}, "a place holds memory"
 
 
@@ -385,26 +404,12 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
 
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
-def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
-    virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
-    whole = LoadSession.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
-    planned = whole.handed()
-    at_once = whole.handed_whole()
-    assert at_once is not None
-    shapes = {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in planned.items() if name in at_once}
-    assert {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in at_once.items()} == shapes
-    assert all(name.endswith("weight_shape") for name in planned.keys() - at_once.keys())
-    half = LoadSession.of(virtual, CPU, READER, Fused(2, 1).trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
-    assert half.handed_whole() is None
-
-
-@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.workers.load.test_pipeline.EXPERTS", 9)
     virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     trace = Fused(2, 1).trace(virtual)
-    first = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    first = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
     handed = first.pipeline.handed()
     parts: dict[str, torch.Tensor] = {}
 
@@ -422,11 +427,12 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     want = Fused(2, 1)
     want.load_weights(first.tensors())
     cache = laid_out(tmp_path, parts)
-    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None, damaged=frozenset())
+    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None)
 
     got = Fused(2, 1)
     trace = got.trace(virtual)
-    second = LoadSession.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None)).from_cache(cached, handed)
+    second = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    second.read_parts(cached, handed)
     trace.forget_targets()
     got.handed.clear()
     got.load_weights(second.tensors())

@@ -43,12 +43,6 @@ def with_experts(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{quantization}.{module}.select_nvfp4_moe_backend", lambda *_args, **_more: (NvFp4MoeBackend.MARLIN, object))
 
 
-@pytest.fixture
-def unprocessed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put into a kernel's layout before it is looked at."""
-    monkeypatch.setattr("workers.vllm.load.loader.is_ours", lambda _method: False)
-
-
 def spoil(model: Any) -> None:
     for tensor in model.state_dict().values():
         tensor.view(-1).view(torch.uint8).fill_(UNTOUCHED)
@@ -77,13 +71,13 @@ def different(folder: Path, *, process: bool) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_experts_arrive_as_they_do_without_us(tmp_path: Path, source: str, with_experts: None, unprocessed: None) -> None:
+def test_experts_arrive_as_they_do_without_us(tmp_path: Path, source: str, with_experts: None) -> None:
     assert different(written(tmp_path / "model", f"qwen3_moe-{source}"), process=False) == ([], [])
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_dense_model_arrives_as_it_does_without_us(tmp_path: Path, source: str, unprocessed: None) -> None:
+def test_a_dense_model_arrives_as_it_does_without_us(tmp_path: Path, source: str) -> None:
     assert different(written(tmp_path / "model", f"llama-{source}"), process=False) == ([], [])
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,18 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def cached(source: Checkpoint, cache_dir: Path, leave_out: str | None = None) -> None:
+def cached(source: Checkpoint, cache_dir: Path) -> None:
     """What a load leaves in the cache."""
     recipe = QuantizationRecipe.parse(RECIPE)
     formats = recipe.assign(source)
     virtual = VirtualCheckpoint(source, formats)
-    layout, plain = layout_of(virtual)
-    layout = {name: one for name, one in layout.items() if name != leave_out}
     described = quantization_config(formats, linear_modules(source))
-    made = CacheWriter(str(cache_dir), CacheContent(source, RECIPE, None, described, layout, plain=plain))
-    stored = {name: tensor_of(source, name) for name in source.tensors}
-
-    def refill(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in list(names):
-            module, _, suffix = name.rpartition(".")
-            yield name, quantizer(formats[module]).quantize(stored[f"{module}.weight"])[suffix]
-
-    assert made.finish(refill) == "written", made.reason
+    made = CacheWriter(str(cache_dir), CacheContent(source, RECIPE, None, described, layout_of(virtual)))
+    for name in (tensor.name for tensor in virtual.emitted()):
+        module, _, suffix = name.rpartition(".")
+        form = formats.get(module)
+        made.add(name, tensor_of(source, name) if form is None else quantizer(form).quantize(tensor_of(source, f"{module}.weight"))[suffix])
+    assert made.finish() == "written", made.reason
 
 
 def tensor_of(source: Checkpoint, name: str) -> torch.Tensor:
@@ -111,15 +105,6 @@ def test_what_is_handed_out_is_a_checkpoint_and_nothing_of_a_cache(source: Check
 
 def tokenizer(source: Checkpoint) -> list[str]:
     return sorted(name for name in os.listdir(source.folder) if "token" in name)
-
-
-def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: Checkpoint, tmp_path: Path) -> None:
-    cached(source, tmp_path / "cache", leave_out="model.norm.weight")
-
-    done = exported(source, tmp_path / "out", tmp_path / "cache")
-
-    assert done[0] == "checkpoint"
-    assert "model.norm.weight" in read_checkpoint(tmp_path / "out").tensors
 
 
 @pytest.mark.parametrize("how", ["folder", "link", "link to nothing", "new disk"])

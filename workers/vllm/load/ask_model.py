@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.load.expert_placement import answered, families, stretches
+from workers.load.expert_placement import answered, families
 from workers.load.trace import Trace, phantoms
 from workers.load.virtual import VirtualCheckpoint
-from workers.vllm.load.completeness import LoadOutcome, Writes, refuse_unfilled, storages_of
+from workers.vllm.load.completeness import Check, refuse_unfilled
 from workers.vllm.load.load_errors import refuse_integers, source_of
 from workers.vllm.load.ranks import experts_are_spread
 
@@ -26,20 +26,20 @@ def ask(
     folder: str,
     *,
     quantized: bool,
-    check: bool,
+    check: Check | None,
 ) -> Trace | None:
     """The tensors of `virtual` that the model takes; None, with the reason in the log, where its weight loaders cannot be asked.
 
-    folder: the user's checkpoint, for messages; quantized: by sparkd; check: refuse a checkpoint that lacks a weight. Raises
-    CheckpointError for that, and where the model requires a tensor that the checkpoint lacks.
+    folder: the user's checkpoint, for messages; quantized: by sparkd; check: vLLM's own (completeness.py), None for none. Raises
+    CheckpointError for a checkpoint that lacks a weight, and where the model requires a tensor that the checkpoint lacks.
     """
-    trace, writes, storages = Trace(), Writes(), storages_of(model)
+    trace = Trace()
     emitted = virtual.emitted()
     alike = [] if experts_are_spread() else families(emitted)
     skipped = {name for family in alike for name in family.followers}
     wanted = [tensor for tensor in emitted if tensor.name not in skipped]
     try:
-        with torch.no_grad(), writes:
+        with torch.no_grad():
             loaded = model.load_weights(phantoms(((tensor.name, tensor.shape, tensor.dtype) for tensor in wanted), device, trace))
     except (KeyError, AttributeError) as error:
         ref = source_of(virtual, next(reversed(trace.taken), ""))
@@ -63,11 +63,9 @@ def ask(
         return None
     refuse_integers(virtual, trace)
     trace.straight = answered(alike, trace.taken)
-    if check and loaded is not None and fills_all(model, model_config, virtual):
-        counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
-        experts = model_config.get_num_experts() if counted else None
-        answers = LoadOutcome(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
-        refuse_unfilled(answers, folder, quantized=quantized)
+    if check is not None and loaded is not None and fills_all(model, model_config, virtual):
+        experts = None if experts_are_spread() else model_config.get_num_experts()
+        refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
     return trace
 
 

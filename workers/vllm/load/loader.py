@@ -21,26 +21,23 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.layout import Tensors
-from workers.cache.load_session import LoadSession, virtual_of
-from workers.cache.omitted import can_be_completed, completed, left_out, recipe_without
-from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
-from workers.cache.writer import CODES, CacheContent, CacheWriter
+from workers.cache.load_session import LoadSession, parts_key, virtual_of
+from workers.cache.manifest import TpSlice
+from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find, has_entry
+from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
 from workers.load.input_scales import CURE, measured
-from workers.load.pipeline import SHAPE
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.settings import LoaderSettings
-from workers.load.trace import Trace
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ask
 from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
 from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
-from workers.vllm.load.early_repack import Early
 from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
-from workers.vllm.load.method import NAME, formats_of, is_ours
-from workers.vllm.load.ranks import rank_of_world, ranks, tensor_parallel_rank
+from workers.vllm.load.method import NAME, formats_of
+from workers.vllm.load.ranks import rank_of_world, tensor_parallel_rank
 from workers.vllm.load.repack import repack_in_place
 from workers.vllm.load.supported import refuse_unserved
 from workers.vllm.load.warmup import compile_kernels, make_ready
@@ -139,13 +136,6 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
         ) from error
 
 
-def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
-    """Raise CheckpointError if the model takes a tensor that the cache marks as damaged."""
-    for name in sorted(entry.damaged):
-        if trace is None or ((taken := trace.taken.get(name)) is not None and taken.region is not None):
-            raise CheckpointError("it holds NaN or Inf, or was made of a tensor that does", file=entry.folder, tensor=name)
-
-
 def _warn_of_unmeasured(count: int) -> None:
     if count:
         logger.warning("sparkd: %d modules in nvfp4-a4 have no measured input: they are less accurate. %s", count, CURE)
@@ -210,7 +200,7 @@ class SparkStreamLoader(DefaultModelLoader):
         except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
             # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
             is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
-            self._abandon(f"the load ended by {type(error).__name__}")
+            self._abandon()
             refused = self._refusal(error, model, is_placing=is_placing)
             if refused is None:
                 raise
@@ -218,20 +208,21 @@ class SparkStreamLoader(DefaultModelLoader):
         finally:
             self._source = None
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self) -> None:
         if self._tensors is not None:
             self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
         if self._source is not None:
-            # Closing a generator that never ran closes nothing.
-            self._source.abandon(reason)
-            self._source.close()
+            self._source.close()  # closing a generator that never ran closes nothing
 
     def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
         """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
 
         is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
         """
-        if self._progress is None or isinstance(error, SparkdError):
+        if self._progress is None:
+            return None
+        if isinstance(error, SparkdError):
+            self._progress.failed(error.message)
             return None
         from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
         is_mismatch = isinstance(error, _MISMATCHES) and not from_device
@@ -246,12 +237,7 @@ class SparkStreamLoader(DefaultModelLoader):
         """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
         self.counter_before_loading_weights = time.perf_counter()
         progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
-        try:
-            source = self._prepared(model_config, model, progress)
-        except SparkdError as error:
-            progress.failed(error.message)
-            raise
-        self._tensors = self._streamed(source, model)
+        self._tensors = self._streamed(self._prepared(model_config, model, progress), model)
         return self._tensors
 
     def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
@@ -300,10 +286,9 @@ class SparkStreamLoader(DefaultModelLoader):
     ) -> LoadSession:
         """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
         self._virtual = virtual
-        check = self._settings.enable_weights_track
+        check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
         if entry is not None:
-            _refuse_damaged(entry, trace)
             _warn_of_unmeasured(entry.unmeasured_inputs)
         reader = partial(
             Reader,
@@ -312,10 +297,9 @@ class SparkStreamLoader(DefaultModelLoader):
             pin=device.type == "cuda",
             direct=self._settings.direct,
         )
-        self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
-        source = self._source = LoadSession.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
+        source = self._source = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
         if formats and self._settings.cache_dir is not None:
-            source = self._source = self._beside_cache(source, checkpoint, formats, device)
+            self._beside_cache(source, checkpoint, formats, self._settings.cache_dir)
         if trace is not None:
             trace.forget_targets()
         spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
@@ -328,85 +312,56 @@ class SparkStreamLoader(DefaultModelLoader):
         return source
 
     def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
-        """The quantized cache of the whole model; None if there is none, or if this rank may have its own."""
+        """The quantized cache of the whole model; None if there is none."""
         if (cache_dir := self._settings.cache_dir) is None:
             return None
-        recipe = self._settings.recipe.canonical()
-        rank, world = rank_of_world()
-        if world > 1 and os.path.isdir(os.path.join(cache_dir, entry_name(checkpoint, {**recipe, "ranks": ranks()}, (rank, world)))):
-            return None
-        return find(cache_dir, checkpoint, recipe, say=logger.info)
+        return find(cache_dir, checkpoint, self._settings.recipe.canonical(), say=logger.info)
 
-    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> LoadSession:
-        """The session from the quantized cache if there is one; else `source` with a writer that creates the cache."""
-        cache_dir = str(self._settings.cache_dir)
-        recipe, tp_slice = self._settings.recipe.canonical(), None
-        candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
-        in_parts = (wanted := source.pipeline.handed_whole()) is None
-        wanted = source.pipeline.handed() if wanted is None else wanted
-        virtual = source.pipeline.virtual
-        left = left_out(virtual, wanted)
-        completes = bool(left) and not in_parts and rank_of_world()[1] == 1 and can_be_completed(virtual, left)
-        if left and not completes:
-            recipe = recipe_without(recipe, left)
-            candidates.append((recipe, None))
-        if in_parts:
-            recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
-            candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
-        for cached_recipe, part in candidates:
-            cached = find(cache_dir, checkpoint, cached_recipe, part, say=logger.info)
-            if cached is None:
-                continue
-            if served := source.from_cache(cached, wanted):
-                _warn_of_unmeasured(cached.unmeasured_inputs)
-                return served
-            cached.close()
-        handed = wanted if in_parts else source.pipeline.handed()
-        layout: Tensors = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in handed.items()}
-        plain = frozenset(name for name, tensor in handed.items() if tensor.plain and tensor.is_whole)
-        if completes:
-            layout, plain = completed(virtual, layout)
-        source.writer = CacheWriter(
-            cache_dir,
-            CacheContent(
-                checkpoint,
-                recipe,
-                tp_slice,
-                quantization_config(formats, linear_modules(checkpoint)),
-                layout,
-                plain=plain,
-                notes={
-                    SPELLINGS: sorted({form.spelling for form in formats.values()}),
-                    UNMEASURED_INPUTS: self._unmeasured,
-                    CALIBRATION: self._calibration,
-                },
-            ),
-            self._settings.cache_limit_bytes,
-            device=device,
-            on_state=source.progress.cache,
-        )
-        source.pipeline.sink = source.writer
-        return source
+    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], cache_dir: str) -> None:
+        """Let the session write the cache that there is not yet; on one of several ranks it is a cache of its own, which it reads where it
+        has one."""
+        recipe, rank = self._settings.recipe.canonical(), rank_of_world()
+        if rank == (0, 1):
+            if source.takes_most():
+                writer = self._writer(source, checkpoint, formats, cache_dir, recipe, None, layout_of(source.virtual))
+                if writer.state == "writing":
+                    source.write_whole(writer)
+            return
+        parts = source.pipeline.handed()
+        recipe["parts"] = parts_key(parts)
+        if (own := find(cache_dir, checkpoint, recipe, rank, say=logger.info)) is not None:
+            _warn_of_unmeasured(own.unmeasured_inputs)
+            source.read_parts(own, parts)
+            return
+        layout = {name: (CODES[part.dtype], part.shape) for name, part in parts.items()}
+        source.write_parts(self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout))
+
+    def _writer(
+        self,
+        source: LoadSession,
+        checkpoint: Checkpoint,
+        formats: Mapping[str, Any],
+        cache_dir: str,
+        recipe: Mapping[str, Any],
+        tp_slice: TpSlice,
+        layout: Tensors,
+    ) -> CacheWriter:
+        notes = {
+            SPELLINGS: sorted({form.spelling for form in formats.values()}),
+            UNMEASURED_INPUTS: self._unmeasured,
+            CALIBRATION: self._calibration,
+        }
+        described = quantization_config(formats, linear_modules(checkpoint))
+        content = CacheContent(checkpoint, recipe, tp_slice, described, layout, notes)
+        return CacheWriter(cache_dir, content, self._settings.cache_limit_bytes, device=source.device, on_state=source.progress.cache)
 
     def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
             for self._handed, tensor in source.tensors():
                 yield self._handed, tensor
-            self._early.wait()
-        except SparkdError as error:
-            source.progress.failed(error.message)
-            source.abandon(error.message)
-            raise
-        except GeneratorExit:
-            source.abandon("the load ended early")
-            raise
-        except BaseException as error:
-            source.abandon(f"the load ended by {type(error).__name__}")
-            source.progress.failed(ended(error))
-            raise
+            source.finish()
         finally:
-            self._early.abandon()
             source.close()
         for more in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(more)
@@ -416,8 +371,7 @@ class SparkStreamLoader(DefaultModelLoader):
             if reason:
                 logger.warning("sparkd: %s", reason)
         logger.info(
-            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk; "
-            "%d modules were put into their kernels' layout meanwhile.",
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
             pipeline.units_total,
             pipeline.bytes_read / 2**30,
             "checkpoint" if source.cached is None else "quantized cache",
@@ -425,7 +379,5 @@ class SparkStreamLoader(DefaultModelLoader):
             pipeline.bytes_read / seconds / 1e9,
             " past the page cache" if pipeline.direct else "",
             pipeline.waited_s,
-            len(self._early.done),
         )
         source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
-        source.finish()

@@ -75,12 +75,6 @@ def _is_ours(form: Format) -> bool:
     return form.name == "nf4" or current_platform.is_cpu()
 
 
-def is_ours(method: Any) -> bool:
-    """Whether a module's method came from `SparkConfig` for a quantized weight: compressed-tensors' own, or one of ours."""
-    place = type(method).__module__
-    return isinstance(method, QuantizeMethodBase) and (".compressed_tensors" in place or place.startswith("workers.load."))
-
-
 def formats_of(described: Mapping[str, Any]) -> list[Format]:
     """The weight formats that a `quantization_config` names."""
     schemes = (CompressedTensorsConfig._quantization_scheme_map_from_config(dict(described)) or {}).values()

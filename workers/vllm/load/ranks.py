@@ -21,12 +21,6 @@ def tensor_parallel_rank() -> int:
         return 0
 
 
-def ranks() -> dict[str, int | bool]:
-    """The engine's parallel sizes, for the key of a cache that holds one rank's part."""
-    parallel = _parallel()
-    return {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size, "ep": bool(parallel.enable_expert_parallel)}
-
-
 def rank_of_world() -> tuple[int, int]:
     """(this rank, number of ranks) of the whole engine."""
     from torch import distributed

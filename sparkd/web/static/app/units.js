@@ -100,7 +100,7 @@ export function stage(state, progress) {
   if (state === "LOADING") parts.push(...amounts(facts));
   if (known(facts.kv_tokens)) parts.push(`KV cache of ${count(facts.kv_tokens)} tokens`);
   if (known(facts.eta_s)) parts.push(`about ${fixed(/** @type {number} */ (facts.eta_s))} s left`);
-  if (facts.cache_state === "writing" && state !== "LOADING") parts.push("writing the quantized cache");
+  if (facts.cache_state === "writing" && facts.cache_why) parts.push(facts.cache_why);
   return parts.join(", ");
 }
 

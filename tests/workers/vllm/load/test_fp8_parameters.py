@@ -17,7 +17,7 @@ from tests.support.architectures import llama, quantized
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.support.published_stored import FP8, FP8_BLOCK
 from tests.workers.load.formats.test_fp8_source_load import codes, scale_beside, spread
-from tests.workers.load.loading import load, wait_for_cache
+from tests.workers.load.loading import load
 from workers import plugin
 
 FUSED_IN_VLLM = {
@@ -40,7 +40,6 @@ def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: Mappi
     for source in ("checkpoint", "cache"):
         progress = tmp_path / source
         model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cached"), "progress": str(progress)})
-        wait_for_cache()
         assert json.loads(progress.read_text())["source"] == source
         parameters = dict(model.named_parameters())
         for layer, (fused, parts) in product(range(2), FUSED_IN_VLLM.items()):
