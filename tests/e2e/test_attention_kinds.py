@@ -48,7 +48,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
 def test_every_kind_of_attention_is_sized_and_serves_its_worst_load(kinds: Kinds) -> None:
     for kind in KINDS:
         one, report = kinds.said[kind], kinds.said[kind]["report"]
-        assert (report["phase"], report["source"]) == ("ready", "plenty"), one
+        assert (report["phase"], report["source"]) == ("ready", "limit"), one
         assert POOL * 0.95 < report["pool_bytes"] <= POOL, one
         # The number that vLLM itself reports, whatever the groups of layers are.
         assert report["tokens"] == one["tokens"], one

@@ -57,7 +57,7 @@ def first_start(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 
 def test_what_is_left_is_the_cache(first_start: Start) -> None:
     answer, first, log = first_start.answer, first_start.report, first_start.log
-    assert (first["phase"], first["source"]) == ("ready", "plenty"), log[-3000:]
+    assert (first["phase"], first["source"]) == ("ready", "limit"), log[-3000:]
     # The pool is the reading, less the margin and what a batch is assumed to need.
     assert 0 <= first["room_bytes"] - first["margin_bytes"] - int(1.25 * ASSUMED_BYTES) - first["pool_bytes"] < 2**24
     assert abs(first["error_bytes"]) < NOISE

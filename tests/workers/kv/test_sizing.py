@@ -611,7 +611,7 @@ def test_an_engine_that_never_rehearses_leaves_room_for_an_assumed_batch_and_lea
         known = CacheSettings(margin_bytes=GIB, profiles=str(tmp_path / "profiles"), report=str(tmp_path / "report"), **settings)
         sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"}, assumed=Demand(peak=GIB // 2))
         assert sizing.determine(lambda _limit: STOCK) == size
-        assert (machine.did, told(tmp_path)["source"], "peak_bytes" in told(tmp_path)) == (["warm"], "plenty", False)
+        assert (machine.did, told(tmp_path)["source"], "peak_bytes" in told(tmp_path)) == (["warm"], "limit", False)
         machine.demand = Demand(weights=30 * GIB)
         serve(sizing, machine, size, 0)
         assert (told(tmp_path)["phase"], told(tmp_path)["growth_bytes"]) == ("ready", GIB // 2 * 5 // 4)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from workers.vllm.ask import cuda_stand_in
 from workers.vllm.ask.cuda_stand_in import AbsentPackage, without_streams
+from workers.vllm.kv.costs import block_bytes_of, groups_of, longest_bytes_of
 from workers.vllm.symbols import symbol
 
 # Longer sentences are pydantic's list of all that a union did not match.
@@ -401,7 +402,7 @@ def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     with set_current_vllm_config(config):
         with _step("cache"):
             _settle_layout(config, merged)
-            groups = symbol("get_kv_cache_groups")(config, merged)
+            groups = groups_of(config, merged)
         stages = [_stage_of(config, groups, cache) for cache in caches]
     worded = [
         {
@@ -417,16 +418,14 @@ def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _stage_of(config: Any, groups: Any, cache: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of a stage of the pipeline, see workers.vllm.ask.model_answer."""
-
     own = [group for group in symbol("_project_kv_cache_groups_to_worker")(groups, cache) if group.layer_names]
     if not own:
         return {"block_bytes": 0, "requests": []}
-    return {"block_bytes": int(symbol("_pool_bytes_per_block")(config, own)), "requests": _requests(config, own)}
+    return {"block_bytes": block_bytes_of(config, own), "requests": _requests(config, own)}
 
 
 def _requests(config: Any, groups: Any) -> list[list[int]]:
     """[[tokens, bytes that one request of so many takes]], up to the longest."""
-
     longest = config.model_config.max_model_len
     lengths = [1]
     while max(lengths[-1] * 2, _SHORTEST) < longest:
@@ -435,7 +434,7 @@ def _requests(config: Any, groups: Any) -> list[list[int]]:
     try:
         for length in (*lengths, longest):
             config.model_config.max_model_len = length
-            rows.append([length, int(symbol("_max_memory_usage_bytes_from_groups")(config, groups))])
+            rows.append([length, longest_bytes_of(config, groups)])
     finally:
         config.model_config.max_model_len = longest
     return rows

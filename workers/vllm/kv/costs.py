@@ -44,17 +44,38 @@ def cache_of(vllm_config: Any, specs: dict[str, Any], blocks: int) -> tuple[Any,
     cache_config = vllm_config.cache_config
     before, cache_config.num_gpu_blocks_override = cache_config.num_gpu_blocks_override, None
     try:
-        if not has("get_kv_cache_config_builder"):
-            groups = symbol("get_kv_cache_groups")(vllm_config, specs)
-            block_bytes = int(symbol("_pool_bytes_per_block")(vllm_config, groups))
-            return symbol("get_kv_cache_config_from_groups")(vllm_config, groups, blocks * block_bytes), block_bytes
-        # A model or a platform may group its layers in its own way.
-        builder = symbol("get_kv_cache_config_builder")(vllm_config)
-        groups = symbol("get_kv_cache_groups_from_builder")(builder, vllm_config, specs)
-        block_bytes = int(symbol("_pool_bytes_per_block_from_builder")(builder, vllm_config, groups))
-        return builder.get_kv_cache_config_from_groups(vllm_config, groups, blocks), block_bytes
+        groups = groups_of(vllm_config, specs)
+        block_bytes = block_bytes_of(vllm_config, groups)
+        if (builder := _builder(vllm_config)) is not None:
+            return builder.get_kv_cache_config_from_groups(vllm_config, groups, blocks), block_bytes
+        return symbol("get_kv_cache_config_from_groups")(vllm_config, groups, blocks * block_bytes), block_bytes
     finally:
         cache_config.num_gpu_blocks_override = before
+
+
+def groups_of(vllm_config: Any, specs: dict[str, Any]) -> Any:
+    """The layers in vLLM's groups. A model or a platform may group its layers in its own way. Raises MissingSymbol."""
+    if (builder := _builder(vllm_config)) is not None:
+        return symbol("get_kv_cache_groups_from_builder")(builder, vllm_config, specs)
+    return symbol("get_kv_cache_groups")(vllm_config, specs)
+
+
+def block_bytes_of(vllm_config: Any, groups: Any) -> int:
+    """The bytes of one block of all groups. Raises MissingSymbol."""
+    if (builder := _builder(vllm_config)) is not None:
+        return int(symbol("_pool_bytes_per_block_from_builder")(builder, vllm_config, groups))
+    return int(symbol("_pool_bytes_per_block")(vllm_config, groups))
+
+
+def longest_bytes_of(vllm_config: Any, groups: Any) -> int:
+    """The bytes that one request of max_model_len tokens takes. Raises MissingSymbol."""
+    of_release = (vllm_config, groups) if (builder := _builder(vllm_config)) is None else (builder, vllm_config, groups)
+    return int(symbol("_max_memory_usage_bytes_from_groups")(*of_release))
+
+
+def _builder(vllm_config: Any) -> Any:
+    """What makes the groups since 0.33; None before."""
+    return symbol("get_kv_cache_config_builder")(vllm_config) if has("get_kv_cache_config_builder") else None
 
 
 def lookahead_of(vllm_config: Any) -> int:
