@@ -21,6 +21,9 @@ _OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NA
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
 
+# A host that no name server knows (RFC 2606, section 2): vLLM fetches from any host where the list is empty.
+NO_HOST = "sparkd.invalid"
+
 
 def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
     """spec: nothing in it is `auto` any more. said: its flags and variables as its release knows them. vllm: that release, None where it is
@@ -34,10 +37,9 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "entrypoint": entrypoint,
         "platform": platform,
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
+        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec)],
         "env": {},
         "extra_args": list(said.args),
-        "media": spec.media.model_dump(mode="json") if spec.media.domains else None,
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
@@ -52,6 +54,11 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
+
+
+def media_flags(spec: ModelConfig) -> list[str]:
+    """The hosts from which the engine may fetch images, audio and video. The flag in extra_args comes later and wins."""
+    return ["--allowed-media-domains", *(spec.media.domains or (NO_HOST,))]
 
 
 def _is_traced(said: Translation, entrypoint: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from workers import door
-from workers.host import media_rules, trusted_code
+from workers.host import trusted_code
 from workers.host.interpreter import inherited_environment, module_command
 from workers.host.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.host.runtime import API_SERVER, COMMAND_LINE
@@ -71,8 +71,6 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
     if spec.kv_cache is not None:
         environment[KV_VARIABLE] = json.dumps(dict(spec.kv_cache), sort_keys=True)
         environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
-    if spec.media is not None:
-        environment[media_rules.VARIABLE] = json.dumps(dict(spec.media), sort_keys=True)
     if spec.trusted_code is not None:
         environment[trusted_code.VARIABLE] = json.dumps(dict(spec.trusted_code), sort_keys=True)
     if spec.host and spec.api_key_path:
@@ -82,6 +80,8 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
         RUN_DIR_VARIABLE: spec.run_dir,
         # Without SPT_NOENV setproctitle overwrites /proc/PID/environ, where an operator sees which rank a process is of.
         "SPT_NOENV": "1",
+        # vLLM looks at the host of a medium's URL alone, not at those that a redirect leads to.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     }
     if _is_address(spec.node_id) and "VLLM_HOST_IP" not in spec.env:
         # Else vLLM asks the routing table and lets torch.distributed listen on the LAN (vllm/utils/network_utils.py, get_ip).
@@ -141,8 +141,6 @@ def _defaults(spec: RankSpec) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "VLLM_LOGGING_COLOR": "0",
         "NO_COLOR": "1",
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-        media_rules.CONNECTOR_VARIABLE: media_rules.CONNECTOR,
         # Longer than the gateway keeps an idle connection, so that it is never the engine that closes one under a request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }

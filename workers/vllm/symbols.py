@@ -22,7 +22,7 @@ LOAD = "a load with `quantize` is refused; other models are served as before"
 CACHE = "vLLM sizes its KV cache itself"
 PLAN = "a plan is an estimate"
 FLAGS = "flags are judged when the engine starts"
-MEDIA = "an engine takes no media by URL"
+MEDIA = "the URL of a medium that cannot be fetched may be in the engine's log"
 RANKS = "an engine on several nodes is refused"
 
 _CT = "vllm.model_executor.layers.quantization.compressed_tensors"
@@ -85,6 +85,7 @@ TABLE: dict[str, Symbol] = {
         },
     ),
     "custom_ops": Symbol(("vllm._custom_ops",), LOAD, ""),
+    "envs": Symbol(("vllm.envs",), LOAD, ""),
     "gpt_oss_streamed": Symbol(("vllm.model_executor.models.gpt_oss",), LOAD, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD"),
     **_of(
         "a layer's experts are repacked with a second copy",
@@ -148,9 +149,10 @@ TABLE: dict[str, Symbol] = {
     "parallel_state": Symbol(("vllm.distributed.parallel_state",), PLAN, ""),
     "registry": Symbol(("vllm.model_executor.models.registry",), PLAN, ""),
     **_of(FLAGS, {"make_arg_parser": _CLI}),
-    **_of(MEDIA, {"MEDIA_CONNECTOR_REGISTRY": "vllm.multimodal.media.connector"}),
-    "envs": Symbol(("vllm.envs",), MEDIA, ""),
-    "connector": Symbol(("vllm.multimodal.media.connector",), MEDIA, ""),
+    **_of(
+        MEDIA,
+        {"MEDIA_CONNECTOR_REGISTRY": "vllm.multimodal.media.connector", "MediaConnector": "vllm.multimodal.media.connector"},
+    ),
     **_of(
         RANKS,
         {
