@@ -291,7 +291,7 @@ class _Entry:
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
         from sparkd.inquiry.parser_answers import refused
-        from sparkd.vllm.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
+        from sparkd.vllm.unknown_names import unknown_parsers
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env, release_in(self.runtime))
@@ -307,8 +307,6 @@ class _Entry:
                     yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
         for note in unknown_parsers(flags, self._env, self.runtime):
             yield self._at_flag(FlagNote(note.name, note.reason))
-        for refusal in (*unknown_formats(flags, self._env, self.runtime), *unknown_drafts(translation.args, self._env, self.runtime)):
-            yield self._at_flag(refusal)
         if self.judged is not None:
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)

@@ -223,8 +223,7 @@ def main() -> None:
     """Print {"vllm": its version, "missing": {name: what happens without it}}."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM greets on stdout
-    json.dump({"vllm": release(), "missing": missing()}, out)
-    out.flush()
+    print(json.dumps({"vllm": release(), "missing": missing()}), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,6 @@ __all__ = ["at_once"]  # a fixture
 FOLDER = Path(symbols.__file__).parent
 # It stands in for vLLM's own platform before anything of vLLM is imported.
 STANDS_IN = "cuda_stand_in.py"
-# Run in a runtime that may have nothing of sparkd's.
-ALONE = "parse_args.py"
 TREES = {path: ast.parse(path.read_text()) for path in sorted(FOLDER.rglob("*.py"))}
 BUILT_ON = {"cpu": ("SparkCPUWorker", "CPUWorker"), "cuda": ("SparkWorker", "Worker")}
 
@@ -89,7 +87,7 @@ def test_vllm_is_met_through_the_table_alone() -> None:
                 imports.add(path.name)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("symbol", "has"):
                 asked |= {one.value for one in node.args if isinstance(one, ast.Constant)}
-    assert imports == {STANDS_IN, ALONE}
+    assert imports == {STANDS_IN}
     assert asked <= TABLE.keys(), "the table has a row for each"
 
 
