@@ -61,11 +61,7 @@ def refused_of(
         if not any(name in env for name in ANOTHER_PARSER)
     }
     known = dict(zip(lines, answers(list(lines.values()), runtime, places(state_dir), ask=ask, first=first), strict=True))
-    notes: list[tuple[FlagNote, ...]] = []
-    for number, _ in enumerate(subjects):
-        refusals = known.get(number)
-        notes.append(tuple(refusal.note(version) for refusal in refusals or ()))
-    return notes
+    return [tuple(refusal.note(version) for refusal in known.get(number) or ()) for number in range(len(subjects))]
 
 
 def announce() -> None:

@@ -45,6 +45,11 @@ def packages_of(runtime: Path) -> list[Path]:
     return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
 
 
+def folders_of(runtime: Path | None) -> Iterator[Path]:
+    """The folders in which the vLLM there may be; runtime as in release_in."""
+    yield from _ours() if runtime is None else packages_of(runtime)
+
+
 def has_module(name: str, runtime: Path | None) -> bool:
     """Whether a module can be imported there, by the names of files alone; runtime as in release_in. True where nothing tells."""
     top, *parts = name.split(".")
@@ -66,7 +71,7 @@ def has_module(name: str, runtime: Path | None) -> bool:
 
 def models_of(runtime: Path | None) -> frozenset[str] | None:
     """The architectures of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
+    for packages in folders_of(runtime):
         try:
             text = (packages / _REGISTRY).read_text("utf-8")
         except (OSError, UnicodeDecodeError):
@@ -79,7 +84,7 @@ def models_of(runtime: Path | None) -> frozenset[str] | None:
 def parsers_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
     """The parsers of tool calls and those of reasoning that the vLLM there has, without what plugins add; runtime as in release_in. None
     where there is none to read."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
+    for packages in folders_of(runtime):
         tools = next(filter(None, (_names_in(packages / folder) for folder in _TOOL_PARSERS)), None)
         reasonings = next(filter(None, (_names_in(packages / folder) for folder in _REASONING_PARSERS)), None)
         if tools and reasonings:

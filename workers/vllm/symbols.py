@@ -1,13 +1,11 @@
 """The table of everything that sparkd uses of vLLM, with the modules that have had it. Never imports vLLM itself: a look-up does.
 
-`python -m workers.vllm.symbols` prints as JSON what the vLLM of this Python lacks.
+sparkd.vllm.missing_symbols tells what a vLLM lacks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
@@ -212,19 +210,3 @@ def lacking(what: str) -> str:
 def release() -> str:
     """The installed vLLM's."""
     return str(importlib.import_module("vllm").__version__)
-
-
-def missing() -> dict[str, str]:
-    """The names that the installed vLLM lacks, and what happens without each."""
-    return {name: row.without for name, row in TABLE.items() if not has(name)}
-
-
-def main() -> None:
-    """Print {"vllm": its version, "missing": {name: what happens without it}}."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM greets on stdout
-    print(json.dumps({"vllm": release(), "missing": missing()}), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    main()
