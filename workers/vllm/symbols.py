@@ -155,11 +155,11 @@ TABLE: dict[str, Symbol] = {
         RANKS,
         {
             "RAY_NON_CARRY_OVER_ENV_VARS": "vllm.ray.ray_env",
+            "ServeSubcommand": "vllm.entrypoints.cli.serve",
             "cli_env_setup": ("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils"),
         },
     ),
     "CpuPlatform": Symbol(("vllm.platforms.cpu",), RANKS),
-    "serve": Symbol(("vllm.entrypoints.cli.serve",), RANKS, ""),
 }
 
 
