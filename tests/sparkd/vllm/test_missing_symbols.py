@@ -98,7 +98,7 @@ def test_the_newest_release_of_the_package_index_has_all(tmp_path: Path) -> None
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(tmp_path), "vllm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"no wheel of vLLM from a package index: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"pip gets no wheel of vLLM without a package index: {done.stderr.strip().splitlines()[-1:]}")
     (wheel,) = tmp_path.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path, [name for name in file.namelist() if name.startswith("vllm/") and name.endswith(".py")])

@@ -18,12 +18,13 @@ from sparkd.errors import MissingSymbol
 from tests.support.facts import facts
 from tests.support.late import Late
 from tests.workers.kv.test_sizing import NEED, STOCK, Machine, at_once
+from workers import plugin
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import Sizing
 from workers.vllm import symbols
 from workers.vllm.kv import rehearsal
-from workers.vllm.symbols import CACHE, TABLE, method, symbol
+from workers.vllm.symbols import CACHE, MEDIA, TABLE, method, symbol
 
 __all__ = ["at_once"]  # a fixture
 FOLDER = Path(symbols.__file__).parent
@@ -179,6 +180,13 @@ def test_what_is_asked_for_in_a_rehearsal_is_missing(monkeypatch, caplog, name):
     size = Sizing(_machine(lambda: symbol(name)), CacheSettings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
     assert size == STOCK
     assert f"{TABLE[name].homes[0]}.{name}" in facts(caplog.text)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.without == MEDIA])
+def test_without_a_registry_of_media_vllm_starts_all_the_same(monkeypatch, caplog, name):
+    _take_away(monkeypatch, name)
+    plugin._hush_media()
+    assert TABLE[name].homes[0] in caplog.text
 
 
 def test_a_method_that_is_missing_is_named():
