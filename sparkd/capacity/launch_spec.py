@@ -14,15 +14,13 @@ from sparkd.hardware import GIB
 from sparkd.schema import kv_cache, quantize
 from sparkd.vllm.translate import Translation, values_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
+from workers.rank.command import media_flags
 
 # By default vLLM exports to the address by gRPC, and names its service "unknown_service".
 _OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
-
-# A host that no name server knows (RFC 2606, section 2): vLLM fetches from any host where the list is empty.
-NO_HOST = "sparkd.invalid"
 
 
 def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "entrypoint": entrypoint,
         "platform": platform,
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec)],
+        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec.media.domains)],
         "env": {},
         "extra_args": list(said.args),
         **loader_of(config, spec),
@@ -54,11 +52,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
-
-
-def media_flags(spec: ModelConfig) -> list[str]:
-    """The hosts from which the engine may fetch images, audio and video. The flag in extra_args comes later and wins."""
-    return ["--allowed-media-domains", *(spec.media.domains or (NO_HOST,))]
 
 
 def _is_traced(said: Translation, entrypoint: str) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.launch_spec import NO_HOST, rank_fields
+from sparkd.capacity.launch_spec import rank_fields
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
 from sparkd.vllm.translate import Translation
 from tests.support.late import Late
-from workers.rank.command import build_command, build_environment
+from workers.rank.command import NO_HOST, build_command, build_environment
 from workers.rank.spec import RankSpec
 from workers.vllm import media
 

@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from workers import door
@@ -28,6 +28,8 @@ KEEP_ALIVE_S = 75
 HEADLESS = "workers.vllm.headless"
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
+# A host that no name server knows (RFC 2606, section 2): vLLM fetches from any host where the list is empty.
+NO_HOST = "sparkd.invalid"
 
 
 def build_command(spec: RankSpec) -> list[str]:
@@ -56,6 +58,11 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
         return [*flags, "--distributed-executor-backend", "ray"]
     flags += ["--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
     return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
+
+
+def media_flags(domains: Sequence[str] = ()) -> list[str]:
+    """The hosts from which the engine may fetch images, audio and video. The flag in extra_args comes later and wins."""
+    return ["--allowed-media-domains", *(domains or (NO_HOST,))]
 
 
 def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:

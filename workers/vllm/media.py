@@ -1,6 +1,6 @@
 """Keeps the URL of a medium out of an engine's log and answers.
 
-vLLM's own connector fetches, and only from the hosts of --allowed-media-domains (sparkd.capacity.launch_spec). It writes a URL that fails
+vLLM's own connector fetches, and only from the hosts of --allowed-media-domains (workers.rank.command). It writes a URL that fails
 into the log with its query, and into the answer with the reason, so that a client could try out which addresses answer.
 """
 
