@@ -177,7 +177,7 @@ def _readings(text: str) -> Iterator[str]:
 
 
 # A test that passes in silence where something is missing says less than one that is skipped and names it.
-_MISSING = "GPU|Triton|CUDA|chromium|promtool|npm|nft|systemd|cgroup|namespaces|PSI|root|kernel|machine"
+_MISSING = "GPU|Triton|CUDA|chromium|promtool|npm|package index|nft|systemd|cgroup|namespaces|PSI|root|kernel|machine"
 
 
 def test_nothing_is_put_off_and_a_test_is_skipped_for_missing_hardware_or_tools_alone() -> None:

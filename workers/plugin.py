@@ -14,7 +14,6 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
-from workers.host.media_rules import CONNECTOR, CONNECTOR_VARIABLE
 from workers.vllm import media, remote_code
 from workers.vllm.ray import engine
 from workers.vllm.symbols import has, lacking, symbol
@@ -33,7 +32,7 @@ def register() -> None:
     _registered = True
     engine.settle(os.environ)
     remote_code.enforce(os.environ)
-    _guard_media()
+    _hush_media()
     try:
         engine_args = symbol("EngineArgs")
         register_quantization, register_loader = symbol("register_quantization_config"), symbol("register_model_loader")
@@ -55,19 +54,12 @@ def register() -> None:
     make_ready_if_told(os.environ)
 
 
-def _guard_media() -> None:
-    """Register our media connector, before any step that may fail. An engine whose flags name a missing connector takes no media at all."""
+def _hush_media() -> None:
+    """Register our media connector, before any step that may fail."""
     try:
-        media.register(os.environ)
-        return
+        media.register()
     except MissingSymbol as error:
-        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): its own connector fetches.", error.symbol)
-    if os.environ.get(CONNECTOR_VARIABLE) == CONNECTOR:
-        del os.environ[CONNECTOR_VARIABLE]  # else every medium fails, a data: URL too
-    try:
-        media.close(os.environ)
-    except (MissingSymbol, AttributeError) as error:
-        logger.warning("sparkd: this vLLM has no allowed_media_domains (%s): any URL in a request is fetched.", error)
+        logger.warning("sparkd: this vLLM has no %s: the URL of a medium that cannot be fetched may be in this log.", error.symbol)
 
 
 def _refuse(sentence: str) -> None:

@@ -14,6 +14,7 @@ from sparkd.hardware import GIB
 from sparkd.schema import kv_cache, quantize
 from sparkd.vllm.translate import Translation, values_of
 from workers.host.runtime import API_SERVER, COMMAND_LINE
+from workers.rank.command import media_flags
 
 # By default vLLM exports to the address by gRPC, and names its service "unknown_service".
 _OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
@@ -34,10 +35,9 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "entrypoint": entrypoint,
         "platform": platform,
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
+        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec.media.domains)],
         "env": {},
         "extra_args": list(said.args),
-        "media": spec.media.model_dump(mode="json") if spec.media.domains else None,
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }

@@ -26,7 +26,7 @@ from sparkd.vllm.installed import full_version_in
 from workers.host.runtime import API_SERVER
 from workers.kv.profiles import checkpoint_of, profiles_in
 from workers.quantization.recipe import QuantizationRecipe
-from workers.rank.command import build_command, build_environment, parallel_flags
+from workers.rank.command import build_command, build_environment, media_flags, parallel_flags
 from workers.rank.spec import RankSpec
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def _spec_of(model: str, entry: Mapping[str, Any], wish: FitRequest) -> _Entry:
 
 
 def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str], site: Site) -> dict[str, Any]:
-    flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
+    flags = [*(["--enforce-eager"] if hardware.platform == "cpu" else []), *media_flags()]
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: dict[str, Any] = {
         "model_name": spec.name,

@@ -31,7 +31,7 @@ from sparkd.vllm.installed import full_version_in, release_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.releases import READ_OFF
 from sparkd.vllm.translate import Translation, release_of, translated
-from sparkd.vllm.unknown_names import unknown_drafts, unknown_parsers
+from sparkd.vllm.unknown_names import unknown_parsers
 from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
 
@@ -187,7 +187,7 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     if said.refused or not _is_ours(spec, config, vllm):
         return said
     runtime = spec.runtime_of(config.engine)
-    if unknown := (*unknown_parsers(said.args, env, runtime), *unknown_drafts(said.args, env, runtime)):
+    if unknown := tuple(unknown_parsers(said.args, env, runtime)):
         return replace(said, refused=unknown)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     ask = ask and bool(spec.extra_args)

@@ -17,7 +17,6 @@ from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inv
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.shape import Shape, shape_of
-from sparkd.vllm.arg_check import misdrafts
 from sparkd.vllm.translate import draft_method
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
@@ -109,8 +108,6 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Checkpoint]) -> Drafting:
     """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError for a draft
     that cannot be read and is of a counted method."""
-    if why := misdrafts(config):
-        raise ConfigError(f"{FLAG}: {why}", param="speculative")
     config = {key.replace("-", "_"): value for key, value in config.items()}
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
     if method == "suffix" and tokens is None:

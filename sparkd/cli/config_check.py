@@ -23,9 +23,11 @@ from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, witho
 from sparkd.schema.yaml_file import ConfigProblem, Items, Table
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.installed import full_version_in, has_module, release_in
+from sparkd.vllm.installed import full_version_in, has_module, release_in, version_in
+from sparkd.vllm.missing_symbols import missing_in
 from sparkd.vllm.translate import flag_name, translated, values_of
 from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
+from workers.vllm.symbols import SUPPORTED
 
 # Each pass takes at least one wrong key out.
 _PASSES = 50
@@ -54,6 +56,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
         problems += _keys(valid, reading, path, environ)
         problems += _machine(valid, reading.tree)
         entries = [_Entry(model, valid, reading.tree) for model in valid.models.values()]
+        problems += _of_vllm(entries, reading.tree)
         _ask_parsers(entries, valid)
         for entry in entries:
             problems += entry.problems()
@@ -61,6 +64,15 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
     for problem in problems:
         seen.setdefault((problem.file, problem.line, problem.message), problem)
     return yaml_file.masked(in_order(seen.values()), reading.env_names, environ)
+
+
+def _of_vllm(entries: Sequence[_Entry], tree: Table) -> Iterator[ConfigProblem]:
+    """A warning for each consequence of what an environment's vLLM lacks."""
+    for runtime in dict.fromkeys(entry.runtime for entry in entries if entry.runs_vllm):
+        place = f"the vLLM {version_in(runtime)}{f' of {runtime}' if runtime else ''}"
+        for without, names in missing_in(runtime).items():
+            message = f"engine.runtime: {place} lacks {', '.join(names)}: {without}. Install {' or '.join(SUPPORTED)}."
+            yield place_of(tree, ("engine", "runtime")).problem(message, "warning")
 
 
 def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
@@ -236,12 +248,12 @@ class _Entry:
         self._model = model if self._loads else model.model_copy(update={"quantize": None})
         self._env = env if kv_cache.unreadable(model, env) is None else kv_cache.without_variables(env)
         self.runtime = model.runtime_of(valid.engine)
-        self._vllm = model.runs_vllm(valid.engine)
+        self.runs_vllm = model.runs_vllm(valid.engine)
 
     @property
     def judged(self) -> tuple[Sequence[str], Mapping[str, str]] | None:
         """The flags and variables that its vLLM's parser judges; None where nothing in them is other than a number."""
-        if not self._vllm or not (self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED)):
+        if not self.runs_vllm or not (self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED)):
             return None
         return self._model.vllm_flags(), self._env
 
@@ -262,7 +274,7 @@ class _Entry:
             yield self._at("extra_args", loudness, "warning", bare=True)
         if runtime := _not_run(self._model.runtime):
             yield self._at("runtime", runtime[1], runtime[0])
-        elif self._model.runtime is not None and self._vllm and full_version_in(self._model.runtime) is None:
+        elif self._model.runtime is not None and self.runs_vllm and full_version_in(self._model.runtime) is None:
             yield self._at("runtime", f"the environment of {self._model.runtime} has no vLLM.", "warning")
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
@@ -291,7 +303,7 @@ class _Entry:
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
         from sparkd.inquiry.parser_answers import refused
-        from sparkd.vllm.unknown_names import unknown_drafts, unknown_formats, unknown_parsers
+        from sparkd.vllm.unknown_names import unknown_parsers
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env, release_in(self.runtime))
@@ -299,7 +311,7 @@ class _Entry:
             yield self._at_flag(note, "warning")
         for refusal in translation.refused:
             yield self._at_flag(refusal)
-        if not self._vllm:
+        if not self.runs_vllm:
             return
         for name in _FILES:
             for *_, path in values_of(flags, name):
@@ -307,8 +319,6 @@ class _Entry:
                     yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
         for note in unknown_parsers(flags, self._env, self.runtime):
             yield self._at_flag(FlagNote(note.name, note.reason))
-        for refusal in (*unknown_formats(flags, self._env, self.runtime), *unknown_drafts(translation.args, self._env, self.runtime)):
-            yield self._at_flag(refusal)
         if self.judged is not None:
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)

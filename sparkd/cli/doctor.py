@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +15,9 @@ from sparkd.cli.models import Session, verb
 from sparkd.cli.options import option
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.render import models as show
+
+if TYPE_CHECKING:
+    from sparkd.fabric.checks import Finding
 
 HERE = Path("/")
 
@@ -26,19 +31,20 @@ def doctor(
     root: Annotated[Path | None, option("--root", metavar="DIR", help="Read this folder in place of this node's /.")] = None,
     fix: Annotated[bool, option("--fix", help="Apply safe, reversible fixes; asks before each.")] = False,
     disk: Annotated[bool, option("--disk", help="Also measure the disk: read a weights file for at most 3 s.")] = False,
+    engine: Annotated[bool, option("--engine", help="Also check that sparkd works with the installed vLLM.")] = False,
 ) -> None:
     """Check how well the nodes are prepared, and suggest fixes.
 
     Checks kernel, driver, memory settings, page cache, devices, limits, caches, disks and failed models, on all nodes of the daemon's
-    cluster. Checks this node alone if no daemon answers, and with --root, --disk or --fix. Exits with 1 if a check fails.
+    cluster. Checks this node alone if no daemon answers, and with --root, --disk, --engine or --fix. Exits with 1 if a check fails.
     """
     if root is not None and not (root / "proc").is_dir():
         raise ConfigError(f"--root {root}: it has no folder proc, so it is not the root of a node.")
     raw: dict[str, Any] = {}
-    alone = root is not None or fix or disk
+    alone = root is not None or fix or disk or engine
     report = None if alone else session.of_cluster("/doctor")
     if report is None:
-        raw, report = _of_this_node(root or HERE, disk=disk)
+        raw, report = _of_this_node(root or HERE, disk=disk, engine=engine)
     mended = _mend(session, report, raw, root or HERE) if fix else []
     if session.json:
         show.say_json(report | ({"fixed": mended} if fix else {}))
@@ -50,7 +56,7 @@ def doctor(
         raise typer.Exit(SparkdError.exit_code)
 
 
-def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_this_node(root: Path, *, disk: bool, engine: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     from sparkd.doctor.report import report
     from workers.host.inspection import sample
 
@@ -58,7 +64,18 @@ def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, 
     raw = sample(root, sys.executable if root == HERE else None)
     if disk:
         raw["disk_rate"] = _disk_rate(raw)
-    return raw, report({str(raw["host"]): raw})
+    return raw, report({str(raw["host"]): raw}, _of_engines(str(raw["host"])) if engine else ())
+
+
+def _of_engines(node: str) -> Iterator[Finding]:
+    """Findings on every vLLM that the configuration names."""
+    from sparkd.cli.config_file import config_of
+    from sparkd.doctor.engine import findings
+
+    config = config_of(None, os.environ)
+    own = (model.runtime_of(config.engine) for model in config.models.values() if model.runs_vllm(config.engine))
+    for runtime in dict.fromkeys([config.engine.runtime, *own]):
+        yield from findings(node, runtime)
 
 
 def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:

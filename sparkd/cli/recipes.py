@@ -119,7 +119,8 @@ def check(
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
-    from sparkd.config.recipe_check import checked, load, parsed
+    from sparkd.config.recipe_check import checked, load, refused_ways
+    from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
 
     book, release = _book(folder), _release(vllm)
@@ -137,7 +138,7 @@ def check(
     if parser is not None:
         sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
         sys.stderr.flush()
-        problems += parsed(choices, str(parser))
+        problems += refused_ways(choices, *asked(parser, [choice.line for choice in choices]))
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):
         rows = [_problem(problem) for problem in problems]

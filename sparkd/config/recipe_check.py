@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sparkd.config.config import ModelConfig, parse_model
-from sparkd.errors import ConfigError, SparkdError
+from sparkd.errors import ConfigError
 from sparkd.recipes.expand import PROFILES, default_method, offered
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
 from sparkd.recipes.importer import Imported, Parser, imported, is_fork, no_parser, parser_flags
@@ -25,9 +22,7 @@ from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.translate import draft_method, speculative_config, translated
 from sparkd.vllm.unknown_names import unknown_parsers
 from workers.host import regular_file
-from workers.host.interpreter import module_command, program_environment
 
-PARSE_TIMEOUT_S = 300.0
 # Where a draft lies inside the checkpoint, the model has to be a folder.
 _FOLDER = "/model"
 _TRUSTS = (
@@ -186,36 +181,17 @@ def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = REA
     return result
 
 
-def parsed(resolved: Sequence[Resolved], runtime: str) -> list[ConfigProblem]:
-    """The choices that the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be
-    asked."""
-    try:
-        done = subprocess.run(
-            module_command(runtime, "workers.vllm.ask.parse_args"),
-            input=json.dumps({"lines": [each.line for each in resolved], "serve": True}),
-            capture_output=True,
-            text=True,
-            timeout=PARSE_TIMEOUT_S,
-            env=program_environment(os.environ),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SparkdError(f"{runtime} could not print its parser: {type(error).__name__}. Give the Python that has vLLM.") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
-    try:
-        output = json.loads(done.stdout)
-        answers = [(each, [RefusedArg.of(raw) for raw in refused]) for each, refused in zip(resolved, output["refused"], strict=True)]
-        version = str(output["vllm"])
-    except (ValueError, TypeError, KeyError):
-        raise SparkdError(f"{runtime} gave an unreadable answer about its parser. Give the Python that has vLLM.") from None
+def refused_ways(resolved: Sequence[Resolved], version: str, refused: Sequence[Sequence[RefusedArg]]) -> list[ConfigProblem]:
+    """The choices that a vLLM's parser does not take.
+
+    refused: the refused arguments of each choice's line.
+    """
     ways: dict[tuple[str | None, str], list[RecipeUse]] = {}
-    for each, refusals in answers:
+    for each, refusals in zip(resolved, refused, strict=True):
         for refusal in refusals:
             ways.setdefault((each.file, refusal.note(version)), []).append(each.choice)
     return [
-        ConfigProblem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: vLLM's parser says: {refusal}")
+        ConfigProblem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: {refusal}")
         for (file, refusal), (choice, *more) in ways.items()
     ]
 

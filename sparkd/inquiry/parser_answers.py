@@ -9,21 +9,22 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import workers
-from sparkd.errors import StateError
+from sparkd.errors import EngineError, StateError
 from sparkd.execution.as_owner import refuse_another_users
-from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg, unspeculative
+from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, packages_of
 from sparkd.vllm.translate import release_of, translated, values_of
-from workers.host.interpreter import inherited_environment
+from workers.vllm.ask.model_question import told
 
 OF_ROOT = Path("/var/cache/sparkd")
 RefusedArgs = tuple[RefusedArg, ...]
@@ -33,7 +34,8 @@ Subject = tuple[Sequence[str], Mapping[str, str]]
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
 MOST_KEPT = 1024
-_PROGRAM = Path(workers.__file__).parent / "vllm" / "ask" / "parse_args.py"
+_PROGRAM = "workers.vllm.ask.parse_args"
+_FILES = tuple(Path(workers.__file__).parent / "vllm" / name for name in ("ask/parse_args.py", "symbols.py"))
 # Flags whose plain numbers every vLLM accepts: another number of theirs is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
 # Answers that this process received and no folder keeps. _silent: environments that gave no answer; they are not asked again.
@@ -59,12 +61,7 @@ def refused_of(
         if not any(name in env for name in ANOTHER_PARSER)
     }
     known = dict(zip(lines, answers(list(lines.values()), runtime, places(state_dir), ask=ask, first=first), strict=True))
-    notes: list[tuple[FlagNote, ...]] = []
-    for number, (_, env) in enumerate(subjects):
-        refusals = known.get(number)
-        own = () if refusals is None else (*(one.note(version) for one in refusals), *unspeculative(lines[number], env, version))
-        notes.append(own)
-    return notes
+    return [tuple(refusal.note(version) for refusal in known.get(number) or ()) for number in range(len(subjects))]
 
 
 def announce() -> None:
@@ -94,12 +91,14 @@ def answers(
     if open_ and ask and environment not in _silent:
         if first is not None:
             first()
-        said = _asked(interpreter, list(open_.values()))
-        if said is None:
+        try:
+            _, given = asked(interpreter, list(open_.values()))
+        except (EngineError, OSError):
+            given = []
             _silent.add(environment)
-        for key, (text, refusals) in zip(open_, said or (), strict=False):
+        for key, refusals in zip(open_, given, strict=False):
             found[key] = _answered[key] = refusals
-            _keep(text, [folder / f"{key}.json" for folder in folders])
+            _keep(json.dumps([asdict(refusal) for refusal in refusals]), [folder / f"{key}.json" for folder in folders])
     return [found[key] for key in keys]
 
 
@@ -112,8 +111,7 @@ def places(state_dir: Path) -> list[Path]:
 
 
 def _environment(interpreter: Path, version: str) -> str:
-    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child inherits these, as an engine does
-    parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *neighbours(interpreter)]
+    parts = [str(interpreter), version, *(path.read_text() for path in _FILES), *neighbours(interpreter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -142,14 +140,17 @@ def _kept(key: str, folders: Sequence[Path]) -> RefusedArgs | None:
     return _answered.get(key)
 
 
-def _asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> list[tuple[str, RefusedArgs]] | None:
-    """(text to keep, parsed answer) for each list of arguments; None where the child gave no answer."""
+def asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> tuple[str, list[RefusedArgs]]:
+    """(version of the interpreter's vLLM, the refused arguments of each list). Raises EngineError where it gives no answer."""
+    answer: dict[str, Any] = {}
+    for line in told(interpreter, _PROGRAM, {"lines": [*map(list, lines)]}, threading.Event(), TIMEOUT_S):
+        answer |= line
     try:
-        raw = json.loads(_run(interpreter, json.dumps({"lines": lines})) or "")["refused"]
-        said = [(json.dumps(each), tuple(map(RefusedArg.of, each))) for each in raw]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return said if len(said) == len(lines) else None
+        found = [tuple(map(RefusedArg.of, refusals)) for _, refusals in zip(lines, answer["refused"], strict=True)]
+        return str(answer["vllm"]), found
+    except (ValueError, TypeError, KeyError):
+        last = answer["ended"] or "no output"
+        raise EngineError(f"{interpreter} has no parser of vLLM to ask: {last}. Give the Python that has vLLM.") from None
 
 
 def _keep(text: str, kept: Sequence[Path]) -> None:
@@ -177,25 +178,3 @@ def put(path: Path, text: str) -> None:
     aged = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
     for old in aged[:-MOST_KEPT]:
         old.unlink(missing_ok=True)
-
-
-def _run(interpreter: Path, request: str) -> str | None:
-    """The program's output; None where it fails or takes too long. None of its processes is left running then."""
-    command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    try:
-        child = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=null, cwd="/", env=inherited_environment(os.environ), start_new_session=True
-        )
-    except OSError:
-        return None
-    with child:
-        try:
-            said, _ = child.communicate(request.encode(), timeout=TIMEOUT_S)
-        except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                return None
-            raise
-    return said.decode(errors="replace") if child.returncode == 0 else None

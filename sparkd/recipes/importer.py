@@ -208,8 +208,8 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
             raise ConfigError(f"vLLM would refuse an argument of this recipe. {reason}")
     for reason in parsers:
         yield f"{reason} If {whose} it, use an image that has it."
-    for flag in dict.fromkeys(refusal.flag for refusal in refusals if refusal.kind == "unknown"):
-        yield f"--{flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
+    for flag in dict.fromkeys(refusal.flag for refusal in refusals if refusal.is_unknown):
+        yield f"{flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
 
 
 def is_fork(image: Any) -> bool:

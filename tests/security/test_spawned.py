@@ -29,7 +29,6 @@ from sparkd.cli import export, join, registry_fetch
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
-from sparkd.config import recipe_check
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.inquiry import model_answers, parser_answers
@@ -66,9 +65,7 @@ SITES = {
     "sparkd/admin/pull.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
-    "sparkd/config/recipe_check.py": 1,
     "sparkd/cli/registry_fetch.py": 1,
-    "sparkd/inquiry/parser_answers.py": 1,
     "workers/guard/gpu_meter.py": 1,
     "workers/host/bounded_child.py": 1,
     "workers/host/ends_with_parent.py": 1,
@@ -176,18 +173,14 @@ async def _apart(python: Path, folder: Path) -> None:
         foreign_file.apart(json.loads, b"{}", "x.json")
 
 
-async def _parser(python: Path, folder: Path) -> None:
-    with suppress(SparkdError):
-        recipe_check.parsed([], str(python))
-
-
 async def _export(python: Path, folder: Path) -> None:
     with suppress(SparkdError, KeyError):
         export.run(Chosen("/m", QuantizationRecipe.parse("int4"), str(python), ""), str(folder / "out"), "cpu", lambda event: None)
 
 
 async def _flags(python: Path, folder: Path) -> None:
-    parser_answers._run(python, "{}")
+    with suppress(SparkdError):
+        parser_answers.asked(python, [])
 
 
 async def _probe(python: Path, folder: Path) -> None:
@@ -287,7 +280,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
-    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
+    _apart, _pull, _ray, _join, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
     _ip, _fix, _systemctl, _git, _calibration,
 )  # fmt: skip
 

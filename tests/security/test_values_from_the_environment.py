@@ -15,8 +15,6 @@ from sparkd.schema.yaml_file import ConfigProblem, masked
 from sparkd.vllm.arg_check import RefusedArg
 
 SECRET = "Canary-4f1c9e77d2"
-# Of refusals whose sentence has a part of what was written.
-KINDS = ("unknown", "short", "json", "key", "choice", "other")
 # One for each way of a value: keys that are read here, in a list, as a name, as a path, as a number, as a flag of vLLM's, as a rule.
 FILES = [
     "models: {m: {model: '/${env.S}/x'}}",
@@ -48,7 +46,7 @@ def _parser_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parser of vLLM's that refuses every argument and repeats it, as argparse does."""
 
     def answers(lines: Sequence[Sequence[str]], *_: object, **__: object) -> list[tuple[RefusedArg, ...]]:
-        return [tuple(RefusedArg(word.lstrip("-"), kind, (), None, word, word) for word in line for kind in KINDS) for line in lines]
+        return [tuple(RefusedArg(word, f"invalid choice: {word}") for word in line) for line in lines]
 
     monkeypatch.setattr(parser_answers, "answers", answers)
 

@@ -10,11 +10,11 @@ import hashlib
 import ipaddress
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from workers import door
-from workers.host import media_rules, trusted_code
+from workers.host import trusted_code
 from workers.host.interpreter import inherited_environment, module_command
 from workers.host.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.host.runtime import API_SERVER, COMMAND_LINE
@@ -28,6 +28,8 @@ KEEP_ALIVE_S = 75
 HEADLESS = "workers.vllm.headless"
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
+# A host that no name server knows (RFC 2606, section 2): vLLM fetches from any host where the list is empty.
+NO_HOST = "sparkd.invalid"
 
 
 def build_command(spec: RankSpec) -> list[str]:
@@ -58,6 +60,11 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
     return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
 
 
+def media_flags(domains: Sequence[str] = ()) -> list[str]:
+    """The hosts from which the engine may fetch images, audio and video. The flag in extra_args comes later and wins."""
+    return ["--allowed-media-domains", *(domains or (NO_HOST,))]
+
+
 def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of the engine: what it may inherit (workers.host.interpreter), sparkd's defaults, the operator's, sparkd's
     own."""
@@ -71,8 +78,6 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
     if spec.kv_cache is not None:
         environment[KV_VARIABLE] = json.dumps(dict(spec.kv_cache), sort_keys=True)
         environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
-    if spec.media is not None:
-        environment[media_rules.VARIABLE] = json.dumps(dict(spec.media), sort_keys=True)
     if spec.trusted_code is not None:
         environment[trusted_code.VARIABLE] = json.dumps(dict(spec.trusted_code), sort_keys=True)
     if spec.host and spec.api_key_path:
@@ -82,6 +87,8 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
         RUN_DIR_VARIABLE: spec.run_dir,
         # Without SPT_NOENV setproctitle overwrites /proc/PID/environ, where an operator sees which rank a process is of.
         "SPT_NOENV": "1",
+        # vLLM looks at the host of a medium's URL alone, not at those that a redirect leads to.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     }
     if _is_address(spec.node_id) and "VLLM_HOST_IP" not in spec.env:
         # Else vLLM asks the routing table and lets torch.distributed listen on the LAN (vllm/utils/network_utils.py, get_ip).
@@ -141,8 +148,6 @@ def _defaults(spec: RankSpec) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "VLLM_LOGGING_COLOR": "0",
         "NO_COLOR": "1",
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-        media_rules.CONNECTOR_VARIABLE: media_rules.CONNECTOR,
         # Longer than the gateway keeps an idle connection, so that it is never the engine that closes one under a request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }

@@ -30,8 +30,7 @@ class RankSpec:
     rank_id of rank 0 of this start; flags tell the engine how its ranks connect (workers.rank.command.parallel_flags). ray: under vLLM's
     Ray executor, {"address", "group"}: Ray's address and the placement group whose bundles the workers take, in the order of the ranks.
     memory_gib: the rank's reservation on its node. parsers: the fields of a sparkd.vllm.parsers.Parsers, equal to the engine's flags.
-    media: the hosts from which the engine may fetch URLs of requests (workers.host.media_rules.Rules); None: no host. trusted_code: the
-    commits whose code it may run (workers.host.trusted_code.Commits); None: it runs no code of a hub.
+    trusted_code: the commits whose code it may run (workers.host.trusted_code.Commits); None: it runs no code of a hub.
     """
 
     rank_id: str
@@ -67,7 +66,6 @@ class RankSpec:
     ray: Mapping[str, str] | None = None
     memory_gib: int = 0
     parsers: Mapping[str, str | None] | None = None
-    media: Mapping[str, Any] | None = None
     trusted_code: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

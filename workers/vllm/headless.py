@@ -15,10 +15,10 @@ from workers.vllm.symbols import symbol
 def main(argv: Sequence[str] | None = None) -> None:
     """Run like `vllm serve --headless` (vllm/entrypoints/cli/serve.py, cmd)."""
     symbol("cli_env_setup")()
-    serve = symbol("serve")
-    args = serve.make_arg_parser(symbol("FlexibleArgumentParser")()).parse_args(list(sys.argv[1:] if argv is None else argv))
-    serve.validate_parsed_serve_args(args)
-    serve.ServeSubcommand.cmd(args)
+    parser, subcommand = symbol("make_arg_parser")(symbol("FlexibleArgumentParser")()), symbol("ServeSubcommand")()
+    args = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+    subcommand.validate(args)
+    subcommand.cmd(args)
 
 
 if __name__ == "__main__":

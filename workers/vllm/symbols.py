@@ -1,13 +1,11 @@
 """The table of everything that sparkd uses of vLLM, with the modules that have had it. Never imports vLLM itself: a look-up does.
 
-`python -m workers.vllm.symbols` prints as JSON what the vLLM of this Python lacks.
+sparkd.vllm.missing_symbols tells what a vLLM lacks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,7 +21,7 @@ LOAD = "a load with `quantize` is refused; other models are served as before"
 CACHE = "vLLM sizes its KV cache itself"
 PLAN = "a plan is an estimate"
 FLAGS = "flags are judged when the engine starts"
-MEDIA = "an engine takes no media by URL"
+MEDIA = "the URL of a medium that cannot be fetched may be in the engine's log"
 RANKS = "an engine on several nodes is refused"
 
 _CT = "vllm.model_executor.layers.quantization.compressed_tensors"
@@ -86,6 +84,7 @@ TABLE: dict[str, Symbol] = {
         },
     ),
     "custom_ops": Symbol(("vllm._custom_ops",), LOAD, ""),
+    "envs": Symbol(("vllm.envs",), LOAD, ""),
     "gpt_oss_streamed": Symbol(("vllm.model_executor.models.gpt_oss",), LOAD, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD"),
     **_of(
         "a layer's experts are repacked with a second copy",
@@ -155,18 +154,19 @@ TABLE: dict[str, Symbol] = {
     "parallel_state": Symbol(("vllm.distributed.parallel_state",), PLAN, ""),
     "registry": Symbol(("vllm.model_executor.models.registry",), PLAN, ""),
     **_of(FLAGS, {"make_arg_parser": _CLI}),
-    **_of(MEDIA, {"MEDIA_CONNECTOR_REGISTRY": "vllm.multimodal.media.connector"}),
-    "envs": Symbol(("vllm.envs",), MEDIA, ""),
-    "connector": Symbol(("vllm.multimodal.media.connector",), MEDIA, ""),
+    **_of(
+        MEDIA,
+        {"MEDIA_CONNECTOR_REGISTRY": "vllm.multimodal.media.connector", "MediaConnector": "vllm.multimodal.media.connector"},
+    ),
     **_of(
         RANKS,
         {
             "RAY_NON_CARRY_OVER_ENV_VARS": "vllm.ray.ray_env",
+            "ServeSubcommand": "vllm.entrypoints.cli.serve",
             "cli_env_setup": ("vllm.entrypoints.common.startup", "vllm.entrypoints.serve.utils.api_utils"),
         },
     ),
     "CpuPlatform": Symbol(("vllm.platforms.cpu",), RANKS),
-    "serve": Symbol(("vllm.entrypoints.cli.serve",), RANKS, ""),
 }
 
 
@@ -217,20 +217,3 @@ def lacking(what: str) -> str:
 def release() -> str:
     """The installed vLLM's."""
     return str(importlib.import_module("vllm").__version__)
-
-
-def missing() -> dict[str, str]:
-    """The names that the installed vLLM lacks, and what happens without each."""
-    return {name: row.without for name, row in TABLE.items() if row.without != OTHERWISE and not has(name)}
-
-
-def main() -> None:
-    """Print {"vllm": its version, "missing": {name: what happens without it}}."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM greets on stdout
-    json.dump({"vllm": release(), "missing": missing()}, out)
-    out.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -53,9 +53,8 @@ ENTRIES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
     ({"env": {"1A": "1"}}, ("models.m.env", "environment variable"), 4),
     ({"extra_args": ["--tensor-parallel-size", "2"]}, ("tensor_parallel",), 4),
     ({"extra_args": ["model"]}, ("not a flag",), 4),
-    ({"extra_args": ["--enforce-eagr"]}, ("Did you mean --enforce-eager?",), 4),
-    ({"extra_args": ["--max-num-seqs", "many"]}, ("whole number",), 4),
-    ({"extra_args": ["--speculative-config", '{"method": "ngram"}']}, ("num_speculative_tokens",), 4),
+    ({"extra_args": ["--enforce-eagr"]}, ("--enforce-eagr: vLLM",), 4),
+    ({"extra_args": ["--max-num-seqs", "many"]}, ("--max-num-seqs: vLLM",), 4),
     ({"extra_args": ["--max-model-len", "9000"]}, ("9,000",), 4),
     ({"extra_args": ["--num-gpu-blocks-override", "2"]}, ("models.m.extra_args", "8,192 tokens"), 4),
 ]

@@ -122,10 +122,10 @@ def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, ca
 def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
     # As `python -m workers.vllm.ask.parse_args` answers: the first line is taken, the others are not.
-    refusal = {"flag": "a", "kind": "unknown", "names": [], "near": None, "key": "", "text": ""}
+    refusal = {"flag": "--a", "reason": "unrecognized argument"}
     answer = (
         "import json,sys; lines = json.load(sys.stdin)['lines']; "
-        f"json.dump(dict(vllm='0.32.0', refused=[[]] + [[{refusal}]] * (len(lines) - 1)), sys.stdout)"
+        f"print(json.dumps(dict(vllm='0.32.0', refused=[[]] + [[{refusal}]] * (len(lines) - 1))))"
     )
     python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.vllm.ask.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -159,7 +159,7 @@ def test_a_bad_recipe_among_others_is_named_and_the_others_are_checked(tmp_path:
     bad.write_text(ONE.replace("vllm serve", "sglang serve"))
     good.write_text(ONE)
     python = tmp_path / "python"
-    answer = "import json,sys; json.dump(dict(vllm='0.32.0', refused=[[]] * len(json.load(sys.stdin)['lines'])), sys.stdout)"
+    answer = "import json,sys; print(json.dumps(dict(vllm='0.32.0', refused=[[]] * len(json.load(sys.stdin)['lines']))))"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(0o755)
     found = as_json(capsys, "check", str(bad), str(good), "--parser", str(python), code=2)

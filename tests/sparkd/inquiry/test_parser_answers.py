@@ -23,10 +23,10 @@ def python(folder: Path, script: str, *packages: str) -> Path:
     return made
 
 
-UNKNOWN = {"flag": "one", "kind": "unknown", "names": [], "near": "two", "key": "", "text": ""}
+UNKNOWN = {"flag": "--one", "reason": "unrecognized argument"}
 SAYS = "echo '" + json.dumps({"vllm": "0.32.0", "refused": [[UNKNOWN]]}) + "'"
 ONE = [["--one", "1"]]
-REFUSAL = RefusedArg("one", "unknown", (), "two", "", "")
+REFUSAL = RefusedArg(**UNKNOWN)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_one_that_hangs_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.M
     runtime = python(tmp_path / "env", "sleep 3600")
     monkeypatch.setattr(parser_answers, "TIMEOUT_S", 0.1)
     assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
-    monkeypatch.setattr(parser_answers, "_asked", lambda *_: pytest.fail("it is asked again"))
+    monkeypatch.setattr(parser_answers, "asked", lambda *_: pytest.fail("it is asked again"))
     assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
 
 

@@ -83,9 +83,9 @@ def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple
     text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
     names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
     flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
-    refusals = [RefusedArg(flag, "unknown", (), None, "", "") for flag in flags if flag not in names]
-    refusals += [RefusedArg("seed", "number", (), None, "", "int")] if "many" in args else []
-    return "0.32.0", refusals + ([RefusedArg("kernel-config", "json", (), None, "", "it is none")] if "{a:1}" in args else [])
+    refusals = [RefusedArg(f"--{flag}", "unrecognized argument") for flag in flags if flag not in names]
+    refusals += [RefusedArg("--seed", "invalid int value: '...'")] if "many" in args else []
+    return "0.32.0", refusals + ([RefusedArg("--kernel-config", "invalid JSON")] if "{a:1}" in args else [])
 
 
 def test_eugrs_first_version() -> None:

@@ -72,7 +72,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         "NCCL_DEBUG": "INFO", "VLLM_LOGGING_LEVEL": "DEBUG", "http_proxy": "http://proxy", "PYTHONPATH": "/plugin", "PYTHONUNBUFFERED": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_LOGGING_COLOR": "0", "NO_COLOR": "1",
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-        "VLLM_MEDIA_CONNECTOR": "sparkd", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_CPU_KVCACHE_SPACE": "2",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SPARKD_RANK_ID": "r1", "SPARKD_RUN_DIR": "/run/s", "SPT_NOENV": "1",
         "VLLM_RPC_BASE_PATH": command.ipc_dir("/run/s", "r1"), "TRITON_CACHE_DIR": "/home/u/.triton/cache",

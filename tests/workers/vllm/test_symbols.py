@@ -18,19 +18,18 @@ from sparkd.errors import MissingSymbol
 from tests.support.facts import facts
 from tests.support.late import Late
 from tests.workers.kv.test_sizing import NEED, STOCK, Machine, at_once
+from workers import plugin
 from workers.kv.arithmetic import GIB, Demand
 from workers.kv.settings import CacheSettings
 from workers.kv.sizing import Sizing
 from workers.vllm import symbols
 from workers.vllm.kv import rehearsal
-from workers.vllm.symbols import CACHE, TABLE, method, symbol
+from workers.vllm.symbols import CACHE, MEDIA, TABLE, method, symbol
 
 __all__ = ["at_once"]  # a fixture
 FOLDER = Path(symbols.__file__).parent
 # It stands in for vLLM's own platform before anything of vLLM is imported.
 STANDS_IN = "cuda_stand_in.py"
-# Run in a runtime that may have nothing of sparkd's.
-ALONE = "parse_args.py"
 TREES = {path: ast.parse(path.read_text()) for path in sorted(FOLDER.rglob("*.py"))}
 BUILT_ON = {"cpu": ("SparkCPUWorker", "CPUWorker"), "cuda": ("SparkWorker", "Worker")}
 
@@ -52,8 +51,9 @@ def _take_away(monkeypatch: pytest.MonkeyPatch, name: str, *, module: bool = Fal
         monkeypatch.setitem(sys.modules, home, None if module else ModuleType(home))
 
 
-def test_the_installed_vllm_has_all() -> None:
-    assert symbols.missing() == {}
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_the_installed_vllm_has_it(name: str) -> None:
+    assert symbol(name) is not None
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
@@ -89,7 +89,7 @@ def test_vllm_is_met_through_the_table_alone() -> None:
                 imports.add(path.name)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("symbol", "has"):
                 asked |= {one.value for one in node.args if isinstance(one, ast.Constant)}
-    assert imports == {STANDS_IN, ALONE}
+    assert imports == {STANDS_IN}
     assert asked <= TABLE.keys(), "the table has a row for each"
 
 
@@ -146,6 +146,13 @@ def test_what_is_asked_for_in_a_rehearsal_is_missing(monkeypatch, caplog, name):
     size = Sizing(_machine(lambda: symbol(name)), CacheSettings(), lambda: NEED, dict).determine(lambda _limit: STOCK)
     assert size == STOCK
     assert f"{TABLE[name].homes[0]}.{name}" in facts(caplog.text)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.without == MEDIA])
+def test_without_a_registry_of_media_vllm_starts_all_the_same(monkeypatch, caplog, name):
+    _take_away(monkeypatch, name)
+    plugin._hush_media()
+    assert TABLE[name].homes[0] in caplog.text
 
 
 def test_a_method_that_is_missing_is_named():
