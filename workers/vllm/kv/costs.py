@@ -74,7 +74,7 @@ def longest_bytes_of(vllm_config: Any, groups: Any) -> int:
 
 
 def _builder(vllm_config: Any) -> Any:
-    """What makes the groups since 0.33; None before."""
+    """The maker of groups since 0.33; None before."""
     return symbol("get_kv_cache_config_builder")(vllm_config) if has("get_kv_cache_config_builder") else None
 
 
