@@ -61,7 +61,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype."""
+        """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype. The parts' shapes say the group size."""
 
     def check(self, name: str, n: int, k: int, file: str | None = None) -> None:
         """Raises CheckpointError where a weight [n, k], the tensor `name` of `file`, cannot have this format."""

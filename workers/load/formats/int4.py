@@ -34,8 +34,9 @@ class Int4Quantizer(GroupQuantizer):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=parts["weight_packed"].device)
         code = parts["weight_packed"].unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(0xF).sub_(8).flatten(-2)
-        value = code.float().unflatten(-1, (-1, self.group_size))
-        return value.mul_(parts["weight_scale"].float().unsqueeze(-1)).flatten(-2).to(dtype)
+        scale = parts["weight_scale"].float()
+        value = code.float().unflatten(-1, (scale.shape[-1], -1))
+        return value.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         self._fill_shape(weight, out)

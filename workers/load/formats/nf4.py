@@ -46,8 +46,9 @@ class Nf4Quantizer(GroupQuantizer):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         packed = parts["weight_packed"]
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(-2)
-        value = torch.nn.functional.embedding(codes.int(), levels(packed.device).unsqueeze(1)).view(*codes.shape[:-1], -1, self.group_size)
-        return value.mul_(parts["weight_scale"].float().unsqueeze(-1)).flatten(-2).to(dtype)
+        scale = parts["weight_scale"].float()
+        value = torch.nn.functional.embedding(codes.int(), levels(packed.device).unsqueeze(1)).view(*scale.shape, -1)
+        return value.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         for index, matrix in enumerate(weight):

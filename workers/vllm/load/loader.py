@@ -36,7 +36,7 @@ from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ask
 from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
-from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
+from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.early_repack import Early
 from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
 from workers.vllm.load.method import NAME, formats_of, is_ours
@@ -187,7 +187,7 @@ class SparkStreamLoader(DefaultModelLoader):
         self._calibration: str | None = None
         if current_platform.is_cpu():
             try:
-                register_cpu_linear_kernels()
+                register_linear_kernels()
             except SparkdError as error:
                 ProgressFile(self._settings.progress).failed(error.message, lasting=True)
                 raise
