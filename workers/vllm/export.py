@@ -31,6 +31,7 @@ from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.cache.atomic_folder import appearing
 from workers.cache.companions import companions_bytes, write_companions
 from workers.cache.layout import lay_out, neighbours
+from workers.cache.manifest import on_device
 from workers.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.cache.store import CachedCheckpoint, find
 from workers.cache.writer import MARGIN_BYTES, bytes_of, layout_of
@@ -120,7 +121,11 @@ def _copied(
 ) -> tuple[str, int] | None:
     """Export the cache's entry. None where there is none, or it is incomplete or damaged: an engine checks and completes only the tensors
     that it takes."""
-    cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
+    if request.cache_dir is None:
+        return None
+    cached = None
+    for device in ("cuda", "cpu"):
+        cached = cached or find(request.cache_dir, checkpoint, on_device(recipe.canonical(), device))
     if cached is None:
         return None
     with cached:

@@ -22,7 +22,7 @@ from workers.quantization.formats import Format
 from workers.vllm.symbols import symbol
 
 # Rows of a weight that are dequantized at a time: an output head in float32 would be gigabytes.
-ROWS = 8 * BLOCK
+ROWS = 2 * BLOCK
 
 
 @functools.cache

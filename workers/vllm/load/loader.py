@@ -22,6 +22,7 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.layout import Tensors
 from workers.cache.load_session import LoadSession, virtual_of
+from workers.cache.manifest import on_device
 from workers.cache.omitted import can_be_completed, completed, left_out, recipe_without
 from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, entry_name, find, has_entry
 from workers.cache.writer import CODES, CacheContent, CacheWriter
@@ -261,7 +262,7 @@ class SparkStreamLoader(DefaultModelLoader):
             repack_in_place()
             if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
                 logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
-        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint)) is not None:
+        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint, device)) is not None:
             try:
                 return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
             except CheckpointError as error:
@@ -327,11 +328,11 @@ class SparkStreamLoader(DefaultModelLoader):
         )
         return source
 
-    def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
+    def _whole_entry(self, checkpoint: Checkpoint, device: torch.device) -> CachedCheckpoint | None:
         """The quantized cache of the whole model; None if there is none, or if this rank may have its own."""
         if (cache_dir := self._settings.cache_dir) is None:
             return None
-        recipe = self._settings.recipe.canonical()
+        recipe = on_device(self._settings.recipe.canonical(), device.type)
         rank, world = rank_of_world()
         if world > 1 and os.path.isdir(os.path.join(cache_dir, entry_name(checkpoint, {**recipe, "ranks": ranks()}, (rank, world)))):
             return None
@@ -340,7 +341,8 @@ class SparkStreamLoader(DefaultModelLoader):
     def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> LoadSession:
         """The session from the quantized cache if there is one; else `source` with a writer that creates the cache."""
         cache_dir = str(self._settings.cache_dir)
-        recipe, tp_slice = self._settings.recipe.canonical(), None
+        whole = recipe = on_device(self._settings.recipe.canonical(), device.type)
+        tp_slice = None
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
         in_parts = (wanted := source.pipeline.handed_whole()) is None
         wanted = source.pipeline.handed() if wanted is None else wanted
@@ -352,7 +354,7 @@ class SparkStreamLoader(DefaultModelLoader):
             candidates.append((recipe, None))
         if in_parts:
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
-            candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
+            candidates = [(recipe, tp_slice), (whole, None), *candidates]
         for cached_recipe, part in candidates:
             cached = find(cache_dir, checkpoint, cached_recipe, part, say=logger.info)
             if cached is None:
