@@ -234,10 +234,10 @@ def experts() -> None:
 def _nf4_experts(up: Parts, down: Parts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     import workers.vllm.load.nf4_products  # noqa: F401 - registers the operators
 
-    matrices = [part for each in (up, down) for part in (each["weight_packed"], each["weight_scale"], None, None)]
+    w13, w2 = ([each["weight_packed"], each["weight_scale"], None, None, None] for each in (up, down))
 
     def product(x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        return torch.ops.sparkd.packed_experts(x, scores, chosen, *matrices, None, None, None, "nf4", "silu", 1.0, 0.0, None, False)
+        return torch.ops.sparkd.packed_experts(x, scores, chosen, w13, w2, None, "nf4", "silu", 1.0, 0.0, None, False)
 
     return product
 

@@ -138,6 +138,14 @@ def cache_key(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSli
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def on_device(recipe: Mapping[str, Any], device: str) -> Mapping[str, Any]:
+    """The canonical recipe, extended to the key of an entry that this kind of device quantized.
+
+    A CPU quantizes with torch and may choose other scales than a GPU, whose entries have the key of the recipe alone.
+    """
+    return recipe if device == "cuda" else {**recipe, "device": device}
+
+
 def entry_name(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:
     """The entry's folder: `<model>-<format>-<key>`."""
     return f"{model_name(checkpoint.folder)}-{format_name(recipe)}-{cache_key(checkpoint, recipe, tp_slice)}"

@@ -31,6 +31,7 @@ from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.cache.atomic_folder import appearing
 from workers.cache.companions import companions_bytes, write_companions
 from workers.cache.layout import lay_out, neighbours
+from workers.cache.manifest import on_device
 from workers.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.cache.store import CachedCheckpoint, find
 from workers.cache.writer import MARGIN_BYTES, bytes_of, layout_of
@@ -117,7 +118,10 @@ def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> N
 
 def _copied(request: ExportRequest, checkpoint: Checkpoint, recipe: QuantizationRecipe, folder: str, tell: Tell) -> tuple[str, int] | None:
     """Export the cache's entry; None where there is none."""
-    cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
+    if request.cache_dir is None:
+        return None
+    entries = (find(request.cache_dir, checkpoint, on_device(recipe.canonical(), device)) for device in ("cuda", "cpu"))
+    cached = next((entry for entry in entries if entry is not None), None)
     if cached is None:
         return None
     with cached:

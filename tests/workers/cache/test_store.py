@@ -23,7 +23,7 @@ from tests.support.facts import facts, lacking
 from tests.support.waiting import HUNG_S
 from workers.cache import manifest, shard_writer, store
 from workers.cache import writer as cache_writer
-from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name
+from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name, on_device
 from workers.cache.shard_writer import Staging
 from workers.cache.store import (
     CachedCheckpoint,
@@ -263,7 +263,7 @@ def test_the_second_start_finds_it_and_nobody_removes_it_meanwhile(cache_dir: st
     assert left(cache_dir) == []
 
 
-def test_another_recipe_slice_or_folder_is_another_entry(source: Checkpoint, tmp_path: Path) -> None:
+def test_another_recipe_slice_folder_or_device_is_another_entry(source: Checkpoint, tmp_path: Path) -> None:
     other = read_checkpoint(shutil.copytree(source.folder, tmp_path / "other"))
 
     keys = {
@@ -272,9 +272,11 @@ def test_another_recipe_slice_or_folder_is_another_entry(source: Checkpoint, tmp
         cache_key(source, RECIPE, (0, 2)),
         cache_key(source, RECIPE, (1, 2)),
         cache_key(other, RECIPE),
+        cache_key(source, on_device(RECIPE, "cpu")),
     }
 
-    assert len(keys) == 5
+    assert len(keys) == 6
+    assert cache_key(source, on_device(RECIPE, "cuda")) == cache_key(source, RECIPE)
     assert cache_key(source, RECIPE) == cache_key(source, dict(reversed(RECIPE.items())))
     assert entry_name(source, RECIPE) == f"tiny-1b-nvfp4-{cache_key(source, RECIPE)}"
     assert entry_name(source, {"format": "bf16", "layers": [{}]}).startswith("tiny-1b-bf16-mixed-")

@@ -16,7 +16,7 @@ from tests.support.architectures import ARCHITECTURES, SOURCES
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.load.loading import load
 from workers import plugin
-from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
+from workers.vllm.load.cpu_kernels import register_linear_kernels
 
 UNTOUCHED = 0xA5
 # The KV cache's own, and biases of experts that have none: no such checkpoint has them.
@@ -26,7 +26,7 @@ _NOT_STORED = re.compile(r"\.attn\._?([qkv]_(scale|zero_point)|prob_scale)$|\.w(
 @pytest.fixture(autouse=True)
 def registered(one_rank: None) -> None:
     plugin.register()
-    register_cpu_linear_kernels()
+    register_linear_kernels()
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -14,8 +12,11 @@ from torch import Tensor
 from sparkd.errors import CheckpointError
 from workers.quantization.formats import fitting
 
-# Elements worked on at once: a float32 temporary of 1 MiB. Five of them stay in the cache of a CPU and under 8 MiB together.
-CHUNK_ELEMENTS = 1 << 18
+# Elements that torch works on at once: a float32 temporary of 512 KiB. On a GPU more, where a launch costs microseconds.
+CHUNK_ELEMENTS = 1 << 17
+GPU_CHUNK_ELEMENTS = 1 << 22
+# Below this a float32 or bfloat16 scale would be a subnormal, which some kernels take for zero.
+SMALLEST_SCALE = 2.0**-126
 Parts = dict[str, Tensor]
 
 
@@ -34,7 +35,8 @@ class Quantizer(ABC):
 
         global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
         two keeps every product exact. out: contiguous tensors to write into, with the leading dimensions and the shapes of `parts`; None
-        allocates them. Nothing is copied to the host; on a CPU, temporaries are under 8 MiB for any shape.
+        allocates them. A GPU computes with Triton's kernels and copies nothing to the host. A CPU computes with torch, in chunks of rows;
+        of scales that are almost equally good it may choose another (the relative errors agree to 0.1 %, test_formats.py).
         """
         lead = weight.shape[:-2]
         parts = self.empty(weight) if out is None else dict(out)
@@ -45,11 +47,11 @@ class Quantizer(ABC):
         elif weight.dim() == 2:
             weight = weight.unsqueeze(0)
         flat = {suffix: part.view(-1, *part.shape[len(lead) :]) for suffix, part in parts.items()}
-        kernels = triton_kernels() if weight.is_cuda else None
-        if kernels is None:
-            self._fill(weight, flat, global_scale)
+        self._fill_shared(weight, flat, global_scale)
+        if weight.is_cuda:
+            self._launch(triton_kernels(), weight, flat)
         else:
-            self._launch(kernels, weight, flat, global_scale)
+            self._fill(weight, flat)
         return parts
 
     def empty(self, weight: Tensor) -> Parts:
@@ -61,7 +63,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype."""
+        """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype. The parts' shapes say the group size."""
 
     def check(self, name: str, n: int, k: int, file: str | None = None) -> None:
         """Raises CheckpointError where a weight [n, k], the tensor `name` of `file`, cannot have this format."""
@@ -75,13 +77,16 @@ class Quantizer(ABC):
             cure=f"Use {fitting(size, k, self.spelling.partition('-g')[0])} for it",
         )
 
-    @abstractmethod
-    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        """Quantizes [B, N, K] with torch alone into parts that have the leading dimension B."""
+    def _fill_shared(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:  # noqa: B027 - most formats have none
+        """Fill the parts that hold for a whole matrix. weight: [B, N, K]; out: B parts of each kind."""
 
     @abstractmethod
-    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        """Like `_fill`, by the kernels of `triton_kernels`."""
+    def _fill(self, weight: Tensor, out: Parts) -> None:
+        """Fill the other parts, with torch alone."""
+
+    @abstractmethod
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts) -> None:
+        """Fill the other parts, by the kernels of `triton_kernels`."""
 
 
 def amax(weight: Tensor) -> Tensor:
@@ -92,30 +97,21 @@ def amax(weight: Tensor) -> Tensor:
 
 def amax_each(weight: Tensor) -> Tensor:
     """The largest magnitude of each matrix of [B, N, K]: float32 [B]."""
-    kernels = triton_kernels() if weight.is_cuda and weight.shape[-1] % 16 == 0 else None
-    return torch.stack([amax(matrix) for matrix in weight]) if kernels is None else kernels.amax(weight)
+    if weight.is_cuda and weight.shape[-1] % 16 == 0:
+        return triton_kernels().amax(weight)
+    return torch.stack([amax(matrix) for matrix in weight])
 
 
-def chunk_elements(device: torch.device) -> int:
-    """The number of elements for one operation of torch; more on a GPU, where a launch costs microseconds."""
-    return CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 16
+def row_chunks(matrix: Tensor, *, step: int = 1) -> list[slice]:
+    """Cut a matrix into chunks of whole rows, a multiple of `step`, of about CHUNK_ELEMENTS."""
+    rows, columns = matrix.shape
+    elements = GPU_CHUNK_ELEMENTS if matrix.is_cuda else CHUNK_ELEMENTS
+    height = max(1, elements // columns // step) * step
+    return [slice(top, min(rows, top + height)) for top in range(0, rows, height)]
 
 
-def windows(rows: int, columns: int, row_step: int, column_step: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cuts a matrix into (rows, columns) of at most `chunk_elements`, at multiples of the steps."""
-    limit = chunk_elements(device)
-    width = columns if columns * row_step <= limit else max(1, limit // row_step // column_step) * column_step
-    height = max(1, limit // width // row_step) * row_step
-    for top in range(0, rows, height):
-        for left in range(0, columns, width):
-            yield slice(top, min(rows, top + height)), slice(left, min(columns, left + width))
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """The CUDA kernels; None without Triton: then torch's own operations give the same result, slower."""
-    if importlib.util.find_spec("triton") is None:
-        return None
+def triton_kernels() -> ModuleType:
+    """The kernels. Triton comes with torch for a GPU, and is imported there alone."""
     from workers.load.formats import triton_kernels
 
     return triton_kernels

@@ -8,12 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from workers.load.formats.base import Parts, Quantizer, windows
+from workers.load.formats.base import SMALLEST_SCALE, Parts, Quantizer, row_chunks
 
 LARGEST = 448.0
 BLOCK = 128
-# The scale of weights so small that their own scale would be a float32 subnormal, or none at all.
-SMALLEST_SCALE = 2.0**-126
 
 
 class Fp8Quantizer(Quantizer):
@@ -28,14 +26,14 @@ class Fp8Quantizer(Quantizer):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return parts["weight"].float().mul_(parts["weight_scale"]).to(dtype)
 
-    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _fill(self, weight: Tensor, out: Parts) -> None:
         for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
-            low, high = torch.aminmax(matrix, dim=-1, keepdim=True)
-            _scale(torch.maximum(high, -low), out=scale)
-            for rows, columns in windows(matrix.shape[0], matrix.shape[1], 1, 1, matrix.device):
-                value[rows, columns] = matrix[rows, columns].to(torch.float32, copy=True).div_(scale[rows])
+            for rows in row_chunks(matrix):
+                chunk = matrix[rows].float()
+                scale[rows] = _scale(chunk.abs().amax(1, keepdim=True))
+                value[rows] = chunk / scale[rows]
 
-    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts) -> None:
         kernels.fp8(weight, out["weight"], out["weight_scale"], LARGEST, SMALLEST_SCALE)
 
 
@@ -54,21 +52,19 @@ class Fp8BlockQuantizer(Quantizer):
         scale = parts["weight_scale"].repeat_interleave(BLOCK, -2)[..., :n, :]
         return value.mul_(scale.repeat_interleave(BLOCK, -1)[..., :k]).to(dtype)
 
-    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _fill(self, weight: Tensor, out: Parts) -> None:
+        k = weight.shape[-1]
         for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
-            for rows, columns in windows(matrix.shape[0], matrix.shape[1], BLOCK, BLOCK, matrix.device):
-                part = matrix[rows, columns]
-                height, width = part.shape
-                blocks = torch.nn.functional.pad(part.to(torch.float32, copy=True), (0, -width % BLOCK, 0, -height % BLOCK))
-                tiles = blocks.view(blocks.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-                mine = scale[rows.start // BLOCK : -(-rows.stop // BLOCK), columns.start // BLOCK : -(-columns.stop // BLOCK)]
-                mine.copy_(_scale(tiles.abs().amax(3).amax(1)))
-                tiles.div_(mine[:, None, :, None])
-                value[rows, columns] = blocks[:height, :width]
+            for rows in row_chunks(matrix, step=BLOCK):
+                chunk = torch.nn.functional.pad(matrix[rows].float(), (0, -k % BLOCK, 0, -matrix[rows].shape[0] % BLOCK))
+                tiles = chunk.view(-1, BLOCK, scale.shape[1], BLOCK)
+                scales = _scale(tiles.abs().amax((1, 3)))
+                scale[rows.start // BLOCK : -(-rows.stop // BLOCK)] = scales
+                value[rows] = (tiles / scales[:, None, :, None]).view(chunk.shape)[: rows.stop - rows.start, :k]
 
-    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts) -> None:
         kernels.fp8_block(weight, out["weight"], out["weight_scale"], LARGEST, SMALLEST_SCALE, BLOCK)
 
 
-def _scale(amax: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.mul(amax.float(), 1 / LARGEST, out=out).clamp_(min=SMALLEST_SCALE)
+def _scale(amax: Tensor) -> Tensor:
+    return (amax * (1 / LARGEST)).clamp_(min=SMALLEST_SCALE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.load.formats.base import Parts, Quantizer, windows
+from workers.load.formats.base import Parts, Quantizer, row_chunks
 from workers.quantization.formats import Format
 
 BLOCK = 128
@@ -37,10 +37,10 @@ class Dequantized(Quantizer):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return parts["weight"].to(dtype)
 
-    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _fill(self, weight: Tensor, out: Parts) -> None:
         out["weight"].copy_(weight)
 
-    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts) -> None:
         out["weight"].copy_(weight)
 
 
@@ -68,10 +68,10 @@ def dequantize_fp8(
     first = torch.arange(matrices, device=part.device).unsqueeze(1) * height
     rows_of = (first + _index(origin[0], n, rows_each, part.device)).view(-1)
     columns_of = _index(origin[1], k, columns_each, part.device)
-    for rows, columns in windows(matrices * n, k, 1, 1, part.device):
+    for rows in row_chunks(stored):
         factor = scale.index_select(0, rows_of[rows])
-        factor = factor.index_select(1, columns_of[columns]) if columns_each else factor
-        flat[rows, columns] = stored[rows, columns].float().mul_(factor)
+        factor = factor.index_select(1, columns_of) if columns_each else factor
+        flat[rows] = stored[rows].float().mul_(factor)
     return result
 
 

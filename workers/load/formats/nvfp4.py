@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.load.formats import e2m1
-from workers.load.formats.base import Parts, amax
-from workers.load.formats.groups import GroupChunk, GroupQuantizer
-from workers.load.formats.sums import least
+from workers.load.formats.base import Parts, amax_each
+from workers.load.formats.groups import GroupQuantizer, best_scale
 
 # Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
 # (nvfp4_marlin_process_scales in vLLM's marlin_utils_fp4.py), so scales keep to the values that every kernel reads alike.
@@ -55,6 +54,7 @@ def rounded_activations(x: Tensor, divisor: Tensor) -> Tensor:
 
 class Nvfp4Quantizer(GroupQuantizer):
     group_size = 16
+    levels = e2m1.VALUES
     spelling = "nvfp4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -64,40 +64,25 @@ class Nvfp4Quantizer(GroupQuantizer):
             "weight_global_scale": (torch.float32, (1,)),
         }
 
-    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        scale = parts["weight_scale"].float().div_(parts["weight_global_scale"].unsqueeze(-1))
-        value = e2m1.decode(parts["weight_packed"]).unflatten(-1, (-1, 16))
-        return value.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    def _scale(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts["weight_scale"].float().div_(parts["weight_global_scale"].unsqueeze(-1))
 
-    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        divisor = out["weight_global_scale"].view(-1)
-        if global_scale is None:
-            global_scale = _global_scale(torch.stack([amax(matrix) for matrix in weight]))
-        divisor.copy_(global_scale.view(-1))
-        for index, matrix in enumerate(weight):
-            words = out["weight_packed"][index].view(torch.int32)
-            self._fill_matrix(matrix, words, out["weight_scale"][index], divisor[index])
+    def _fill_shared(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        divisor = _global_scale(amax_each(weight)) if global_scale is None else global_scale
+        out["weight_global_scale"].view(-1).copy_(divisor.view(-1))
 
-    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        divisor = out["weight_global_scale"].view(-1)
-        divisor.copy_(_global_scale(kernels.amax(weight)) if global_scale is None else global_scale.view(-1))
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts) -> None:
         words, scale = out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8)
+        divisor = out["weight_global_scale"].view(-1)
         kernels.nvfp4(weight, words, scale, divisor, range(SMALLEST_SCALE, LARGEST_SCALE + 1), SCALE_BIAS, SCALES)
 
-    def _encode(self, groups: GroupChunk) -> tuple[Tensor, Tensor]:
-        value, magnitude, scaled, a, b = groups
-        torch.abs(value, out=magnitude)
-        first = (magnitude.amax(0) * (1 / 7)).view(torch.int32).bitwise_right_shift(20).sub_(SCALE_BIAS - 1)
-        steps = torch.arange(SCALES, dtype=torch.int32, device=value.device).unsqueeze(1)
-        codes = (first.clamp_(SMALLEST_SCALE, LARGEST_SCALE) + steps).clamp_(max=LARGEST_SCALE)
-        scales = _scale(codes)
-        errors = torch.empty_like(scales)
-        for error, inverse in zip(errors, scales.reciprocal(), strict=True):
-            torch.mul(magnitude, inverse, out=scaled)
-            error.copy_(e2m1.squared_error(scaled, a, b, saturate=False))
-        best = least(errors.mul_(scales.square_()))
-        chosen = best.add_(first).clamp_(max=LARGEST_SCALE)
-        return e2m1.encode(value.div_(_scale(chosen)), a, b), chosen.to(torch.uint8).view(torch.float8_e4m3fn)
+    def _encode(self, groups: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+        groups = groups * parts["weight_global_scale"]
+        first = ((groups.abs().amax(0) / 7).view(torch.int32) >> 20) - (SCALE_BIAS - 1)
+        codes = (first.clamp_(SMALLEST_SCALE, LARGEST_SCALE) + step for step in range(SCALES))
+        scales = (((code.clamp_(max=LARGEST_SCALE) + SCALE_BIAS) << 20).view(torch.float32) for code in codes)
+        scale = best_scale(groups, scales, e2m1.rounded)
+        return e2m1.encode(groups / scale), scale.to(torch.float8_e4m3fn)
 
 
 class Nvfp4A4Quantizer(Nvfp4Quantizer):
@@ -108,12 +93,6 @@ class Nvfp4A4Quantizer(Nvfp4Quantizer):
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {**super().parts(n, k), INPUT_SCALE: (torch.float32, (1,))}
 
-    def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
-        parts = super().quantize(weight, global_scale=global_scale, out=out)
-        parts[INPUT_SCALE].fill_(1.0)
-        return parts
-
-
-def _scale(code: Tensor) -> Tensor:
-    """float32 of E4M3 codes (int32, normal)."""
-    return (code + SCALE_BIAS).bitwise_left_shift_(20).view(torch.float32)
+    def _fill_shared(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        super()._fill_shared(weight, out, global_scale)
+        out[INPUT_SCALE].fill_(1.0)

@@ -1,8 +1,7 @@
 """The quantizers as CUDA kernels: each reads a weight once and searches the scale in registers. It never runs without a GPU (or Triton's
-interpreter), and decides nothing that the torch quantizers beside it do not.
+interpreter).
 
-Every operation is the same float32 operation as there, in the same order, without fused multiply-adds; the order in which a warp adds
-is not promised by Triton, so of two scales with the same error another one may be taken. Strides are free, nothing is synchronised.
+Each tries the scales that the torch quantizer beside it tries. Strides are free, nothing is synchronised.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -126,7 +125,7 @@ def _clamp(value, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def _store_words(words, code, group, before, inside, SIZE: tl.constexpr, HELD: tl.constexpr, SWAPPED: tl.constexpr = 0):
-    """Packs codes (int32 [HELD, SIZE], 0 to 15), the first of eight in the lowest nibble; with SWAPPED 1 as groups.SWAPPED."""
+    """Packs codes (int32 [HELD, SIZE], 0 to 15), the first of eight in the lowest nibble; with SWAPPED 1 the second."""
     octets = tl.reshape(code, (HELD, SIZE // 8, 8)) << ((tl.arange(0, 8) ^ SWAPPED) * 4)[None, None, :]
     word = tl.xor_sum(octets, axis=2)
     offset = (before + group)[:, None] * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
@@ -135,7 +134,7 @@ def _store_words(words, code, group, before, inside, SIZE: tl.constexpr, HELD: t
 
 @triton.jit
 def _sum(value, SIZE: tl.constexpr, HELD: tl.constexpr):
-    """sums.columns, over dim 1: [HELD, SIZE] -> [HELD]."""
+    """Sum over dim 1, [HELD, SIZE] -> [HELD]: within eight columns a thread adds alone."""
     even, odd = tl.split(tl.reshape(value, (HELD, SIZE // 2, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (HELD, SIZE // 4, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (HELD, SIZE // 8, 2)))
@@ -144,7 +143,7 @@ def _sum(value, SIZE: tl.constexpr, HELD: tl.constexpr):
 
 @triton.jit
 def _least(error, NUMBER: tl.constexpr, smallest):
-    """sums.least, one error after the other: the smallest so far, with its number in the low bits."""
+    """The smallest error so far, with its number in the low bits: floats >= 0 are ordered like their bits."""
     return tl.minimum(smallest, (_bits(error) & -8) | NUMBER)
 
 
@@ -159,7 +158,10 @@ def _e2m1(value):
 
 @triton.jit
 def _squared_error(magnitude, SATURATE: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
-    """e2m1.squared_error, over dim 1."""
+    """Sum over dim 1 of the squared distances to the nearest E2M1 values. SATURATE: magnitudes of 7 and more may occur.
+
+    Both neighbours of a tie are equally far, so max(x, 1) can stand for the power of two below it.
+    """
     shift = tl.maximum(magnitude, 1.0) * 4194304.0
     rounded = (magnitude + shift) - shift
     if SATURATE:

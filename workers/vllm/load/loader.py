@@ -22,7 +22,7 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.layout import Tensors
 from workers.cache.load_session import LoadSession, parts_key, virtual_of
-from workers.cache.manifest import TpSlice
+from workers.cache.manifest import TpSlice, on_device
 from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find, has_entry
 from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
 from workers.load.input_scales import CURE, measured
@@ -34,7 +34,7 @@ from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ask
 from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
-from workers.vllm.load.cpu_linear import register_cpu_linear_kernels
+from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
 from workers.vllm.load.method import NAME, formats_of
 from workers.vllm.load.ranks import rank_of_world, tensor_parallel_rank
@@ -177,7 +177,7 @@ class SparkStreamLoader(DefaultModelLoader):
         self._calibration: str | None = None
         if current_platform.is_cpu():
             try:
-                register_cpu_linear_kernels()
+                register_linear_kernels()
             except SparkdError as error:
                 ProgressFile(self._settings.progress).failed(error.message, lasting=True)
                 raise
@@ -247,7 +247,7 @@ class SparkStreamLoader(DefaultModelLoader):
             repack_in_place()
             if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
                 logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
-        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint)) is not None:
+        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint, device)) is not None:
             try:
                 return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
             except CheckpointError as error:
@@ -311,16 +311,16 @@ class SparkStreamLoader(DefaultModelLoader):
         )
         return source
 
-    def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
+    def _whole_entry(self, checkpoint: Checkpoint, device: torch.device) -> CachedCheckpoint | None:
         """The quantized cache of the whole model; None if there is none."""
         if (cache_dir := self._settings.cache_dir) is None:
             return None
-        return find(cache_dir, checkpoint, self._settings.recipe.canonical(), say=logger.info)
+        return find(cache_dir, checkpoint, on_device(self._settings.recipe.canonical(), device.type), say=logger.info)
 
     def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], cache_dir: str) -> None:
         """Let the session write the cache that there is not yet; on one of several ranks it is a cache of its own, which it reads where it
         has one."""
-        recipe, rank = self._settings.recipe.canonical(), rank_of_world()
+        recipe, rank = dict(on_device(self._settings.recipe.canonical(), source.device.type)), rank_of_world()
         if rank == (0, 1):
             if source.takes_most():
                 writer = self._writer(source, checkpoint, formats, cache_dir, recipe, None, layout_of(source.virtual))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from workers.quantization.recipe import Format
+from workers.vllm.load.packed_layers import PackedMoEMethod, PackedScheme
 from workers.vllm.symbols import symbol
 
 RoutedExperts: Any = symbol("RoutedExperts")
@@ -53,17 +54,12 @@ class SparkConfig(CompressedTensorsConfig):
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
             if scheme is None or not _is_ours(form := format_of(scheme)):
                 return None
-            from workers.vllm.load.cpu_moe import packed_moe_method
-
-            return packed_moe_method(form, layer)
+            return PackedMoEMethod(form, layer)
         if isinstance(layer, LinearBase | ParallelLMHead) and (scheme := self.get_scheme_dict(layer, prefix)) is not None:
             if not _is_ours(form := format_of(scheme)):
                 return None
-            from workers.vllm.load.cpu_linear import packed_scheme
-
-            if (packed := packed_scheme(form)) is not None:
-                layer.scheme = packed
-                return CompressedTensorsLinearMethod(self)
+            layer.scheme = PackedScheme(form)
+            return CompressedTensorsLinearMethod(self)
         return None
 
 

@@ -8,6 +8,7 @@ of 64.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from sparkd.errors import CheckpointError
 from workers.vllm.load import nf4_kernels
-from workers.vllm.load.cpu_linear import LIBRARY
-from workers.vllm.load.cpu_moe import ACTIVATIONS
+from workers.vllm.load.cpu_kernels import ACTIVATIONS, LIBRARY
 from workers.vllm.load.nf4_kernels import Matrix, Routing
 from workers.vllm.symbols import symbol
 
@@ -55,16 +55,8 @@ def _experts(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    _w13_divisor: Tensor | None,
-    w13_bias: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor,
-    _w2_divisor: Tensor | None,
-    w2_bias: Tensor | None,
-    _w13_input: Tensor | None,
-    _w2_input: Tensor | None,
+    w13: Sequence[Any],
+    w2: Sequence[Any],
     expert_map: Tensor | None,
     _form: str,
     activation: str,
@@ -75,11 +67,11 @@ def _experts(
 ) -> Tensor:
     top = topk_ids.shape[1]
     pairs = _in_two_bytes(x).shape[0] * top
-    first, second = Matrix(w13, w13_scale, w13_bias), Matrix(w2, w2_scale, w2_bias)
+    first, second = (Matrix(weight, scale, bias) for weight, scale, _divisor, bias, _input_divisor in (w13, w2))
     weights = None if weight_on_input else topk_weights.float().flatten()
     if weight_on_input:
         x = x * topk_weights.to(x.dtype)  # vLLM does so for models with one expert a token
-    experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
+    experts = first.packed.shape[0] if expert_map is None else expert_map.shape[0]
     tile = _experts_tile(pairs, experts)
     order: tuple[Tensor, Tensor, Tensor] | Tensor
     if x.shape[0] <= _PAIRED_TOKENS:
@@ -88,7 +80,7 @@ def _experts(
         order = _sorted()(topk_ids.int(), tile[0], experts, expert_map)
     hidden = _activated(nf4_kernels.experts(x, first, Routing(order, pairs, top), tile), activation, alpha, beta, limit)
     down = nf4_kernels.experts(hidden, second, Routing(order, pairs, 1, weights), tile)
-    return down.view(x.shape[0], top, w2.shape[1]).sum(1)
+    return down.view(x.shape[0], top, second.packed.shape[1]).sum(1)
 
 
 def _activated(up: Tensor, activation: str, alpha: float, beta: float, limit: float | None) -> Tensor:

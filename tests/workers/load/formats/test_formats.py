@@ -19,6 +19,8 @@ from workers.load.formats import amax, global_scale, quantizer
 from workers.quantization.formats import SPELLINGS, Format
 
 ROOT = Path(__file__).parents[4]
+# What a GPU's quantizer may lose more or less than a CPU's: of two scales that are almost equally good each may take another.
+TOLERANCE = 1e-3
 QUANTIZED = tuple(spelling for spelling in SPELLINGS if spelling != "bf16")
 
 
@@ -143,11 +145,10 @@ def peak_bytes(work):
 
 taken = {}
 weight = torch.full((2048, 2048), 0.25, dtype=torch.bfloat16)
-wide = weight.view(4, -1)
 for spelling in sys.argv[1:]:
     form = quantizer(Format.parse(spelling))
-    form.quantize(weight[:1])
-    for name, one in (("square", weight), ("wide", wide), ("turned", weight.t())):
+    form.quantize(weight[:256])
+    for name, one in (("square", weight), ("turned", weight.t())):
         out = {suffix: part.zero_() for suffix, part in form.empty(one).items()}
         taken[f"{spelling} {name}"] = peak_bytes(lambda: form.quantize(one, out=out))
         del out
@@ -181,25 +182,30 @@ from workers.quantization.recipe import Format
 random = torch.Generator().manual_seed(0)
 batch = (torch.randn(2, 3, 256, generator=random) * 0.02).bfloat16()
 turned = (torch.randn(1, 128, 5, generator=random) * 0.02).half().transpose(1, 2)
-hard = torch.cat([weight[:2, :128] for weight in weights.adversarial(torch.float32).values()]).unsqueeze(0)
-found = {"amax": int((triton_kernels.amax(batch) != batch.float().abs().amax((1, 2))).sum())}
+hard = torch.stack([weight[:2, :128].float() for weight in weights.adversarial(torch.bfloat16).values()])
+found = {"amax": float((triton_kernels.amax(batch) != batch.float().abs().amax((1, 2))).sum())}
+
+def error(form, parts, weight):
+    missed = form.dequantize(parts, torch.float32).double() - weight.double()
+    return missed.flatten(1).norm(dim=1) / weight.double().flatten(1).norm(dim=1)
+
 for spelling in sys.argv[1:]:
     form = quantizer(Format.parse(spelling))
     for name, weight in (("batch", batch), ("turned", turned), ("hard", hard)):
         ours, theirs = form.quantize(weight), form.empty(weight)
-        if "weight_shape" in theirs:
-            theirs["weight_shape"].copy_(ours["weight_shape"])
-        form._launch(triton_kernels, weight, theirs, None)
-        found[f"{spelling} {name}"] = sum(int((ours[key].view(torch.uint8) != theirs[key].view(torch.uint8)).sum()) for key in ours)
+        form._fill_shared(weight, theirs, None)
+        form._launch(triton_kernels, weight, theirs)
+        apart = (error(form, theirs, weight) - error(form, ours, weight)).abs() / error(form, ours, weight)
+        found[f"{spelling} {name}"] = float(apart.nan_to_num().max())
 print(json.dumps(found))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: it comes with vLLM for a GPU")
-def test_the_gpu_kernels_make_what_torch_makes() -> None:
-    """In Triton's interpreter, which needs no GPU. Triton comes with vLLM where it exists."""
+def test_the_gpu_kernels_lose_as_much_as_torch() -> None:
+    """In Triton's interpreter, which needs no GPU: a matrix's relative errors are within TOLERANCE of each other."""
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-c", _KERNELS, "nvfp4", "mxfp4", "int4-g32", "nf4-g32", "fp8", "fp8-block"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert {name: count for name, count in json.loads(ran.stdout).items() if count} == {}
+    assert {name: apart for name, apart in json.loads(ran.stdout).items() if apart > TOLERANCE} == {}

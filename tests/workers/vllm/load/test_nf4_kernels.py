@@ -16,14 +16,6 @@ ROOT = Path(__file__).parents[4]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: it comes with vLLM for a GPU")
 
-# The programs take one class of vLLM's as a base, and importing it would cost more than they do.
-_WITHOUT_VLLM = """
-import sys
-import types
-stand_in = sys.modules["vllm.model_executor.layers.fused_moe"] = types.ModuleType("stand_in")
-stand_in.FusedMoEMethodBase = object
-"""
-
 # float16 throughout: the interpreter multiplies bfloat16 as integers.
 _PRODUCTS = """
 import json
@@ -146,7 +138,7 @@ for tokens, top, expert_map, on_input in (
 ):
     experts = 4 if expert_map is None else 6
     chosen = torch.stack([torch.randperm(experts, generator=random)[:top] for _ in range(tokens)])
-    layer = (*w13, biases[0], *w2, biases[1], None, None, expert_map, "nf4", "gelu", 1.0, 0.0, None, on_input)
+    layer = ([*w13, biases[0], None], [*w2, biases[1], None], expert_map, "nf4", "gelu", 1.0, 0.0, None, on_input)
     arguments = (normal(tokens, 96), torch.rand(tokens, top, generator=random) + 0.5, chosen, *layer)
     found[f"experts {tokens}"] = far(nf4_products._experts(*arguments), torch.ops.sparkd.packed_experts(*arguments))
 print(json.dumps(found))
@@ -161,7 +153,7 @@ def test_a_tile_compiles_for_the_gpus_of_a_spark_and_of_a_server(every: bool) ->
     """Triton compiles without a GPU: PTX and machine code, where the inline assembly would be refused. The shared memory of a program is
     that of a GB10 at most (CUDA's programming guide: 99 KiB at compute capability 12.x), and decoded weights take none of it. An A100
     (8.0) has fewer instructions for BF16."""
-    command = [sys.executable, "-c", _WITHOUT_VLLM + _COMPILED, "every" if every else "some"]
+    command = [sys.executable, "-c", _COMPILED, "every" if every else "some"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -218,7 +210,7 @@ print(json.dumps(found))
 def _interpreted(program: str, *arguments: str) -> dict[str, float]:
     """What a program prints in Triton's interpreter."""
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-c", _WITHOUT_VLLM + program, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=False)
     assert ran.returncode == 0, ran.stderr
     distances: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])

@@ -15,9 +15,10 @@ from tests.workers.load.products import assert_product
 from workers.load.formats import quantizer
 from workers.load.formats.nvfp4 import rounded_activations
 from workers.quantization.formats import Format
-from workers.vllm.load import cpu_linear
-from workers.vllm.load.cpu_linear import PackedScheme, decode, packed_linear, packed_scheme, register_cpu_linear_kernels
+from workers.vllm.load import cpu_kernels
+from workers.vllm.load.cpu_kernels import packed_linear, register_linear_kernels
 
+packed_layers = Late("workers.vllm.load.packed_layers")
 kernels = Late("vllm.model_executor.kernels.linear")
 layers = Late("vllm.model_executor.layers.linear")
 compressed = Late("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
@@ -37,7 +38,7 @@ def on_cpu(form: Format) -> Any:
 
     class OnCpu(compressed.CompressedTensorsConfig):  # type: ignore[misc]
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-            layer.scheme = PackedScheme(form)
+            layer.scheme = packed_layers.PackedScheme(form)
             return compressed.CompressedTensorsLinearMethod(self)
 
     return OnCpu(target_scheme_map={}, ignore=[], quant_format="dense")
@@ -68,43 +69,25 @@ def finish(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 @each_format
-def test_decoding_gives_bit_for_bit_what_the_quantizer_means(form: Format) -> None:
-    for n, k in ((1, 128), (200, 384)):
-        parts, meant = quantized(form, n, k)
-        assert torch.equal(decode(*packed(parts), form.name, k), meant)
-
-
-@each_format
 @pytest.mark.parametrize(
     ("dtype", "shape"), [(torch.bfloat16, (3,)), (torch.float16, (1,)), (torch.float32, (2, 20))], ids=["bfloat16", "float16", "float32"]
 )
-def test_a_product_is_that_of_the_decoded_weights_whole_or_in_pieces(
-    form: Format, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Wider ones stay wide on any CPU; what bfloat16 becomes where it is multiplied is the next test's.
-    monkeypatch.setattr(cpu_linear, "has_bf16", lambda: dtype != torch.bfloat16)
-    parts, meant = quantized(form, 300, 256)
-    x, bias = torch.randn(*shape, 256).to(dtype), torch.randn(300).to(dtype)
+def test_a_product_is_that_of_the_dequantized_weights(form: Format, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Of more rows than are dequantized at a time."""
+    parts, meant = quantized(form, cpu_kernels.ROWS + 300, 256)
+    x, bias = torch.randn(*shape, 256).to(dtype), torch.randn(len(meant)).to(dtype)
     got = packed_linear(x, *packed(parts), bias, form.name)
-    assert got.dtype == dtype
-    assert got.shape == (*shape, 300)
+    assert (got.dtype, got.shape) == (dtype, (*shape, len(meant)))
     assert_product(got, x, meant, bias)
 
+
+def test_a_weight_is_not_dequantized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    monkeypatch.setattr(cpu_linear, "CHUNK_WEIGHTS", 200 * 256)
-    monkeypatch.setattr(cpu_linear, "decode", lambda weight, *more: rows.append(weight.shape[0]) or decode(weight, *more))
-    assert_product(packed_linear(x, *packed(parts), bias, form.name), x, meant, bias)
-    assert (sum(rows), len(rows) > 1, max(rows) <= 256) == (300, True, True)
-
-
-@each_format
-def test_a_cpu_that_multiplies_bfloat16_does_so_for_many_tokens(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_linear, "has_bf16", lambda: True)
-    parts, meant = quantized(form, 192, 256)
-    many, few = torch.randn(32, 256).bfloat16(), torch.randn(2, 256).bfloat16()
-    got = packed_linear(many, *packed(parts), None, form.name)
-    assert torch.equal(got, linear(many, meant.bfloat16()))
-    assert_product(packed_linear(few, *packed(parts), None, form.name), few, meant)
+    monkeypatch.setattr("torch.nn.functional.linear", lambda x, weight: rows.append(len(weight)) or linear(x, weight))
+    parts, meant = quantized(Format("nvfp4"), 3 * cpu_kernels.ROWS + 1, 32)
+    x = torch.randn(1, 32)
+    assert_product(packed_linear(x, *packed(parts), None, "nvfp4"), x, meant)
+    assert rows == [*[cpu_kernels.ROWS] * 3, 1]
 
 
 def test_torch_compile_sees_one_operator() -> None:
@@ -197,19 +180,9 @@ def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
         embedding.ParallelLMHead(256, 256, quant_config=on_cpu(Format("fp8_block")), prefix="head")
 
 
-def test_bf16_is_left_to_vllm_and_int4_to_its_kernel_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packed_scheme(Format("bf16")) is None
-    monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: True)
-    assert packed_scheme(Format("int4", 64)) is None
-    monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: False)
-    made = packed_scheme(Format("int4", 64))
-    assert made is not None
-    assert made.group_size == 64
-
-
 def test_vllms_own_schemes_find_our_kernels() -> None:
     for _ in range(2):
-        register_cpu_linear_kernels()
+        register_linear_kernels()
     x = torch.randn(2, 256)
     layer = torch.nn.Module()
     parts, meant = quantized(Format("nvfp4"), 64, 256)
@@ -227,10 +200,10 @@ def test_vllms_own_schemes_find_our_kernels() -> None:
 
 
 def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
-    register_cpu_linear_kernels()
+    register_linear_kernels()
     config = kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4b8, torch.bfloat16, 64, False)
     kind = kernels.choose_mp_linear_kernel(config)
-    assert kind is cpu_linear.SparkInt4Kernel
+    assert kind is cpu_kernels.SparkInt4Kernel
     kernel = kind(config, w_q_param_name="weight_packed", w_s_param_name="weight_scale", w_zp_param_name="weight_zero_point")
     layer = torch.nn.Module()
     parts, meant = quantized(Format("int4", 64), 72, 256)

@@ -21,11 +21,12 @@ from workers.load.formats.nvfp4 import rounded_activations
 from workers.load.trace import Trace, phantoms
 from workers.load.virtual import Emitted
 from workers.quantization.formats import Format
+from workers.vllm.load import cpu_kernels
 
 config = Late("vllm.config")
 gpt_oss = Late("vllm.model_executor.models.gpt_oss")
 stock = Late("vllm.model_executor.layers.activation")
-cpu_moe = Late("workers.vllm.load.cpu_moe")
+packed_layers = Late("workers.vllm.load.packed_layers")
 
 # Those whose products are those of their weights, each in one group size.
 FORMATS = [Format.parse(spelling) for spelling in ("nvfp4", "mxfp4", "int4-g32", "nf4-g64", "fp8", "fp8-block")]
@@ -60,15 +61,9 @@ def on_cpu(form: Format) -> Any:
             return cls()
 
         def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-            return cpu_moe.packed_moe_method(form, layer)
+            return packed_layers.PackedMoEMethod(form, layer)
 
     return OnCpu()
-
-
-@pytest.fixture(autouse=True)
-def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU has AMX, vLLM takes other kernels for groups of 64 and 128, whose parameters have other names."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -232,7 +227,7 @@ def test_activations_are_vllms(name: str) -> None:
     own = ACTIVATIONS[name]()
     act = getattr(own, "forward_native", own)
     alpha, beta = (1.5, 1.0) if name.startswith("swigluoai") else (1.0, 0.0)
-    assert_near(cpu_moe.ACTIVATIONS[name](x, alpha, beta, 2.0), act(x))
+    assert_near(cpu_kernels.ACTIVATIONS[name](x, alpha, beta, 2.0), act(x))
 
 
 @pytest.mark.parametrize(
@@ -259,9 +254,9 @@ def test_a_layer_computes_with_its_own(name: str, act: Callable[[], Act], option
 
 
 def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
-    missing = {one.value for one in Late("vllm.model_executor.layers.fused_moe.activation").MoEActivation} - set(cpu_moe.ACTIVATIONS)
+    missing = {one.value for one in Late("vllm.model_executor.layers.fused_moe.activation").MoEActivation} - set(cpu_kernels.ACTIVATIONS)
     assert missing == {"situ", "relu2"}
-    assert set(cpu_moe.ACTIVATIONS) == set(ACTIVATIONS)
+    assert set(cpu_kernels.ACTIVATIONS) == set(ACTIVATIONS)
     for name in missing:
         with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: .* {name} "):
             made(Format("nvfp4"), activation=name)
@@ -335,16 +330,13 @@ def test_experts_that_nobody_asked_for_are_not_decoded(monkeypatch: pytest.Monke
     layer = made(Format("nvfp4"))
     filled(layer, Format("nvfp4"))
     seen: list[int] = []
-    stock_matmul = cpu_moe.matmul
-    monkeypatch.setattr(
-        "workers.vllm.load.cpu_moe.matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more)
-    )
+    product = cpu_kernels.product
+    monkeypatch.setattr(cpu_kernels, "product", lambda x, weight, *more: seen.append(weight.data_ptr()) or product(x, weight, *more))
     x, weights, _ids = routed(5)
     run(layer, x, weights, torch.tensor([[2, 4]] * 5, dtype=torch.int32))
-    asked = {layer.w13_weight_packed[expert].data_ptr() for expert in (2, 4)} | {
-        layer.w2_weight_packed[expert].data_ptr() for expert in (2, 4)
-    }
-    assert sorted(seen) == sorted(asked)
+    gate_and_up = [half for expert in (2, 4) for half in layer.w13_weight_packed[expert].chunk(2)]
+    asked = [*gate_and_up, *(layer.w2_weight_packed[expert] for expert in (2, 4))]
+    assert sorted(seen) == sorted(part.data_ptr() for part in asked)
 
 
 def test_torch_compile_sees_one_operator() -> None:
@@ -357,17 +349,7 @@ def test_torch_compile_sees_one_operator() -> None:
 
 
 def test_a_share_that_groups_do_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 .* 128 .*int4-g128\b"):
+    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: its 192 .* 128 .*int4-g128\b"):
         made(Format("int4", 128), width=384, tp_size=2)
     with pytest.raises(CheckpointError, match=r"192 columns .* 128 .*fp8-block"):
         made(Format("fp8_block"), width=384, tp_size=2)
-
-
-@pytest.mark.parametrize(("group", "bias", "left"), [(128, False, True), (32, False, False), (128, True, False)])
-def test_int4_is_left_to_vllms_amx_experts_where_they_take_it(group: int, bias: bool, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = made(Format("nvfp4"), has_bias=bias)
-    assert cpu_moe.packed_moe_method(Format("bf16"), layer) is None
-    assert cpu_moe.packed_moe_method(Format("int4", group), layer) is not None
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
-    assert (cpu_moe.packed_moe_method(Format("int4", group), layer) is None) == left
