@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(folder: Path, tmp_path: P
 @pytest.fixture
 def loaded(one_rank: None) -> Callable[..., Any]:
     plugin.register()
-    return load
+    return partial(load, process=True)
 
 
 def test_vllm_gets_them_from_the_checkpoint_and_from_the_cache(
