@@ -269,7 +269,7 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 def environment(**keys: Any) -> dict[str, str]:
     config = load_config(None, environ={})
     spec = parse_model("m", {"model": "o/m", **keys}, over_admin=False)
-    fields = rank_fields(config, spec, "cpu", "workers.stub", Translation((), {}), None)
+    fields = rank_fields(config, spec, "cpu", "tests.stub", Translation((), {}), None)
     more = {"rank_id": "r", "generation": 1, "node_id": "n", "rank": 0, "run_dir": "/r", "log_path": "/l", "config_hash": "h"}
     made = RankSpec.from_dict(fields | more | {"runtime": "/usr/bin/python3", "env": dict(spec.environment(config.engine))})
     return build_environment(RankSpec.from_dict(made.to_dict()), {"VLLM_MEDIA_CONNECTOR": "http"})
