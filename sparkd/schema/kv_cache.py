@@ -18,7 +18,7 @@ GIB = 1 << 30
 AUTO = "auto"
 WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
 # Engines that are known to accept a worker class. Another module gets one only where the entry sets kv_cache.
-_ENGINES = (COMMAND_LINE, API_SERVER, "workers.stub")
+_ENGINES = (COMMAND_LINE, API_SERVER, "tests.stub")
 _WAYS = ("bytes", "tokens", "sequences", "utilization")
 _EXAMPLES = "{bytes: 8GiB}, {tokens: 32768}, {sequences: 4, at: 8192} or {utilization: 0.8}"
 _LARGEST = 2**53

@@ -30,6 +30,7 @@ from rich.table import Table
 from sparkd.capacity.reservation import offered_gib
 from sparkd.config.config import load_config
 from tests.bench.arguments import Parser, count, folder
+from tests.stub import stub_engine
 from tests.support.daemon_process import DaemonProcess, daemon
 
 STOPS = ("DRAINING", "STOPPING")
@@ -120,7 +121,7 @@ def _settings(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     if not sources:
         (scratch / "model").mkdir()
         sources = [str(scratch / "model")]
-        given["engine"] = {"entrypoint": "workers.stub", "env": {"SPARKD_STUB_START_DELAY_S": str(options.load_s)}}
+        given["engine"] = stub_engine(SPARKD_STUB_START_DELAY_S=str(options.load_s))
     # More than half of what the node lends: no two have room.
     room = offered_gib(load_config(None, environ={})) // 2 + 1
     keys = {"memory_gib": room, "wait_for_load_s": LIMIT_S}

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from tests.stub import stub_engine
 from tests.support.activated import ActivatedDaemon
 from tests.support.processes import alive, command_of, parent_of, session_of, text_of
 from tests.support.stream import Stream, answers
@@ -181,7 +182,7 @@ def settings(folder: Path, *, stub: bool, model: Path | None) -> dict[str, Any]:
     spec: dict[str, Any] = {"model": str(model or folder / "model"), "memory_gib": 1, "preload": True}
     engine: dict[str, Any] = {"stop_timeout_s": 3}
     if stub:
-        engine["entrypoint"] = "workers.stub"
+        engine |= stub_engine()
         spec["env"] = {
             "SPARKD_STUB_START_DELAY_S": "2", "SPARKD_STUB_CHILDREN": "2", "SPARKD_STUB_CORE": "1", "SPARKD_STUB_TOKENS": "40",
             "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05",

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from tests.bench.arguments import Parser, amount, model
+from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.memory_box import GIB, MemoryBox, NoBox
 from tests.support.waiting import until
@@ -84,7 +85,7 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
     entry: dict[str, Any] = {"model": str((asked.model or folder / "model").absolute()), "preload": True, "memory_gib": 2}
     engine: dict[str, Any] = {"stop_timeout_s": 5}
     if asked.stub:
-        engine["entrypoint"] = "workers.stub"
+        engine |= stub_engine()
     else:
         entry |= {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache": {"bytes": 256 << 20}}
     settings = {

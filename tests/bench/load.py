@@ -16,7 +16,7 @@ from typing import Any
 
 import httptools
 
-from workers.stub.answers import STAMP
+from tests.stub.answers import STAMP
 
 # 1.6 kB in and about 0.5 kB out, as the published figures this is compared with.
 _SHORT_BODY_BYTES = 1600

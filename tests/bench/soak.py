@@ -34,6 +34,7 @@ import httpx
 from sparkd.state.store import Store
 from tests.bench.arguments import Parser, count, pattern
 from tests.sparkd.gateway.fakes import post, request
+from tests.stub import stub_engine
 from tests.support.daemon_process import DaemonProcess, daemon
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
@@ -113,7 +114,7 @@ def main() -> int:
 def settings(folder: Path) -> dict[str, Any]:
     (folder / "model").mkdir()
     model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
-    return {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
+    return {"engine": stub_engine() | {"stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
 
 
 def anonymous_kib(pid: int) -> float:

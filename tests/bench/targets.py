@@ -67,7 +67,7 @@ class Cores:
 @contextmanager
 def stub(folder: Path, core: int, *, uds: str | None = None, port: int = 0, model: str) -> Iterator[None]:
     where = ["--uds", uds] if uds else ["--host", "127.0.0.1", "--port", str(port)]
-    argv = [sys.executable, "-m", "workers.stub", "serve", "stub", *where, "--served-model-name", model]
+    argv = [sys.executable, "-m", "tests.stub", "serve", "stub", *where, "--served-model-name", model]
     with _answering(argv, folder / f"stub{port}.log", uds or ("127.0.0.1", port), core):
         yield
 

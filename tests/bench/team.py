@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.arguments import Parser, pattern
+from tests.stub import stub_engine
 from tests.support.pair import Pair, two_sparks
 from tests.support.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from tests.support.processes import command_of
@@ -52,9 +53,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """says: what a model answers; apart: how far two of these differ; parts: of the command lines of its processes."""
+    """keys: of an entry; says: what a model answers; apart: how far two of these differ; parts: of the command lines of its processes."""
 
-    entrypoint: str
+    keys: dict[str, Any]
     says: Callable[[Pair, str], Any]
     apart: Callable[[Any, Any], float]
     parts: tuple[str, ...]
@@ -66,8 +67,8 @@ def _text(pair: Pair, model: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-VLLM = Engine(API_SERVER, log_probabilities, furthest, ("vllm.entrypoints", "RayWorkerProc"))
-STUB = Engine("workers.stub", _text, lambda one, other: float(one != other), ("workers.stub",))
+VLLM = Engine({"entrypoint": API_SERVER}, log_probabilities, furthest, ("vllm.entrypoints", "RayWorkerProc"))
+STUB = Engine(stub_engine(), _text, lambda one, other: float(one != other), ("tests.stub",))
 
 
 def main() -> int:
@@ -82,7 +83,7 @@ def main() -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="st") as name:
         folder = Path(name)
-        models = {model: entry | {"entrypoint": engine.entrypoint} for model, entry in vllm_models(folder, on_gpu=asked.gpu).items()}
+        models = {model: entry | engine.keys for model, entry in vllm_models(folder, on_gpu=asked.gpu).items()}
         with two_sparks(folder, models, gpus=asked.gpu) as pair:
             alone = {model: _said_by(pair, engine, model) for model in dict.fromkeys(single for _, single, _ in ways)}
             print(HEAD, flush=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+from tests.stub.metrics import page
 from tests.support.boards import BOARDS, exposed, queries, unanswered
 from tests.support.observability import FOLDER, metrics_of
-from workers.stub.metrics import page
 
 
 def test_no_panel_and_no_rule_asks_for_what_is_not_exposed() -> None:
-    """Panels ask for the stub's families only; tests/workers/stub/test_metrics.py asks the same of the installed vLLM's."""
+    """Panels ask for the stub's families only; tests/stub/test_metrics.py asks the same of the installed vLLM's."""
     assert unanswered(page("m", {}).decode()) == {}
     assert all(metrics_of(query) for _, query in queries())
 

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
 from sparkd.engine.metrics import merge
+from tests.stub.metrics import page
 from tests.support.observability import complaints_of
-from workers.stub.metrics import page
 
 
 @pytest.fixture

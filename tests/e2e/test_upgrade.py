@@ -39,6 +39,7 @@ def old(request: pytest.FixtureRequest, chat_model: Path, tmp_path_factory: pyte
     installation = folder / "installation"
     extract(installation)
     (folder / "model").mkdir()
+    # A stub engine was of the package then.
     stub = {"model": str(folder / "model"), "memory_gib": 1, "entrypoint": "workers.stub", "preload": True}
     # What vLLM knows of its model classes stands in the user's folder: found out anew it costs a start 8 s.
     known = str(Path.home() / ".cache" / "vllm")

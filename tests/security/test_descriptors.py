@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.sparkd.gateway.fakes import post, request
+from tests.stub import stub_engine
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import HUNG_S, until
 
@@ -28,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     (folder / "model").mkdir()
     (folder / "gate").touch()
     model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True, "env": {"SPARKD_STUB_GATE": str(folder / "gate")}}
-    made = FewFiles(folder, {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}})
+    made = FewFiles(folder, {"engine": stub_engine() | {"stop_timeout_s": 2}, "models": {"m": model}})
     made.start()
     try:
         made.settled()

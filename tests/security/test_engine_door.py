@@ -15,6 +15,7 @@ import pytest
 
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
 from sparkd.engine.upstream import Upstream, served_models
+from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT
 from tests.support.waiting import HUNG_S, until
 from workers.agent.actor import Agent
@@ -125,17 +126,17 @@ class Engine:
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Started as the agent of a second node starts it."""
     model = ROOT / ".sparkd" / "models" / FOLDER_NAME
-    entrypoint = "workers.stub"
+    started = stub_engine()
     if request.param == "vllm":
         if not is_prepared(model):
             prepare(model)
-        entrypoint = str(probe(sys.executable).entrypoint)
+        started = {"entrypoint": str(probe(sys.executable).entrypoint), "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     folder = tmp_path_factory.mktemp("door")
     agent = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"))
     spec = {
         "rank_id": "m-1-0123abcd", "model_name": "m", "served_names": ["m"], "model": str(model), "generation": 1, "node_id": "127.0.0.1",
-        "rank": 0, "runtime": sys.executable, "entrypoint": entrypoint, "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
-        "platform": "cpu", "stop_timeout_s": 5.0, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        "rank": 0, "runtime": sys.executable, "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
+        "platform": "cpu", "stop_timeout_s": 5.0, **started,
         "flags": ["--max-model-len", "512", "--max-num-seqs", "2", "--enforce-eager"],
     }  # fmt: skip
     handle = agent.spawn(spec, True)

@@ -68,7 +68,6 @@ _MADE_HERE = {
     "workers/vllm/ask/parse_args.py": "values of a command line, escaped",
     "workers/vllm/load/config.py": "patterns that this module has made itself, every name in them escaped",
     "workers/rank/signatures.py": "constants",
-    "workers/stub/engine.py": "constants, and no engine of a client's",
 }
 
 

@@ -116,7 +116,7 @@ class FakeCluster:
             if why := self.book().returning(spec.name, Lack(gib)):
                 raise MemoryReturns(why, gib, 1)
             self.held[spec.name] = (("n", gib),)
-        return Placement(self.nodes[0], spec.name, gib, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
+        return Placement(self.nodes[0], spec.name, gib, "cpu", "tests.stub", peers=self.nodes[1:], tensor=len(self.nodes))
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         self.log.append(f"spawn {spec.name}")

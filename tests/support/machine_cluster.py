@@ -82,7 +82,7 @@ class MachineCluster(FakeCluster):
         gib = 4 if spec.memory_gib == "auto" else int(spec.memory_gib)
         await self.placing.wait()
         node = await self._places.reserve_one(spec.name, gib)
-        return Placement(node, spec.name, gib, "cpu", "workers.stub")
+        return Placement(node, spec.name, gib, "cpu", "tests.stub")
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         if self.fails_to_start:

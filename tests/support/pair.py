@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT, DaemonProcess
 from tests.support.namespaces import Namespace, two_nodes
 from tests.support.processes import command_of, parent_of, session_of
@@ -106,7 +107,7 @@ class Pair:
         return [(event["data"]["reason"], event["at_s"] - since_s) for event in failed]
 
     def engines(self) -> list[int]:
-        return [pid for pid in (*self.here.pids(), *self.there.pids()) if "workers.stub" in command_of(pid)]
+        return [pid for pid in (*self.here.pids(), *self.there.pids()) if "tests.stub" in command_of(pid)]
 
     def engine_of(self, rank: dict[str, Any]) -> int:
         """The engine's process below the rank's shim."""
@@ -162,7 +163,7 @@ def started(made: Pair) -> Iterator[None]:
 def shared_model(folder: Path, **env: str) -> dict[str, Any]:
     """The configuration of a stub over both nodes."""
     folder.mkdir(exist_ok=True)
-    return {"model": str(folder), "memory_gib": 3, "tensor_parallel": 2, "env": env}
+    return stub_engine(**env) | {"model": str(folder), "memory_gib": 3, "tensor_parallel": 2}
 
 
 def gpu_pair_of(folder: Path, here: Namespace, there: Namespace, models: dict[str, dict[str, Any]]) -> Pair:
@@ -191,7 +192,7 @@ def pair_of(
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
-        "engine": engine | {"entrypoint": "workers.stub"},
+        "engine": engine,
         "backoff": {"initial_s": 1, "max_s": 4},
         "models": models,
     }

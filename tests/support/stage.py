@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.stub import stub_engine
 from tests.support.daemon_process import DaemonProcess
 from tests.support.stream import Stream, asking
 from tests.support.waiting import until
@@ -25,7 +26,7 @@ class Stage(DaemonProcess):
         (folder / "model").mkdir()
         self._shared: dict[str, Any] = {
             "keys": {"inference": [{"laptop": KEY}], "admin": [f"boss: {ADMIN_KEY}"]},
-            "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+            "engine": stub_engine() | {"stop_timeout_s": 2},
             "backoff": BACKOFF,
             "min_residency_s": 0,
             "swap_idle_s": 0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.stub import stub_engine
 from tests.support.checkpoints import dense, write
 from tests.support.daemon_process import DaemonProcess, daemon
 from tests.support.hub_server import Repository, serving
@@ -34,7 +35,7 @@ def settings(folder: Path) -> dict[str, Any]:
     load = {"SPARKD_STUB_START_DELAY_S": "1", "SPARKD_STUB_LOAD_BYTES": str(4 * GIB), "SPARKD_STUB_LOAD_GATE": str(folder / LOAD_GATE)}
     return {
         "keys": {"inference": [f"laptop: {INFERENCE}"], "admin": [f"desk: {ADMIN}"]},
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2, "env": {"SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}},
+        "engine": stub_engine(SPARKD_STUB_CHUNK_INTERVAL_S="0.05") | {"stop_timeout_s": 2},
         "backoff": {"initial_s": 60},
         "models": {
             "quick": model | {"env": {"SPARKD_STUB_TOKENS": "30"} | gate, "aliases": ["gpt-4o"], "pin": True},

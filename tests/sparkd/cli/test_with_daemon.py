@@ -21,6 +21,7 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
+from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT, DaemonProcess, alive
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S, until
@@ -46,11 +47,8 @@ class Cli:
         (folder / "recipes" / "mine.yaml").write_text(RECIPE.format(folder=folder))
         settings = {
             "recipes_dir": str(folder / "recipes"),
-            "engine": {
-                "entrypoint": "workers.stub",
-                "stop_timeout_s": HUNG_S,
-                "env": {"SPARKD_STUB_RECORD": str(folder / "record.json"), "SPARKD_STUB_CHUNK_INTERVAL_S": "0"},
-            },
+            "engine": stub_engine(SPARKD_STUB_RECORD=str(folder / "record.json"), SPARKD_STUB_CHUNK_INTERVAL_S="0")
+            | {"stop_timeout_s": HUNG_S},
             "backoff": {"initial_s": 3600, "max_s": 3600},
             # `slow` loads until it is unloaded; an answer of `held` goes on until its client leaves, while its gate is shut.
             "models": {

@@ -416,7 +416,7 @@ FOREIGN = "my.engine"
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "nodes"), [("auto", (B,)), ("workers.stub", (B,)), (FOREIGN, None)], ids=["vLLM", "the stub", "another engine"]
+    ("entrypoint", "nodes"), [("auto", (B,)), ("tests.stub", (B,)), (FOREIGN, None)], ids=["vLLM", "the stub", "another engine"]
 )
 async def test_an_engine_that_asks_for_no_key_is_served_on_the_daemons_node_only(
     entrypoint: str, nodes: tuple[str, ...] | None, model: str, tmp_path: Path

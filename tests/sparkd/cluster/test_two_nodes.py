@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from sparkd.cluster.membership import RECORD, TOKEN
+from tests.stub import stub_engine
 from tests.support.checkpoints import layered, write_folder
 from tests.support.daemon_process import alive
 from tests.support.facts import lacking
@@ -409,7 +410,8 @@ def _stage(folder: Path, here: Namespace, there: Namespace, repository: Reposito
     sizes: dict[str, dict[str, Any]] = {"near": pinned, "far": pinned, "big": {"memory_gib": 5}}
     sizes["huge"] = {"memory_gib": THERE_GIB + 1}
     sizes["shared"] = {"memory_gib": 3, "tensor_parallel": 2}
-    models = {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()} | {"tiny": {"model": HUB_ID}}
+    models = {name: stub_engine() | {"model": str(folder / "model")} | keys for name, keys in sizes.items()}
+    models["tiny"] = stub_engine() | {"model": HUB_ID}
     hub = {"HF_ENDPOINT": repository.hub, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     pair = pair_of(folder, here, there, models, there_gib=THERE_GIB, environ=hub)
     pair.daemon.program = "tests.support.patient_sparkd"

@@ -89,7 +89,7 @@ def test_an_engine_of_vllm_sends_its_spans_to_the_same_collector(entrypoint: str
     "rank",
     [
         engine(API_SERVER, endpoint=None),
-        engine("workers.stub"),
+        engine("tests.stub"),
         engine(API_SERVER, (FLAG, "http://other:4317")),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stub import stub_engine
 from tests.support.daemon_process import DaemonProcess
 from tests.support.faulty_sparkd import PARTS
 from tests.support.stage import BACKOFF
@@ -16,7 +17,7 @@ from tests.support.waiting import until
 
 SHARE, LEAST = 0.2, 15
 SETTINGS = {
-    "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+    "engine": stub_engine() | {"stop_timeout_s": 2},
     "backoff": BACKOFF,
 }
 

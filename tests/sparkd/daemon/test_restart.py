@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.stub import stub_engine
 from tests.support.activated import ActivatedDaemon
 from tests.support.daemon_process import alive
 from tests.support.stage import stored
@@ -28,7 +29,7 @@ def activated(folder: Path, **models: dict[str, Any]) -> Iterator[tuple[Activate
     """Its models are READY, and it waits as long for requests and engines as they take."""
     (folder / "model").mkdir()
     given: dict[str, Any] = {
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": HUNG_S},
+        "engine": stub_engine() | {"stop_timeout_s": HUNG_S},
         "unload_timeout_s": HUNG_S,
         "models": {name: {"model": str(folder / "model"), "memory_gib": 1, "preload": True} | keys for name, keys in models.items()},
     }

@@ -111,7 +111,7 @@ async def test_what_is_in_the_cache_needs_no_hub(tmp_path: Path, repository: Rep
 async def test_what_vllm_does_not_take_from_this_hub_is_its_own_affair(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0})
     await absent(scene, spec_of(tmp_path, GONE, str(tmp_path)))
-    await absent(scene, spec_of(tmp_path, GONE, entrypoint="workers.stub"))
+    await absent(scene, spec_of(tmp_path, GONE, entrypoint="tests.stub"))
     await absent(scene, spec_of(tmp_path, GONE, env={"VLLM_USE_MODELSCOPE": "True"}))
 
 

@@ -9,7 +9,7 @@ import pytest
 from sparkd.entry.node_runtime import NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, RankError
 
-FACTS = {"platform": "cpu", "vllm": "0.32.0", "entrypoint": "workers.stub", "packages": "p"}
+FACTS = {"platform": "cpu", "vllm": "0.32.0", "entrypoint": "tests.stub", "packages": "p"}
 NONE = {"platform": "cpu", "vllm": None, "entrypoint": None, "packages": "n"}
 MISSING = RankError("The runtime /x cannot be run.")
 

@@ -179,7 +179,7 @@ def test_what_a_node_says_itself_reaches_its_ranks(tmp_path: Path) -> None:
         node_id="192.168.1.10",
         rank=0,
         runtime="/python",
-        entrypoint="workers.stub",
+        entrypoint="tests.stub",
         run_dir=str(tmp_path),
         log_path="/log",
         config_hash="h",

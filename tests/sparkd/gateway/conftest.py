@@ -14,7 +14,7 @@ import uvloop
 from sparkd.engine.upstream import Upstream
 from sparkd.gateway import KeyDigests
 from tests.sparkd.gateway.fakes import KEY, RawEngine, Running, serving
-from workers.stub.__main__ import start_stub
+from tests.stub.__main__ import start_stub
 
 # The files whose tests depend on a transport: how it closes, pauses, writes and loses its peer.
 TRANSPORTS = ("test_disconnects.py", "test_heartbeat.py", "test_http10.py", "test_limits.py", "test_protocol.py")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparkd.gateway.usage import Tokens, tokens_of
-from workers.stub import answers
+from tests.stub import answers
 
 DETAILS = b'{"prompt_tokens":7,"total_tokens":12,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}'
 

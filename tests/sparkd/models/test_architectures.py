@@ -67,7 +67,7 @@ def test_a_plan_says_it_of_an_entry_and_of_a_folder(
     folder = write(tmp_path / "m", shape, tensors_of(shape))
     file = tmp_path / "sparkd.yaml"
     entry: dict[str, Any] = {"model": str(folder), "max_model_len": 2048}
-    entries = {"m": entry | {"runtime": str(runtime(tmp_path / "other", REGISTRY))}, "stub": entry | {"entrypoint": "workers.stub"}}
+    entries = {"m": entry | {"runtime": str(runtime(tmp_path / "other", REGISTRY))}, "stub": entry | {"entrypoint": "tests.stub"}}
     file.write_text(json.dumps({"models": entries}))
     for argv, note in (([str(folder)], "no model named Nobodys"), (["m", "--config", str(file)], "vLLM 0.99.0, ")):
         assert exit_code(["plan", "--quick", *argv]) == 0

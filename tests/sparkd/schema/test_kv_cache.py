@@ -126,7 +126,7 @@ def test_auto_stays_within_the_reservation(keys: dict[str, Any], platform: str, 
     ("keys", "entrypoint", "ours"),
     [
         ({}, COMMAND_LINE, True),
-        ({}, "workers.stub", True),
+        ({}, "tests.stub", True),
         ({}, "somebody.elses", False),
         ({"kv_cache": "auto"}, "somebody.elses", True),
         ({"gpu_memory_utilization": 0.5}, COMMAND_LINE, False),

@@ -141,7 +141,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
     for length in (None, 4096):
         by_keys = parse_model("m", {"model": "o/m", "dtype": "float99", "max_model_len": length}, over_admin=False)
         assert len(said_to(by_keys, config, VERSION).refused) == (1 if length is None else 0), "a flag more is another question"
-    stub = parse_model("m", {"model": "o/m", "entrypoint": "workers.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
+    stub = parse_model("m", {"model": "o/m", "entrypoint": "tests.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
     assert said_to(stub, config, VERSION).refused == ()
     assert len(asked) == 2
 

@@ -189,7 +189,7 @@ def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.Ca
     models = {
         "own": {"model": str(made(tmp_path / "m", template=QWEN3))} | weightless,
         "laid": {"recipe": "qwen3.5-27b", "model": str(made(tmp_path / "n")), "quantize": None} | weightless,
-        "other": {"model": str(tmp_path / "m"), "entrypoint": "workers.stub"},
+        "other": {"model": str(tmp_path / "m"), "entrypoint": "tests.stub"},
     }
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models}))

@@ -23,6 +23,7 @@ import pytest
 from sparkd.cluster.read_memory import reading
 from sparkd.errors import NodeRefused, RankError
 from sparkd.state.nouns import RankHandle
+from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT
 from tests.support.waiting import HUNG_S, until
 from workers.agent import actor as module
@@ -309,8 +310,8 @@ def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> Non
 def spec(folder: Path, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "rank_id": "m-1-0123abcd", "model_name": "m", "served_names": ["m"], "model": str(folder), "generation": 1, "node_id": "127.0.0.1",
-        "rank": 0, "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
-        "platform": "cpu", "stop_timeout_s": 2.0,
+        "rank": 0, "runtime": sys.executable, "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
+        "platform": "cpu", "stop_timeout_s": 2.0, **stub_engine(),
     }  # fmt: skip
     return values | changes
 

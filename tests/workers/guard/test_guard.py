@@ -33,6 +33,7 @@ from sparkd.control.record import Attempt
 from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import RankFact, RankHandle, Want
+from tests.stub import stub_engine
 from tests.support import memory_hog
 from tests.support.descriptors import descriptors_in
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
@@ -95,9 +96,9 @@ class Agents:
 def order(folder: Path, name: str = "m", **env: str) -> dict[str, Any]:
     return {
         "rank_id": f"{name}-1-0123abcd", "model_name": name, "served_names": [name], "model": "/models/m", "generation": 1, "node_id": "n1",
-        "rank": 0, "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": f"{name}.log", "config_hash": "c0ffee",
+        "rank": 0, "runtime": sys.executable, "log_path": f"{name}.log", "config_hash": "c0ffee",
         "platform": "cpu", "flags": [], "extra_args": [], "log_max_bytes": 1 << 20, "log_backups": 1, "stop_timeout_s": 1.0,
-        "env": {"SPARKD_STUB_CHILDREN": "2", **env},
+        **stub_engine(SPARKD_STUB_CHILDREN="2", **env),
     }  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: Me
     gate, size = folder / "gate", box.limit_bytes - (64 << 20)
     runaway = {"entrypoint": "tests.support.runaway"}
     told = {"RUNAWAY_GATE": str(gate), "RUNAWAY_BYTES": str(size), "RUNAWAY_TEST": str(os.getpid())}
-    agent.spawn(order(folder, PYTHONPATH=str(ROOT), **told) | runaway, False)
+    agent.spawn(order(folder, **told) | runaway, False)
     engine = until(lambda: [pid for pid in runs(agent) if "tests.support.runaway" in command_of(pid)])
     for pid in engine:
         box.take_in(pid)

@@ -20,6 +20,7 @@ import httptools
 import pytest
 
 import sparkd
+import tests
 import workers
 from sparkd.errors import RankError
 from sparkd.state.nouns import Progress, RankHandle
@@ -131,11 +132,11 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
     (site / "httptools").symlink_to(Path(httptools.__file__).parent)  # what the stub needs, as vLLM's environment has it
     plugin = place.root / "plugin"
     plugin.mkdir()
-    for package in (workers, sparkd):  # as the agent's plugin folder has them
+    for package in (workers, sparkd, tests):  # the first two as the agent's plugin folder has them
         (plugin / package.__name__).symlink_to(Path(package.__file__).parent)
     bare = subprocess.run([runtime, "-I", "-c", "import sparkd"], capture_output=True, text=True, check=False)
     assert "No module named 'sparkd'" in bare.stderr
-    lifecycle.spawn(place.spec(runtime=runtime, entrypoint="workers.stub", pythonpath=(str(plugin),)))
+    lifecycle.spawn(place.spec(runtime=runtime, entrypoint="tests.stub", pythonpath=(str(plugin),)))
     until(lambda: place.fact()["progress"]["server_up"])
     assert place.fact()["alive"]
 

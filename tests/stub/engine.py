@@ -13,8 +13,8 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
+from tests.stub import answers, metrics
 from workers.door import Lock
-from workers.stub import answers, metrics
 
 _KEPT_RESPONSES = 1000
 _FORM_FIELD = rb'name="%s"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.embedded_model import FOLDER_NAME, prepare
+from tests.stub.metrics import page
 from tests.support.boards import unanswered
 from tests.support.observability import ROOT
 from tests.support.waiting import HUNG_S
-from workers.stub.metrics import page
 
 
 def families_of(text: str) -> dict[str, tuple[str, frozenset[tuple[str, frozenset[str]]]]]:

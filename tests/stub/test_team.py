@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.stub.__main__ import CommandLine
+from tests.stub.team import StubTeam
 from tests.support.daemon_process import free_port
 from tests.support.waiting import eventually
-from workers.stub.__main__ import CommandLine
-from workers.stub.team import StubTeam
 
 
 def of(rank: int, world: int, port: int) -> StubTeam:

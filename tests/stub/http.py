@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 import httptools
 
-from workers.stub.engine import Answer, Behaviour, Request, StubEngine, route
+from tests.stub.engine import Answer, Behaviour, Request, StubEngine, route
 
 _SSE = b"content-type: text/event-stream; charset=utf-8\r\n"
 _PLAIN = Behaviour()

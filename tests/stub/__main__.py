@@ -1,6 +1,6 @@
 """A stub engine: takes vLLM's command line and environment, logs like vLLM, answers like vLLM. Never loads a model.
 
-    python -m workers.stub serve MODEL --uds PATH --served-model-name A B
+    python -m tests.stub serve MODEL --uds PATH --served-model-name A B
 
 Flags it does not know are recorded and ignored. Its own behaviour comes from the environment, because flags belong to vLLM:
 
@@ -8,7 +8,7 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, reported in the loader's progress file
     SPARKD_STUB_LOAD_GATE         a file; the load stands still half-way until it exists
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _STATUS, _SECOND_HANGS, _GATE, _GATE_AFTER
-                                  workers.stub.engine.Behaviour
+                                  tests.stub.engine.Behaviour
     SPARKD_STUB_EXIT_AT           none, start or load
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
     SPARKD_STUB_IGNORE_SIGTERM    1: only SIGKILL ends it
@@ -32,12 +32,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.stub.engine import Behaviour, Request, StubEngine
+from tests.stub.http import StubProtocol
+from tests.stub.load import StubLoad, pause
+from tests.stub.rehearsal import CacheRefused, StubKv
+from tests.stub.team import StubTeam
 from workers.door import KEY_FILE, Lock, key_of
-from workers.stub.engine import Behaviour, Request, StubEngine
-from workers.stub.http import StubProtocol
-from workers.stub.load import StubLoad, pause
-from workers.stub.rehearsal import CacheRefused, StubKv
-from workers.stub.team import StubTeam
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
 
@@ -111,7 +111,7 @@ class Life:
                 values[name] = (value == "1") if kind is bool else kind(value)  # type: ignore[misc]
             except (TypeError, ValueError):
                 raise SystemExit(
-                    f"stub: {_PREFIX}{name.upper()}={value!r} is unknown or cannot be read; see workers/stub/__main__.py"
+                    f"stub: {_PREFIX}{name.upper()}={value!r} is unknown or cannot be read; see tests/stub/__main__.py"
                 ) from None
         exit_at = values.get("exit_at", "none")
         if exit_at not in ("none", "start", "load"):

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.stub.__main__ import Life, StubEngine, start_stub
+from tests.stub.answers import text
 from tests.support.waiting import HUNG_S, eventually, until
-from workers.stub.__main__ import Life, StubEngine, start_stub
-from workers.stub.answers import text
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
@@ -33,7 +33,7 @@ def test_refuses_a_behaviour_it_does_not_know(environ: dict[str, str]) -> None:
 def test_an_order_to_stop_ends_a_load_that_is_held(tmp_path: Path) -> None:
     log, environ = tmp_path / "log", {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "SPARKD_STUB_LOAD_GATE": str(tmp_path / "never")}
     with log.open("wb") as output:
-        argv = [sys.executable, "-m", "workers.stub", "serve", "/models/x", "--port", "0"]
+        argv = [sys.executable, "-m", "tests.stub", "serve", "/models/x", "--port", "0"]
         process = subprocess.Popen(argv, env=environ, stdout=output, stderr=output, cwd=tmp_path)
     try:
         until(lambda: "1/2 [" in log.read_text(), "half of the weights are loaded")

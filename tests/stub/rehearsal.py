@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.stub.load import pause
 from workers.kv import sizing
 from workers.kv.arithmetic import GIB, CacheCosts, Demand
 from workers.kv.memory import MemoryReading
 from workers.kv.settings import CacheSettings
-from workers.stub.load import pause
 
 _FLAG = "worker-cls"
 _OURS = "workers.kv."
