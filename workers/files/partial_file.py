@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkd.errors import RankError
-from workers.files.chunks import CHUNK_BYTES, Buffer, ChunkFile, chunks_of, digest, sha256_of, span
+from workers.files.chunks import CHUNK_BYTES, Buffer, chunks_of, digest, sha256_of, span
+from workers.files.direct_file import DirectFile
 from workers.files.manifest import JOURNAL, PART, File
 
 VERIFY, COMPARE, FETCH = "verify", "compare", "fetch"
@@ -26,8 +27,8 @@ class PartialFile:
         self._path, self._sums = to.with_name(to.name + PART), to.with_name(to.name + JOURNAL)
         self._lock = threading.Lock()
         self._known: dict[int, str] = {}
-        self._open: ChunkFile | None = None
-        self._old: ChunkFile | None = None
+        self._open: DirectFile | None = None
+        self._old: DirectFile | None = None
         self._left: set[int] = set()
         self._stands = False  # the file is there already, and is only compared
         self.done_bytes = 0
@@ -40,7 +41,7 @@ class PartialFile:
             if self.file.blob is not None:
                 self.done_bytes = self.file.size
                 return []
-            self._stands, self._open = True, ChunkFile(self.to)
+            self._stands, self._open = True, DirectFile(self.to)
             return [(index, COMPARE) for index in every]
         return self._anew(every)
 
@@ -72,7 +73,7 @@ class PartialFile:
             return False
         if self._open is None:
             raise RankError(f"{self.to} was closed while it was fetched.")
-        self._open.write(buffer, offset, size)
+        self._open.write(offset, buffer.view[:size])
         with self._lock, open(self._sums, "a", encoding="ascii") as journal:
             journal.write(f"{index} {checksum}\n")
         return True
@@ -93,7 +94,7 @@ class PartialFile:
             return
         if self._open is None:
             return
-        self._open.finish(self.file.size)
+        self._open.settle()
         self.close()
         if self.file.sha256 and sha256_of(self._path, buffer) != self.file.sha256:
             self.forget()
@@ -123,7 +124,7 @@ class PartialFile:
         if not self._known:
             self.forget()
             self._sums.write_text(self._heading(), encoding="ascii")
-        self._open = ChunkFile(self._path, write=True)
+        self._open = DirectFile(self._path, size_bytes=self.file.size)
         return [(index, VERIFY if index in self._known else FETCH) for index in every]
 
     def _heading(self) -> str:
@@ -141,8 +142,8 @@ class PartialFile:
         return {int(index): checksum for index, checksum in (pair for pair in words if len(pair) == 2)}
 
 
-def _reads(file: ChunkFile | None, buffer: Buffer, offset: int, size: int) -> str | None:
-    data = file.read(buffer, offset, size) if file else b""
+def _reads(file: DirectFile | None, buffer: Buffer, offset: int, size: int) -> str | None:
+    data = buffer.read(file, offset, size) if file else b""
     return digest(data) if len(data) == size else None
 
 

@@ -22,7 +22,8 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
-from workers.files.chunks import CHUNK_BYTES, Buffer, ChunkFile
+from workers.files.chunks import CHUNK_BYTES, Buffer
+from workers.files.direct_file import DirectFile
 from workers.files.manifest import File, ModelManifest
 
 MOST_CONNECTIONS = 64
@@ -131,7 +132,7 @@ class _Answers(BaseHTTPRequestHandler):
             return
         self._buffer = self._buffer or Buffer()
         try:
-            data = self._held.of(source.root / file.name, file).read(self._buffer, offset, end - offset)
+            data = self._buffer.read(self._held.of(source.root / file.name, file), offset, end - offset)
         except OSError as error:
             self._refuse(409, f"{file.name} cannot be read: {error.strerror or error}")
             return
@@ -163,15 +164,15 @@ class _Held:
     """The file that was asked for last, open."""
 
     def __init__(self) -> None:
-        self._name, self._file = "", None  # type: str, ChunkFile | None
+        self._name, self._file = "", None  # type: str, DirectFile | None
 
-    def of(self, path: Path, file: File) -> ChunkFile:
+    def of(self, path: Path, file: File) -> DirectFile:
         if self._file is None or self._name != file.name:
             status = path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise OSError(0, "it has changed since the copy began")
             self.close()
-            self._name, self._file = file.name, ChunkFile(path)
+            self._name, self._file = file.name, DirectFile(path)
         return self._file
 
     def close(self) -> None:

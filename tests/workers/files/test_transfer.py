@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -21,10 +20,11 @@ import pytest
 from sparkd.errors import RankError
 from tests.support.facts import facts
 from tests.support.facts import lacking as lacking_words
-from tests.support.waiting import HUNG_S, until
+from tests.support.waiting import until
 from workers.agent.jobs import Jobs
 from workers.files import chunks, manifest, partial_file, sink, source, stale_files
-from workers.files.chunks import Buffer, ChunkFile, sha256_of
+from workers.files.chunks import Buffer, sha256_of
+from workers.files.direct_file import DirectFile
 from workers.files.manifest import JOURNAL, PART, ModelManifest, lacking, manifest_of, refuse_without_room
 from workers.files.source import TransferSource
 from workers.files.stale_files import NOTE
@@ -411,58 +411,17 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
     if not direct:
         monkeypatch.setattr(os, "O_DIRECT", 0)
     data, buffer = content(CHUNK + 77), Buffer()
-    file = ChunkFile(tmp_path / "f", write=True)
+    file = DirectFile(tmp_path / "f", size_bytes=len(data))
     for index in (1, 0):
         offset, size = chunks.span(len(data), index)
         buffer.view[:size] = data[offset : offset + size]
-        file.write(buffer, offset, size)
-    file.finish(len(data))
-    assert bytes(file.read(buffer, CHUNK, CHUNK)) == data[CHUNK:]
-    file.close()
+        file.write(offset, buffer.view[:size])
+    assert bytes(buffer.read(file, CHUNK, CHUNK)) == data[CHUNK:]
+    file.settle()
 
     assert (tmp_path / "f").read_bytes() == data
     assert sha256_of(tmp_path / "f", buffer) == hashlib.sha256(data).hexdigest()
     buffer.close()
-
-
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_file_system_that_refuses_o_direct_to_two_at_once_ends_neither(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FUSE and network file systems open a file with O_DIRECT and refuse the first read or write; both connections are in it then."""
-    data, both, done = content(2 * CHUNK), threading.Barrier(2), getattr(os, call)
-    (tmp_path / "f").write_bytes(data if call == "preadv" else b"")
-    file, refused, returned = ChunkFile(tmp_path / "f", write=call == "pwritev"), threading.local(), {}
-    file.direct = True  # the folder of this test may be on a file system without O_DIRECT
-
-    def refusing(*args: Any) -> int:
-        if not hasattr(refused, "once"):
-            refused.once = both.wait(HUNG_S)
-            if refused.once:  # the second is refused too, and hears of it once the first has given O_DIRECT up
-                until(lambda: not file.direct, "the first goes through the page cache")
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return done(*args)
-
-    def work(index: int) -> None:
-        buffer = Buffer()
-        if call == "pwritev":
-            buffer.view[:CHUNK] = data[index * CHUNK : (index + 1) * CHUNK]
-            file.write(buffer, index * CHUNK, CHUNK)
-            returned[index] = CHUNK
-        else:
-            returned[index] = len(file.read(buffer, index * CHUNK, CHUNK))
-        buffer.close()
-
-    monkeypatch.setattr(os, call, refusing)
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close()
-
-    assert returned == {0: CHUNK, 1: CHUNK}
-    assert (file.direct, (tmp_path / "f").read_bytes()) == (False, data)
 
 
 def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
