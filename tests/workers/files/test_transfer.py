@@ -21,7 +21,7 @@ from sparkd.errors import RankError
 from tests.support.facts import facts
 from tests.support.facts import lacking as lacking_words
 from tests.support.waiting import until
-from workers.agent.jobs import Jobs
+from workers.agent.programs import Programs
 from workers.files import chunks, manifest, partial_file, sink, source, stale_files
 from workers.files.chunks import Buffer, sha256_of
 from workers.files.direct_file import DirectFile
@@ -426,16 +426,16 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
 
 def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
     """The daemon that began it was killed, and another asks for the same."""
-    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Programs()
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        order = {"manifest": there, "environ": {}, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
-        first, second = (jobs.start("sink", order | {"connections": 1}) for _ in range(2))
+        order = {"manifest": there, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
+        first, second = (jobs.copy("sink", order | {"connections": 1}, {}) for _ in range(2))
 
-        assert jobs.state(second["job"])["running"]
+        assert jobs.job_state(second["job"])["running"]
         with pytest.raises(RankError):
-            jobs.state(first["job"])
-        jobs.end(second["job"])
+            jobs.job_state(first["job"])
+        jobs.end_job(second["job"])
 
 
 def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
@@ -451,22 +451,22 @@ def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
 
 
 def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
-    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Programs()
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
-    serving = jobs.start("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY})
+    serving = jobs.copy("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY}, {})
     ways = [["127.0.0.1", "127.0.0.1", serving["ports"]["127.0.0.1"]]]
-    fetching = jobs.start("sink", {"manifest": there, "environ": {}, "ways": ways, "key": KEY, "connections": 2})
-    until(lambda: not jobs.state(fetching["job"])["running"], "all is there")
+    fetching = jobs.copy("sink", {"manifest": there, "ways": ways, "key": KEY, "connections": 2}, {})
+    until(lambda: not jobs.job_state(fetching["job"])["running"], "all is there")
 
-    assert jobs.state(fetching["job"])["ended"]
+    assert jobs.job_state(fetching["job"])["ended"]
     assert {name: (tmp_path / "b" / name).read_bytes() for name in FILES} == FILES
-    pid = jobs._jobs[serving["job"]]._program.process.pid
+    pid = jobs._jobs[serving["job"]][1].process.pid
     assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     for job in (serving, fetching):
-        jobs.end(job["job"])
+        jobs.end_job(job["job"])
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RankError):
-        jobs.state(serving["job"])
+        jobs.job_state(serving["job"])
     with pytest.raises(RankError, match=r"192\.0\.2\.1"):
-        jobs.start("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY})
+        jobs.copy("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY}, {})
     json.dumps(there)
