@@ -141,17 +141,24 @@ def place_of(manifest: ModelManifest, environ: Mapping[str, str]) -> ModelFolder
 def lacking(manifest: ModelManifest, environ: Mapping[str, str]) -> dict[str, Any]:
     """{"path", "bytes", "free_bytes"}: what this node still has to write for it, and what its disk has.
 
-    Parts of an earlier try count as written. A file of a plain folder that has the right size may yet be another one: it counts as there
-    and is compared when it is fetched.
+    Parts of an earlier try count as written.
     """
     place = place_of(manifest, environ)
     need = 0
     for file in manifest.files:
         path = place.of(file)
-        if _size(path) == file.size:
-            continue
-        need += max(0, file.size - _blocks(path.with_name(path.name + PART)))
+        if not is_there(path, file):
+            need += max(0, file.size - _blocks(path.with_name(path.name + PART)))
     return {"path": str(place.top), "bytes": need, "free_bytes": _free(place.top)}
+
+
+def is_there(path: Path, file: File) -> bool:
+    """Whether a file is at its place. The hub's cache names its content; a copy gives a plain folder's file the time of its source's."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_size == file.size and (file.blob is not None or status.st_mtime_ns == file.mtime_ns)
 
 
 def refuse_without_room(model: str, space: Mapping[str, Any]) -> None:
@@ -193,13 +200,6 @@ def _is_text(value: object, longest: int) -> bool:
 
 def _is_blob(name: str) -> bool:
     return bool(_BLOB.fullmatch(name)) and name not in (".", "..")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _blocks(path: Path) -> int:

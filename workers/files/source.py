@@ -97,7 +97,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """GET and HEAD of a file's bytes (RFC 9110, "Range Requests"), each with their Content-Digest (RFC 9530): HEAD is the sum alone."""
+    """GET of a file's bytes (RFC 9110, "Range Requests") with their Content-Digest (RFC 9530)."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -144,16 +144,12 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Digest", f"sha-256=:{base64.b64encode(hashlib.sha256(data).digest()).decode()}:")
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    do_HEAD = do_GET
+        self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def _refuse(self, status: int, reason: str) -> None:
-        """The reason is in a header, which HEAD has too."""
         self.send_response(status)
         self.send_header(REFUSAL, quote(reason))
         self.send_header("Content-Length", "0")
