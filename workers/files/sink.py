@@ -2,8 +2,8 @@
 
 A program: `python -m workers.files.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
-true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. The chunks that it has verified
-by then is there for the next try.
+true} with "removed" and "left" where there are any (see stale_files), or {"error"}; and ends when stdin does. The chunks that it has
+verified by then stay for the next try.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class TransferSink:
             fresh.symlink_to(target)
             fresh.replace(link)
         revision = self._manifest.revision or "main"
-        if revision != commit and ".." not in revision:
+        if revision != commit:
             ref = place.top / "refs" / revision
             ref.parent.mkdir(parents=True, exist_ok=True)
             fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
