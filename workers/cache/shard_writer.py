@@ -96,6 +96,7 @@ class ShardWriter:
             for shard in shards:
                 file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes, direct=direct)
                 self._files.append(file)
+                file.reserve()
                 file.write(0, memoryview(shard.header))
                 self.bytes_written += len(shard.header)
         except BaseException:

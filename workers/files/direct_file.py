@@ -27,8 +27,7 @@ _Call = Callable[[int, Sequence[memoryview], int], int]
 class DirectFile:
     """A file that is opened where its bytes are needed. Every method raises OSError; `read` and `write` are safe for several threads.
 
-    size_bytes: of a file that is written, made where it is missing. All of its space is allocated at once, so that a full disk shows before
-    the first byte. None: it is only read.
+    size_bytes: of a file that is written, made where it is missing. None: it is only read.
 
     direct: whether O_DIRECT is in use; fallback_reason: why it is not.
     """
@@ -41,13 +40,24 @@ class DirectFile:
         self._fds: dict[bool, int] = {}  # with O_DIRECT, and without it
         self._unwritten = 0
         self._lock = threading.Lock()
-        if size_bytes is None:
-            return
-        try:
-            _allocate(self._opened(direct=False), size_bytes, self.path)
-        except OSError:
-            self.close()
-            raise
+        if size_bytes is not None:
+            os.ftruncate(self._opened(direct=False), size_bytes)
+
+    def reserve(self) -> None:
+        """Allocate all of the file's space by fallocate(2), so that a full disk shows before the first byte.
+
+        Nothing is done where the file system cannot: glibc's posix_fallocate would write into every block then (posix_fallocate(3)).
+        """
+        fd = self._opened(direct=False)
+        size_bytes = os.fstat(fd).st_size
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        while size_bytes and libc.fallocate(fd, 0, 0, size_bytes):
+            code = ctypes.get_errno()
+            if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+                return
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), self.path)
 
     def read(self, buffer: memoryview, offset: int, wanted: int) -> int:
         """Fill `buffer` with the file's bytes from `offset` on, at least `wanted` unless the file ends before; returns the number read.
@@ -133,17 +143,3 @@ def _drop(fd: int, offset: int, length: int) -> None:
 def _advise(fd: int, offset: int, length: int, advice: int) -> None:
     with suppress(OSError):
         os.posix_fadvise(fd, offset, length, advice)
-
-
-def _allocate(fd: int, size_bytes: int, path: str) -> None:
-    """Allocate the file's space by fallocate(2). Without its support, glibc's posix_fallocate writes into every block
-    (posix_fallocate(3))."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while size_bytes and libc.fallocate(fd, 0, 0, size_bytes):
-        code = ctypes.get_errno()
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            break
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), path)
-    os.ftruncate(fd, size_bytes)

@@ -135,6 +135,7 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
         os.makedirs(os.path.dirname(os.path.join(folder, file.name)), exist_ok=True)
         target = DirectFile(os.path.join(folder, file.name), size_bytes=file.size_bytes)
         try:
+            target.reserve()
             with Reader([Piece(file.name, path, 0, file.size_bytes)], pin=False) as reader:
                 for chunk in reader:
                     target.write(chunk.start, memoryview(chunk.view.numpy()))
