@@ -205,7 +205,7 @@ class Measures:
         """Rank 0's measurement, once all have ended: each by its own limit at the latest."""
         between = " and ".join(node for node, _ in jobs)
         while True:
-            states = [await self._nodes.ask(node, "rating", job, timeout_s=ASK_TIMEOUT_S) for node, job in jobs]
+            states = [await self._nodes.ask(node, "job_state", job, timeout_s=ASK_TIMEOUT_S) for node, job in jobs]
             for (node, _), state in zip(jobs, states, strict=True):
                 if "error" in state:
                     wrong = [verdict for verdict in judge(parse(state.get("nccl", ())), (), node) if verdict.verdict == FAIL]
@@ -219,7 +219,7 @@ class Measures:
     async def _end(self, jobs: Iterable[tuple[str, str]]) -> None:
         for node, job in jobs:
             with suppress(ClusterError):
-                await self._nodes.ask(node, "end_rate", job, timeout_s=ASK_TIMEOUT_S)
+                await self._nodes.ask(node, "end_job", job, timeout_s=ASK_TIMEOUT_S)
 
     def _tell(self, operation_id: str, number: int, pairs: int, what: str, done: int, total: int) -> None:
         which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")

@@ -295,7 +295,7 @@ class _Pull:
         sinks, states = started[1:], dict[str, Mapping[str, Any]]()
         while True:
             for node, job in started:
-                state = await self._nodes.ask(node, "copying", job, timeout_s=SILENT_S)
+                state = await self._nodes.ask(node, "job_state", job, timeout_s=SILENT_S)
                 if "error" in state:
                     raise RankError(f"{node}: {state['error']}")
                 if node != source:
@@ -309,7 +309,7 @@ class _Pull:
     async def _end(self, started: Iterable[tuple[str, str]]) -> None:
         for node, job in started:
             with suppress(ClusterError):
-                await self._nodes.ask(node, "end_copy", job, timeout_s=ASK_TIMEOUT_S)
+                await self._nodes.ask(node, "end_job", job, timeout_s=ASK_TIMEOUT_S)
 
     async def _ways(self, source: str, target: str) -> list[tuple[str, str]]:
         """(address there, address here) of every sound rail between them; the nodes' own addresses where there is none."""

@@ -35,8 +35,7 @@ from sparkd.inquiry import model_answers, parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
-from workers.agent import rating
-from workers.agent.jobs import Jobs
+from workers.agent.programs import Programs
 from workers.guard import gpu_meter
 from workers.host import bounded_child, ends_with_parent, network, runtime
 from workers.load import input_scales
@@ -49,11 +48,11 @@ from workers.vllm.ray import worker
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
 PYTHON = os.path.realpath("/proc/self/exe")
-# Calls that start another program. `Spoken` is ours (workers.host.line_reader): its environment is the second argument.
+# Calls that start another program.
 STARTS = {
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput",
     "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.system", "os.popen", "os.execv", "os.execve", "os.execvp",
-    "os.execvpe", "os.execl", "os.execle", "os.execlp", "os.posix_spawn", "os.posix_spawnp", "os.spawnv", "os.spawnve", "Spoken",
+    "os.execvpe", "os.execl", "os.execle", "os.execlp", "os.posix_spawn", "os.posix_spawnp", "os.spawnv", "os.spawnve",
 }  # fmt: skip
 # file -> how many programs it starts. A new one needs a case in PROGRAMS below, which runs it.
 SITES = {
@@ -72,12 +71,10 @@ SITES = {
     "workers/host/network.py": 1,
     "workers/vllm/ask/model_question.py": 1,
     "workers/rank/lifecycle.py": 1,
-    "workers/agent/rating.py": 1,
     "workers/vllm/ray/worker.py": 1,
     "workers/host/runtime.py": 1,
     "workers/rank/shim.py": 1,
-    "workers/host/line_reader.py": 1,
-    "workers/agent/jobs.py": 1,
+    "workers/agent/job.py": 1,
     "workers/load/input_scales.py": 1,
 }
 
@@ -112,7 +109,7 @@ def test_every_start_says_what_environment_the_program_gets() -> None:
     silent = []
     for path, call, name in _calls():
         said = any(keyword.arg == "env" for keyword in call.keywords)
-        said |= name in ("os.execve", "Spoken") and len(call.args) > 1
+        said |= name == "os.execve" and len(call.args) > 1
         if name in STARTS and not said:
             silent.append(f"{path}:{call.lineno}")
     assert not silent
@@ -187,14 +184,14 @@ async def _probe(python: Path, folder: Path) -> None:
 
 async def _copy(python: Path, folder: Path) -> None:
     with suppress(ClusterError):
-        Jobs().start("source", {"manifest": {"model": "/m"}})
+        Programs().copy("source", {"manifest": {"model": "/m"}}, {})
 
 
 async def _rate(python: Path, folder: Path) -> None:
-    rated = rating.Rating()
-    name = rated.start(str(python), {}, {})
-    rated._runs.find(name)._program.process.wait(HUNG_S)
-    rated.end(name)
+    programs = Programs()
+    name = programs.rate(str(python), {}, {})
+    programs._jobs[name][1].process.wait(HUNG_S)
+    programs.end_job(name)
 
 
 async def _shim(python: Path, folder: Path) -> None:

@@ -55,7 +55,7 @@ OWN = {
     ("workers/vllm/load/method.py", "layer.scheme"),
     ("workers/vllm/load/repack.py", "in_place.sparkd_stock"),
     ("workers/vllm/load/repack.py", "setattr(self._layer, name, value)"),
-    ("workers/files/direct_target.py", "libc.fallocate.argtypes"),
+    ("workers/files/direct_file.py", "libc.fallocate.argtypes"),
 }
 # A question about a model is answered in a child of its own, which serves nothing.
 FOLDERS = ("cache", "files", "kv", "load", "quantization", "vllm/kv", "vllm/load", "vllm/ray")

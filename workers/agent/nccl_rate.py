@@ -1,6 +1,6 @@
 """Measures how fast two nodes exchange data: a few timed all-reduces, in a program of its own. Never loads a model, never runs on.
 
-Started by workers.agent.rating in the engine's own interpreter. Its order is one line of JSON on stdin, what it says are lines of JSON on
+Started by workers.agent.programs in the engine's own interpreter. Its order is one line of JSON on stdin, what it says are lines of JSON on
 stdout:
 {"done_bytes", "total_bytes"} as it goes, then {"ended", "gb_s", "sent_bytes", "nccl"}, or {"error"}. It ends when stdin does, and at its
 time limit whatever hangs: SIGALRM kills it.

@@ -18,7 +18,7 @@ import torch
 
 from sparkd.errors import CheckpointError
 from workers.cache.layout import ShardLayout, Slot
-from workers.files.direct_target import TargetFile
+from workers.files.direct_file import DirectFile
 from workers.load.ring import Ring
 
 MIB = 1 << 20
@@ -90,12 +90,13 @@ class ShardWriter:
         self._busy = 0
         self._stopping = False
         self._error: BaseException | None = None
-        self._files: list[TargetFile] = []
+        self._files: list[DirectFile] = []
         self._threads: list[threading.Thread] = []
         try:
             for shard in shards:
-                file = TargetFile(os.path.join(folder, shard.name), shard.size_bytes, direct=direct)
+                file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes, direct=direct)
                 self._files.append(file)
+                file.reserve()
                 file.write(0, memoryview(shard.header))
                 self.bytes_written += len(shard.header)
         except BaseException:

@@ -15,15 +15,12 @@ from typing import Any
 
 from sparkd.checkpoint import INDEX_END, is_weights, lacking_weights
 from sparkd.errors import RankError
-from workers.host.hub_cache import hub_cache, is_commit, is_hub_id, is_revision, snapshot_of
+from workers.host.hub_cache import hub_cache, snapshot_of
 
 SPARE_BYTES = 1 << 30  # stays free beside what is fetched
 PART = ".sparkd-part"
 JOURNAL = ".sparkd-part.sums"
-_BLOB = re.compile(r"[0-9A-Za-z._-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# No file system of a node holds more in one file, and a sum of them is still exact.
-_LARGEST_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +35,6 @@ class File:
     @property
     def sha256(self) -> str | None:
         return self.blob if self.blob and _SHA256.fullmatch(self.blob) else None
-
-    def wrong(self) -> str | None:
-        """Why this cannot be a file of a model; None where it can."""
-        name = self.name if _is_text(self.name, 4096) else ""
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            return f"{str(self.name)[:100]!r} cannot be the name of a file of a model"
-        if self.blob is not None and not (_is_text(self.blob, 128) and _is_blob(self.blob)):
-            return f"{str(self.blob)[:100]!r} cannot be the content of a file of a model"
-        if type(self.size) is not int or not 0 <= self.size <= _LARGEST_BYTES or type(self.mtime_ns) is not int or abs(self.mtime_ns) >> 63:
-            return f"{name[:100]!r} has a size or time that no file has"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +62,13 @@ class ModelManifest:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelManifest:
-        """Raises RankError for what is no manifest, and for names that would lead out of the model's folder."""
-        try:
-            manifest = cls(**{**raw, "files": tuple(File(**entry) for entry in raw["files"])})
-            wrong = next(filter(None, (manifest._wrong(), *(file.wrong() for file in manifest.files))), None)
-        except (TypeError, KeyError, ValueError) as error:
-            raise RankError(
-                f"The list of a model's files cannot be read ({type(error).__name__}): start the same release on all nodes."
-            ) from None
-        if wrong:
-            raise RankError(f"{str(manifest.model)[:200]}: {wrong}.")
+        """Raises RankError for names, which a hub gave, that lead out of the model's folder."""
+        manifest = cls(**{**raw, "files": tuple(File(**entry) for entry in raw["files"])})
+        names = [manifest.revision, manifest.commit, *(name for file in manifest.files for name in (file.name, file.blob))]
+        names += [] if manifest.model.startswith("/") else [manifest.model]
+        if wrong := [name for name in names if name and (name.startswith("/") or ".." in PurePosixPath(name).parts)]:
+            raise RankError(f"{manifest.model[:200]}: {wrong[0][:100]!r} leads out of the folder of a model.")
         return manifest
-
-    def _wrong(self) -> str | None:
-        """Why this cannot be a model's; None where it can."""
-        if not _is_text(self.model, 4096) or not (self.model.startswith("/") or is_hub_id(self.model)):
-            return "it is neither a folder nor a hub id"
-        if self.revision is not None and not (_is_text(self.revision, 1024) and is_revision(self.revision)):
-            return "its revision is none"
-        if self.commit is not None and not (_is_text(self.commit, 128) and is_commit(self.commit)):
-            return "its commit is none"
-        if not _is_text(self.root, 4096) or type(self.partial) is not bool or type(self.lacks) is not bool:
-            return "its folder or state is none"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +110,24 @@ def place_of(manifest: ModelManifest, environ: Mapping[str, str]) -> ModelFolder
 def lacking(manifest: ModelManifest, environ: Mapping[str, str]) -> dict[str, Any]:
     """{"path", "bytes", "free_bytes"}: what this node still has to write for it, and what its disk has.
 
-    Parts of an earlier try count as written. A file of a plain folder that has the right size may yet be another one: it counts as there
-    and is compared when it is fetched.
+    Parts of an earlier try count as written.
     """
     place = place_of(manifest, environ)
     need = 0
     for file in manifest.files:
         path = place.of(file)
-        if _size(path) == file.size:
-            continue
-        need += max(0, file.size - _blocks(path.with_name(path.name + PART)))
+        if not is_there(path, file):
+            need += max(0, file.size - _blocks(path.with_name(path.name + PART)))
     return {"path": str(place.top), "bytes": need, "free_bytes": _free(place.top)}
+
+
+def is_there(path: Path, file: File) -> bool:
+    """Whether a file is at its place. The hub's cache names its content; a copy gives a plain folder's file the time of its source's."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_size == file.size and (file.blob is not None or status.st_mtime_ns == file.mtime_ns)
 
 
 def refuse_without_room(model: str, space: Mapping[str, Any]) -> None:
@@ -172,7 +148,7 @@ def _files(folder: Path) -> Any:
                 continue
             real = Path(os.path.realpath(path))
             status = real.stat()
-            blob = real.name if path.is_symlink() and real.parent.name == "blobs" and _is_blob(real.name) else None
+            blob = real.name if path.is_symlink() and real.parent.name == "blobs" else None
             yield File(str(path.relative_to(folder)), status.st_size, status.st_mtime_ns, blob)
 
 
@@ -185,21 +161,6 @@ def is_loaded(name: str) -> bool:
 def _lacks_weights(folder: Path, names: Set[str]) -> bool:
     """Whether a snapshot is whole, whose files appear once each is; a folder counts as far as names tell."""
     return not any(map(is_weights, names)) or bool(lacking_weights(names, lambda name: (folder / name).read_bytes()))
-
-
-def _is_text(value: object, longest: int) -> bool:
-    return isinstance(value, str) and len(value) <= longest and "\0" not in value
-
-
-def _is_blob(name: str) -> bool:
-    return bool(_BLOB.fullmatch(name)) and name not in (".", "..")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _blocks(path: Path) -> int:

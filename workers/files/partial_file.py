@@ -8,17 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkd.errors import RankError
-from workers.files.chunks import CHUNK_BYTES, Buffer, ChunkFile, chunks_of, digest, sha256_of, span
-from workers.files.manifest import JOURNAL, PART, File
-
-VERIFY, COMPARE, FETCH = "verify", "compare", "fetch"
+from workers.files.chunks import CHUNK_BYTES, Buffer, chunks_of, digest, sha256_of, span
+from workers.files.direct_file import DirectFile
+from workers.files.manifest import JOURNAL, PART, File, is_there
 
 
 class PartialFile:
     """Begun anew, or gone on with: chunks that an earlier try has in its journal are read again and counted only if their sum is right.
 
-    to: where the file belongs. A file that is there with the right size is compared with the other node's, chunk by chunk, and replaced
-    where one differs; where the hub's cache names its content, it is that.
+    to: where the file belongs.
     """
 
     def __init__(self, file: File, to: Path) -> None:
@@ -26,44 +24,30 @@ class PartialFile:
         self._path, self._sums = to.with_name(to.name + PART), to.with_name(to.name + JOURNAL)
         self._lock = threading.Lock()
         self._known: dict[int, str] = {}
-        self._open: ChunkFile | None = None
-        self._old: ChunkFile | None = None
-        self._left: set[int] = set()
-        self._stands = False  # the file is there already, and is only compared
+        self._open: DirectFile | None = None
+        self._left = 0
         self.done_bytes = 0
 
-    def begin(self) -> list[tuple[int, str]]:
-        """(chunk, what to do with it); none where the file is there. Raises OSError."""
-        every = range(chunks_of(self.file.size))
-        self._left = set(every)
-        if _size(self.to) == self.file.size:
-            if self.file.blob is not None:
-                self.done_bytes = self.file.size
-                return []
-            self._stands, self._open = True, ChunkFile(self.to)
-            return [(index, COMPARE) for index in every]
-        return self._anew(every)
-
-    def replace(self) -> list[tuple[int, str]]:
-        """The file that stood there is another one: all of it is fetched. The old one stays until then."""
-        with self._lock:
-            if not self._stands:
-                return []
-            # Others may be reading it at this moment.
-            self._stands, self._old, self.done_bytes = False, self._open, 0
-            self._left = set(range(chunks_of(self.file.size)))
-            return self._anew(range(chunks_of(self.file.size)))
+    def begin(self) -> range:
+        """The chunks to verify or to fetch; none where the file is there. Raises OSError."""
+        if is_there(self.to, self.file):
+            self.done_bytes = self.file.size
+            return range(0)
+        self.to.parent.mkdir(parents=True, exist_ok=True)
+        self._known = self._journal() if self._path.exists() else {}
+        if not self._known:
+            self.forget()
+            self._sums.write_text(self._heading(), encoding="ascii")
+        self._open = DirectFile(self._path, size_bytes=self.file.size)
+        self._left = chunks_of(self.file.size)
+        return range(self._left)
 
     def is_as_before(self, index: int, buffer: Buffer) -> bool:
         """Whether an earlier try's chunk is on the disk as its journal has it."""
-        offset, size = span(self.file.size, index)
-        return _reads(self._open, buffer, offset, size) == self._known.get(index)
-
-    def sum_of(self, index: int, buffer: Buffer) -> str | None:
-        """The digest of a chunk of the file that stands there; None where that is being replaced."""
-        with self._lock:
-            file = self._open if self._stands else None
-        return _reads(file, buffer, *span(self.file.size, index)) if file else None
+        known = self._known.get(index)
+        if known is None or self._open is None:
+            return False
+        return digest(buffer.read(self._open, *span(self.file.size, index))) == known
 
     def keep(self, index: int, buffer: Buffer, checksum: str) -> bool:
         """Write a chunk to the disk. checksum: from the source; False where the bytes do not have that checksum."""
@@ -72,28 +56,23 @@ class PartialFile:
             return False
         if self._open is None:
             raise RankError(f"{self.to} was closed while it was fetched.")
-        self._open.write(buffer, offset, size)
+        self._open.write(offset, buffer.view[:size])
         with self._lock, open(self._sums, "a", encoding="ascii") as journal:
             journal.write(f"{index} {checksum}\n")
         return True
 
-    def done(self, index: int, how: str) -> bool:
-        """Whether that was the file's last chunk; True once. A chunk that was compared with a file that is replaced now does not count."""
+    def done(self, index: int) -> bool:
+        """Count a chunk that is there; whether it was the file's last."""
         with self._lock:
-            if index not in self._left or (how == COMPARE) != self._stands:
-                return False
-            self._left.discard(index)
+            self._left -= 1
             self.done_bytes += span(self.file.size, index)[1]
             return not self._left
 
     def finish(self, buffer: Buffer) -> None:
         """All of it is there: held against the hub's SHA-256 where that is known, and put in its place. Raises RankError, OSError."""
-        if self._stands:
-            self.close()
-            return
         if self._open is None:
             return
-        self._open.finish(self.file.size)
+        self._open.settle()
         self.close()
         if self.file.sha256 and sha256_of(self._path, buffer) != self.file.sha256:
             self.forget()
@@ -112,19 +91,9 @@ class PartialFile:
                 path.unlink()
 
     def close(self) -> None:
-        for file in (self._open, self._old):
-            if file is not None:
-                file.close()
-        self._open = self._old = None
-
-    def _anew(self, every: range) -> list[tuple[int, str]]:
-        self.to.parent.mkdir(parents=True, exist_ok=True)
-        self._known = self._journal() if self._path.exists() else {}
-        if not self._known:
-            self.forget()
-            self._sums.write_text(self._heading(), encoding="ascii")
-        self._open = ChunkFile(self._path, write=True)
-        return [(index, VERIFY if index in self._known else FETCH) for index in every]
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
     def _heading(self) -> str:
         return f"{self.file.size} {CHUNK_BYTES} {self.file.blob or self.file.mtime_ns}\n"
@@ -139,15 +108,3 @@ class PartialFile:
             return {}
         words = [line.split() for line in lines if line.endswith("\n")]
         return {int(index): checksum for index, checksum in (pair for pair in words if len(pair) == 2)}
-
-
-def _reads(file: ChunkFile | None, buffer: Buffer, offset: int, size: int) -> str | None:
-    data = file.read(buffer, offset, size) if file else b""
-    return digest(data) if len(data) == size else None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1

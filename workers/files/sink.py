@@ -2,8 +2,8 @@
 
 A program: `python -m workers.files.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
-true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. The chunks that it has verified
-by then is there for the next try.
+true} with "removed" and "left" where there are any (see stale_files), or {"error"}; and ends when stdin does. The chunks that it has
+verified by then stay for the next try.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from sparkd.errors import RankError
-from workers.files.chunks import Buffer, chunks_of, span
+from workers.files.chunks import Buffer, span
 from workers.files.manifest import File, ModelFolder, ModelManifest, lacking, place_of, refuse_without_room
-from workers.files.partial_file import COMPARE, VERIFY, PartialFile
+from workers.files.partial_file import PartialFile
 from workers.files.source import REFUSAL, TIMEOUT_S
 from workers.files.stale_files import clear
 from workers.host.line_writer import ordered
@@ -33,11 +33,10 @@ ATTEMPTS = 4
 PAUSE_S = 0.5
 PROGRESS_S = 0.3
 CONFIG = "config.json"
-GET, HEAD = "GET", "HEAD"  # of a chunk: its bytes and their sum; their sum alone
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 Way = tuple[str, str, int]
-Task = tuple[PartialFile, int, str]
+Task = tuple[PartialFile, int]  # a file and the number of its chunk
 
 
 class TransferSink:
@@ -48,8 +47,7 @@ class TransferSink:
         self._ways, self._key = ways, key
         self._connections = connections
         self._tasks: collections.deque[Task] = collections.deque()
-        self._busy = 0
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._last: list[PartialFile] = []
         self._parts: list[PartialFile] = []
@@ -86,8 +84,8 @@ class TransferSink:
                 part.close()
 
     def _begin(self, part: PartialFile) -> None:
-        self._tasks.extend((part, index, how) for index, how in part.begin())
-        if not chunks_of(part.file.size) and not part.to.exists():
+        self._tasks.extend((part, index) for index in part.begin())
+        if not part.file.size:
             # An empty file has no chunk that could be its last.
             self._last.append(part)
 
@@ -95,46 +93,25 @@ class TransferSink:
         buffer, link = Buffer(), _Link(self._ways, number, self._key, lambda: self._error is not None)
         try:
             while (task := self._next()) is not None:
-                try:
-                    self._do(task, buffer, link)
-                finally:
-                    self._rest()
+                self._do(*task, buffer, link)
         except (RankError, OSError) as error:
-            self._fail(error)
+            self._error = self._error or error
         except Exception as error:
-            # A thread of ours that ends without a word would leave the others waiting.
-            self._fail(error)
+            # The others end too.
+            self._error = self._error or error
             raise
         finally:
             link.close()
             buffer.close()
 
-    def _do(self, task: Task, buffer: Buffer, link: _Link) -> None:
-        part, index, how = task
-        if how == VERIFY and part.is_as_before(index, buffer):
-            self._count(task, buffer)
-            return
-        if how == COMPARE:
-            ours = part.sum_of(index, buffer)
-            if ours is None:
-                return
-            if link.ask(HEAD, part.file, index, buffer) == ours:
-                self._count(task, buffer)
-            else:
-                self._again(part)
-            return
-        for _ in range(ATTEMPTS):
-            if part.keep(index, buffer, link.ask(GET, part.file, index, buffer)):
-                with self._turn:
-                    self.fetched_bytes += span(part.file.size, index)[1]
-                self._count(task, buffer)
-                return
-        cure = "check the cable, its plugs and the memory"
-        raise RankError(f"{part.file.name} arrived damaged {ATTEMPTS} times in a row over the network: {cure}.")
+    def _next(self) -> Task | None:
+        with self._lock:
+            return self._tasks.popleft() if self._tasks and self._error is None else None
 
-    def _count(self, task: Task, buffer: Buffer) -> None:
-        part, index, how = task
-        if not part.done(index, how):
+    def _do(self, part: PartialFile, index: int, buffer: Buffer, link: _Link) -> None:
+        if not part.is_as_before(index, buffer):
+            self._fetch(part, index, buffer, link)
+        if not part.done(index):
             return
         # Without it no engine takes the folder for a model that is all there.
         if part.to.name == CONFIG:
@@ -142,31 +119,14 @@ class TransferSink:
         else:
             part.finish(buffer)
 
-    def _again(self, part: PartialFile) -> None:
-        """A file that stood there is another one: all of it is fetched."""
-        with self._turn:
-            self._tasks.extendleft((part, index, how) for index, how in reversed(part.replace()))
-            self._turn.notify_all()
-
-    def _next(self) -> Task | None:
-        """None at the end. While others work, more may come."""
-        with self._turn:
-            while not self._tasks and self._busy and self._error is None:
-                self._turn.wait()
-            if self._error is not None or not self._tasks:
-                return None
-            self._busy += 1
-            return self._tasks.popleft()
-
-    def _rest(self) -> None:
-        with self._turn:
-            self._busy -= 1
-            self._turn.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._turn:
-            self._error = self._error or error
-            self._turn.notify_all()
+    def _fetch(self, part: PartialFile, index: int, buffer: Buffer, link: _Link) -> None:
+        for _ in range(ATTEMPTS):
+            if part.keep(index, buffer, link.ask(part.file, index, buffer)):
+                with self._lock:
+                    self.fetched_bytes += span(part.file.size, index)[1]
+                return
+        cure = "check the cable, its plugs and the memory"
+        raise RankError(f"{part.file.name} arrived damaged {ATTEMPTS} times in a row over the network: {cure}.")
 
     def _publish(self) -> None:
         """The cache's links, and at the very end the name of the revision: until then the hub's library does not find it. In a plain folder
@@ -185,7 +145,7 @@ class TransferSink:
             fresh.symlink_to(target)
             fresh.replace(link)
         revision = self._manifest.revision or "main"
-        if revision != commit and ".." not in revision:
+        if revision != commit:
             ref = place.top / "refs" / revision
             ref.parent.mkdir(parents=True, exist_ok=True)
             fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
@@ -202,8 +162,8 @@ class _Link:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._link: HTTPConnection | None = None
 
-    def ask(self, method: str, file: File, index: int, buffer: Buffer) -> str:
-        """The SHA-256 of a chunk by the other end, hex; after GET `buffer` has its bytes. Raises RankError."""
+    def ask(self, file: File, index: int, buffer: Buffer) -> str:
+        """Fetch a chunk into `buffer`; its SHA-256 by the other end, hex. Raises RankError."""
         offset, size = span(file.size, index)
         reason = "another connection has failed"
         for attempt in range(ATTEMPTS):
@@ -211,10 +171,10 @@ class _Link:
             try:
                 link = self._connected(own, other, port)
                 wanted = {"Range": f"bytes={offset}-{offset + size - 1}"}
-                link.request(method, "/" + quote(file.name, safe=""), headers=self._headers | wanted)
+                link.request("GET", "/" + quote(file.name, safe=""), headers=self._headers | wanted)
                 # An answer that is not closed keeps its connection from the next one.
                 with link.getresponse() as response:
-                    return _taken(response, buffer, size if method == GET else 0)
+                    return _taken(response, buffer, size)
             except (HTTPException, OSError) as error:
                 reason = f"{other}:{port} from {own}: {getattr(error, 'strerror', None) or error}"
             self.close()

@@ -22,7 +22,8 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
-from workers.files.chunks import CHUNK_BYTES, Buffer, ChunkFile
+from workers.files.chunks import CHUNK_BYTES, Buffer
+from workers.files.direct_file import DirectFile
 from workers.files.manifest import File, ModelManifest
 
 MOST_CONNECTIONS = 64
@@ -96,7 +97,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """GET and HEAD of a file's bytes (RFC 9110, "Range Requests"), each with their Content-Digest (RFC 9530): HEAD is the sum alone."""
+    """GET of a file's bytes (RFC 9110, "Range Requests") with their Content-Digest (RFC 9530)."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -131,7 +132,7 @@ class _Answers(BaseHTTPRequestHandler):
             return
         self._buffer = self._buffer or Buffer()
         try:
-            data = self._held.of(source.root / file.name, file).read(self._buffer, offset, end - offset)
+            data = self._buffer.read(self._held.of(source.root / file.name, file), offset, end - offset)
         except OSError as error:
             self._refuse(409, f"{file.name} cannot be read: {error.strerror or error}")
             return
@@ -143,16 +144,12 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Digest", f"sha-256=:{base64.b64encode(hashlib.sha256(data).digest()).decode()}:")
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    do_HEAD = do_GET
+        self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def _refuse(self, status: int, reason: str) -> None:
-        """The reason is in a header, which HEAD has too."""
         self.send_response(status)
         self.send_header(REFUSAL, quote(reason))
         self.send_header("Content-Length", "0")
@@ -163,15 +160,15 @@ class _Held:
     """The file that was asked for last, open."""
 
     def __init__(self) -> None:
-        self._name, self._file = "", None  # type: str, ChunkFile | None
+        self._name, self._file = "", None  # type: str, DirectFile | None
 
-    def of(self, path: Path, file: File) -> ChunkFile:
+    def of(self, path: Path, file: File) -> DirectFile:
         if self._file is None or self._name != file.name:
             status = path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise OSError(0, "it has changed since the copy began")
             self.close()
-            self._name, self._file = file.name, ChunkFile(path)
+            self._name, self._file = file.name, DirectFile(path)
         return self._file
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The program's end of line_reader: an order on stdin, answers on stdout, its end with stdin's. Never knows the meaning of the order."""
+"""A job's side of workers.agent.job: an order on stdin, answers on stdout, its end with stdin's. Never knows the meaning of the order."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A process is identified by (pid, start time, boot id), because the kernel reuses pids. A rank's processes are its engine, the members of its
 shim's session, and the descendants of either: an orphan becomes the shim's child, which is a subreaper. All of that stands in
 /proc/PID/stat. Files that the kernel reads from a process's own memory (cmdline, environ, maps) block while a driver holds that memory's
-lock, so they are never read here.
+lock, so they are never read here. psutil would: its name() reads cmdline for a name of 15 characters, such as an engine core's. Nor does it
+tell a process's session, and its create_time() moves with the clock, so that no file can hold it.
 """
 
 from __future__ import annotations
@@ -243,16 +244,13 @@ def _read(pid: int, name: str, proc: str = PROC) -> bytes:
 
     Raises OSError where this process may open no more files.
     """
-    pieces = []
     try:
-        fd = os.open(f"{proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"{proc}/{pid}/{name}", os.O_RDONLY)
         try:
-            while piece := os.read(fd, READ_BYTES):
-                pieces.append(piece)
+            return os.read(fd, READ_BYTES)  # the kernel gives the whole of `stat` and `status` at once
         finally:
             os.close(fd)
     except OSError as error:
         if error.errno in LACKS:
             raise
         return b""
-    return b"".join(pieces)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparkd.errors import CheckpointError
-from workers.files.direct_io import SourceFile
+from workers.files.direct_file import ALIGNMENT
+from workers.load.source_file import SourceFile
 
 
 class Piece(NamedTuple):
@@ -42,8 +43,8 @@ class Read:
 
     @property
     def length(self) -> int:
-        """The bytes to request from the file: a multiple of its alignment, which may exceed the file's end."""
-        return -(-self.wanted // self.file.alignment) * self.file.alignment
+        """The bytes to request from the file: a multiple of ALIGNMENT, which may exceed the file's end."""
+        return -(-self.wanted // ALIGNMENT) * ALIGNMENT
 
 
 class Block(NamedTuple):
@@ -73,7 +74,7 @@ def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_
                 blocks.append(Block([], []))
             blocks[-1].spans.append(Span(piece, 0, 0, 0, True))
             continue
-        whole = end - position // file.alignment * file.alignment <= block_bytes
+        whole = end - position // ALIGNMENT * ALIGNMENT <= block_bytes
         while position < end:
             if read is None or not _takes(read, file, position, end if whole else position + 1, gap_bytes):
                 read = _next_read(blocks, read, file, position, end, block_bytes)
@@ -91,9 +92,8 @@ def _takes(read: Read, file: SourceFile, position: int, end: int, gap_bytes: int
 
 def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:
     """A read that begins at `position`: after the last read where the block has room for all of it, else in a new block."""
-    alignment = file.alignment
-    offset = position // alignment * alignment
-    at = 0 if before is None else -(-(before.at + before.length) // alignment) * alignment
+    offset = position // ALIGNMENT * ALIGNMENT
+    at = 0 if before is None else -(-(before.at + before.length) // ALIGNMENT) * ALIGNMENT
     if before is None or at + end - offset > block_bytes:
         blocks.append(Block([], []))
         at = 0

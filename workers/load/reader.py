@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.files.direct_io import ALIGNMENT, SourceFile
+from workers.files.direct_file import ALIGNMENT
 from workers.load.block_plan import Block, Piece, Span, plan_blocks
 from workers.load.ring import Ring
+from workers.load.source_file import SourceFile
 
 __all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]
 
@@ -123,7 +124,7 @@ class Reader:
             )
         self.blocks = blocks
         self.ring_bytes = block_bytes * blocks
-        self._files = {path: SourceFile(path, direct=direct, block_bytes=block_bytes) for path in {piece.path: None for piece in pieces}}
+        self._files = {path: SourceFile(path, direct=direct) for path in {piece.path: None for piece in pieces}}
         self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, gap_bytes)
         self._bytes_wanted = sum(piece.nbytes for piece in pieces)
         self._bytes_planned = 0

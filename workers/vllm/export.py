@@ -35,7 +35,7 @@ from workers.cache.manifest import on_device
 from workers.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.cache.store import CachedCheckpoint, find
 from workers.cache.writer import MARGIN_BYTES, bytes_of, layout_of
-from workers.files.direct_target import TargetFile
+from workers.files.direct_file import DirectFile
 from workers.load.input_scales import measured
 from workers.load.pipeline import Pipeline, Receivers
 from workers.load.reader import Piece, Reader
@@ -137,8 +137,9 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
     for file in files:
         path = os.path.join(cached.folder, file.name)
         os.makedirs(os.path.dirname(os.path.join(folder, file.name)), exist_ok=True)
-        target = TargetFile(os.path.join(folder, file.name), file.size_bytes)
+        target = DirectFile(os.path.join(folder, file.name), size_bytes=file.size_bytes)
         try:
+            target.reserve()
             with Reader([Piece(file.name, path, 0, file.size_bytes)], pin=False) as reader:
                 for chunk in reader:
                     target.write(chunk.start, memoryview(chunk.view.numpy()))

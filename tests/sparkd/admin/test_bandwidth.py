@@ -35,7 +35,7 @@ from tests.support.facts import lacking
 from tests.support.fakes import Scene as Supervised
 from tests.support.fakes import stage
 from tests.support.waiting import eventually, until
-from workers.agent.rating import Rating
+from workers.agent.programs import Programs
 
 A, B, C = "192.168.100.11", "192.168.100.12", "192.168.100.13"
 IB = [
@@ -67,12 +67,12 @@ class FakeNodes:
     async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         assert timeout_s > 0
         self.asked.append((node_ip, method, arguments))
-        if method == "rating" and self.waits:
+        if method == "job_state" and self.waits:
             return {"running": True}
-        if method == "rating" and isinstance(self.said, Exception):
+        if method == "job_state" and isinstance(self.said, Exception):
             raise self.said
         answers = {"runtime": {"platform": "cuda"}, "free_port": 7000, "rate": f"job {node_ip}"}
-        return self.said if method == "rating" else answers.get(method)
+        return self.said if method == "job_state" else answers.get(method)
 
     def of(self, method: str) -> list[tuple[str, tuple[Any, ...]]]:
         return [(node, arguments) for node, asked, arguments in self.asked if asked == method]
@@ -138,7 +138,7 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (order, order_b) == (common | {"rank": 0}, common | {"rank": 1})
         assert (env["NCCL_IB_HCA"], env_b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
-        assert made.nodes.of("end_rate") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
+        assert made.nodes.of("end_job") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
         assert (FABRIC_RATE.labels(A, B)._value.get(), FABRIC_NORMAL_RATE.labels(A, B)._value.get()) == (21.5e9, 20e9)
         now = fabrics_of(made.nodes.readings)
         assert made.measures.passed(now) == made.again().passed(now) == {frozenset((A, B))}
@@ -239,7 +239,7 @@ async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said:
         made.nodes.said = said
         ended = await made.ended(made.measures.start([A, B]))
         assert ended.state is OperationState.FAILED and told in ended.message
-        assert len(made.nodes.of("end_rate")) == 2
+        assert len(made.nodes.of("end_job")) == 2
         assert made.measures.rates() == []
 
 
@@ -252,11 +252,11 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")
             assert (again.status_code, f"`sparkd cancel {began['operation']}`" in again.text) == (409, True)
-            await eventually(lambda: made.nodes.of("rating"))
+            await eventually(lambda: made.nodes.of("job_state"))
             ended = (await client.delete(f"/operations/{began['operation']}")).json()
             assert (ended["state"], ended["progress"]["phase"]) == ("CANCELLED", "measuring")
             await eventually(lambda: made.measures._running is None)
-            assert len(made.nodes.of("end_rate")) == 2
+            assert len(made.nodes.of("end_job")) == 2
             made.nodes.waits = False
             done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             await made.ended(made.ledger.operations.find(done["operation"]))
@@ -305,35 +305,35 @@ def program(folder: Path, script: str) -> str:
     return str(path)
 
 
-def settled(rating: Rating, job: str) -> dict[str, Any]:
-    until(lambda: not rating.state(job)["running"], "its end")
-    return rating.state(job)
+def settled(programs: Programs, job: str) -> dict[str, Any]:
+    until(lambda: not programs.job_state(job)["running"], "its end")
+    return programs.job_state(job)
 
 
 def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     said = json.dumps({"ended": True, "gb_s": 1.0})
-    rating = Rating()
+    programs = Programs()
     script = f"read order; echo $order >{tmp_path}/order; env >{tmp_path}/env; echo '{said}'"
-    job = rating.start(program(tmp_path, script), {"rank": 1}, {"N": "2"})
+    job = programs.rate(program(tmp_path, script), {"rank": 1}, {"N": "2"})
 
-    assert settled(rating, job) == {"running": False, "ended": True, "gb_s": 1.0}
+    assert settled(programs, job) == {"running": False, "ended": True, "gb_s": 1.0}
     assert json.loads((tmp_path / "order").read_text()) == {"rank": 1}
     assert "N=2" in (tmp_path / "env").read_text() and "secret" not in (tmp_path / "env").read_text()
-    rating.end(job)
+    programs.end_job(job)
     with pytest.raises(RankError, match="again"):
-        rating.state(job)
+        programs.job_state(job)
 
 
 def test_one_that_dies_says_so_and_one_that_hangs_is_ended_with_the_next(tmp_path: Path) -> None:
-    rating = Rating()
-    assert "exit code 3" in settled(rating, rating.start(program(tmp_path, "exit 3"), {}, {}))["error"]
-    assert settled(rating, rating.start(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
-    hangs = rating.start(program(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 3600"), {}, {})
+    programs = Programs()
+    assert "exit code 3" in settled(programs, programs.rate(program(tmp_path, "exit 3"), {}, {}))["error"]
+    assert settled(programs, programs.rate(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
+    hangs = programs.rate(program(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 3600"), {}, {})
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs")
-    assert rating.state(hangs) == {"running": True}
-    rating.end(rating.start(program(tmp_path, "exit 0"), {}, {}))
+    assert programs.job_state(hangs) == {"running": True}
+    programs.end_job(programs.rate(program(tmp_path, "exit 0"), {}, {}))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     with pytest.raises(RankError, match=r"nothing-here .*No such file"):
-        rating.start(str(tmp_path / "nothing-here"), {}, {})
+        programs.rate(str(tmp_path / "nothing-here"), {}, {})

@@ -55,8 +55,8 @@ class FakeNodes:
             "staged": lambda node, *_: MANIFEST if node == A else None,
             "lacking": {"path": "/models", "bytes": 100, "free_bytes": 1 << 50},
             "copy": lambda node, program, order, places: {"job": program, "ports": dict.fromkeys(order.get("binds", ()), 7000)},
-            "copying": lambda node, job: {"running": True} | (self.step() if job == "sink" else {}),
-            "end_copy": None,
+            "job_state": lambda node, job: {"running": True} | (self.step() if job == "sink" else {}),
+            "end_job": None,
         }
 
     def step(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended
     assert order["binds"] == ["192.168.100.11", "192.168.200.17"], "both twins"
     assert theirs["ways"] == [["192.168.100.12", "192.168.100.11", 7000], ["192.168.200.18", "192.168.200.17", 7000]]
     assert theirs["key"] == order["key"] and len(order["key"]) == 64
-    assert [(node, job) for node, (job,) in made.nodes.of("end_copy")] == [(A, "source"), (B, "sink")]
+    assert [(node, job) for node, (job,) in made.nodes.of("end_job")] == [(A, "source"), (B, "sink")]
     assert order["key"] not in repr([ended, events])
 
 
@@ -146,7 +146,7 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
     assert (found.progress.bytes_done, found.progress.bytes_total, found.progress.fraction) == (50, 100, 0.5)
     assert cancelled is not None and cancelled.state is OperationState.CANCELLED
     assert made.pulls.cancel(began.id) is None and made.pulls.cancel("no-such") is None
-    assert [job for _, (job,) in made.nodes.of("end_copy")] == ["source", "sink"]
+    assert [job for _, (job,) in made.nodes.of("end_job")] == ["source", "sink"]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
     [
         ("staged", None, [FOLDER, f"{A}, {B}"]),
         ("lacking", {"path": "/disk", "bytes": 5_000, "free_bytes": 1_000}, [f"{B}: /disk", "1,000 bytes", FOLDER, "5,000"]),
-        ("copying", lambda node, job: {"error": "The disk is on fire."}, [f"{A}: The disk is on fire."]),
-        ("copying", ValueError("a bug"), ["(ValueError)"]),
+        ("job_state", lambda node, job: {"error": "The disk is on fire."}, [f"{A}: The disk is on fire."]),
+        ("job_state", ValueError("a bug"), ["(ValueError)"]),
     ],
 )
 async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, facts: list[str], tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, f
 
     assert (ended.state, lacking(ended.message, *facts)) == (OperationState.FAILED, []), ended.message
     assert "a bug" not in ended.message
-    assert len(made.nodes.of("end_copy")) == (2 if method == "copying" else 0)
+    assert len(made.nodes.of("end_job")) == (2 if method == "job_state" else 0)
 
 
 async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addresses_do(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.load.loading import load
 from workers import plugin
 from workers.cache.store import CacheEntry, entries, remove
-from workers.files import direct_target
+from workers.files import direct_file
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
 
@@ -208,15 +209,15 @@ def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(
 def test_a_disk_that_fails_in_the_midst_costs_the_cache_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = loaded(folder, tmp_path / "apart")[1]
     writes: list[int] = []
-    real = os.pwrite
+    real = os.pwritev
 
-    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    def pwritev(fd: int, data: Sequence[memoryview], offset: int) -> int:
         writes.append(offset)
         if len(writes) > 2:
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(direct_target.os, "pwrite", pwrite)
+    monkeypatch.setattr(direct_file.os, "pwritev", pwritev)
     source, values = loaded(folder, tmp_path)
 
     assert source == "checkpoint"

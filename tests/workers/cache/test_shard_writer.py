@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ from tests.support.waiting import HUNG_S
 from workers.cache import shard_writer
 from workers.cache.layout import ShardLayout, Tensors, lay_out
 from workers.cache.shard_writer import ShardWriter, Staging
-from workers.files import direct_target
-from workers.files.direct_target import TargetFile
+from workers.files import direct_file
+from workers.files.direct_file import DirectFile
 
 BLOCK = 4096
 
@@ -46,15 +46,15 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.writes = 0
-        real = TargetFile.write
+        real = DirectFile.write
 
-        def write(file: TargetFile, offset: int, data: memoryview) -> None:
+        def write(file: DirectFile, offset: int, data: memoryview) -> None:
             if offset:  # not a header
                 self.writes += 1
                 assert self.open.wait(HUNG_S)
             real(file, offset, data)
 
-        monkeypatch.setattr(TargetFile, "write", write)
+        monkeypatch.setattr(DirectFile, "write", write)
 
 
 LAYOUTS = st.dictionaries(
@@ -150,47 +150,16 @@ def test_its_files_have_their_size_before_the_first_byte(tmp_path: Path) -> None
     made.close()
 
 
-def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def without(path: str, flags: int, *more: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *more)
-
-    monkeypatch.setattr(direct_target.os, "open", without)
-    file = TargetFile(str(tmp_path / "file"), 2 * BLOCK)
-    file.write(BLOCK, memoryview(bytes(range(256)) * 16))
-    file.settle()
-
-    assert "O_DIRECT" in str(file.fallback_reason)
-    assert (tmp_path / "file").read_bytes() == bytes(BLOCK) + bytes(range(256)) * 16
-
-
-def test_much_that_goes_through_the_page_cache_is_written_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
-    real = os.fdatasync
-    monkeypatch.setattr(direct_target, "FLUSH_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(direct_target.os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
-    file = TargetFile(str(tmp_path / "file"), 8 * BLOCK, direct=False)
-
-    for number in range(8):
-        file.write(number * BLOCK, memoryview(bytes(BLOCK)))
-    file.settle()
-
-    assert len(flushed) == 4
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(40)})
     values = content(shards)
     made = writer(tmp_path, shards, threads=threads)
 
-    def full(_fd: int, _data: memoryview, _offset: int) -> int:
+    def full(_fd: int, _data: Sequence[memoryview], _offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(direct_target.os, "pwrite", full)
+    monkeypatch.setattr(direct_file.os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
         for name, slot in made.slots.items():
             made.put([slot], values[name])
@@ -206,7 +175,7 @@ def test_a_disk_that_is_full_from_the_beginning_leaves_no_open_file(tmp_path: Pa
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(3)}, BLOCK)
     (tmp_path / shards[-1].name).mkdir()
 
-    with pytest.raises(FileExistsError):
+    with pytest.raises(IsADirectoryError):
         writer(tmp_path, shards)
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from workers.cache.store import (
     written_now,
 )
 from workers.cache.writer import CODES, CacheContent, CacheWriter
-from workers.files import direct_target
+from workers.files import direct_file
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -221,13 +221,13 @@ def test_a_load_that_waits_for_the_disk_says_so_once(
     monkeypatch.setattr(cache_writer, "SLOW_S", 0.0)
     monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
     said = threading.Event()
-    real = direct_target.TargetFile.write
+    real = direct_file.DirectFile.write
 
     def write(file: Any, offset: int, data: memoryview) -> None:
         assert not offset or said.wait(HUNG_S)
         real(file, offset, data)
 
-    monkeypatch.setattr(direct_target.TargetFile, "write", write)
+    monkeypatch.setattr(direct_file.DirectFile, "write", write)
     states: list[tuple[str, int, str | None]] = []
 
     def on_state(state: str, size_bytes: int, why: str | None) -> None:
@@ -456,16 +456,16 @@ def test_a_disk_whose_reserve_is_reached_evicts(cache_dir: str, source: Checkpoi
 def test_a_disk_that_becomes_full_drops_the_cache_and_frees_what_it_took(
     cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.pwrite
+    real = os.pwritev
     calls: list[int] = []
 
-    def full(fd: int, data: memoryview, offset: int) -> int:
+    def full(fd: int, data: Sequence[memoryview], offset: int) -> int:
         calls.append(offset)
         if len(calls) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(direct_target.os, "pwrite", full)
+    monkeypatch.setattr(direct_file.os, "pwritev", full)
     made = written(cache_dir, source)
 
     assert made.state == "failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -21,10 +20,11 @@ import pytest
 from sparkd.errors import RankError
 from tests.support.facts import facts
 from tests.support.facts import lacking as lacking_words
-from tests.support.waiting import HUNG_S, until
-from workers.agent.jobs import Jobs
+from tests.support.waiting import until
+from workers.agent.programs import Programs
 from workers.files import chunks, manifest, partial_file, sink, source, stale_files
-from workers.files.chunks import Buffer, ChunkFile, sha256_of
+from workers.files.chunks import Buffer, sha256_of
+from workers.files.direct_file import DirectFile
 from workers.files.manifest import JOURNAL, PART, ModelManifest, lacking, manifest_of, refuse_without_room
 from workers.files.source import TransferSource
 from workers.files.stale_files import NOTE
@@ -112,25 +112,20 @@ def test_a_snapshot_is_the_same_on_the_other_node_and_is_found_offline(tmp_path:
     assert pulled(made, here)["fetched_bytes"] == 0
 
 
-def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_another_size_or_time_are_fetched_into_a_folder(tmp_path: Path) -> None:
     a = plain(tmp_path / "a", FILES)
     made = found(str(a), {})
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files)
     assert pulled(there, {})["fetched_bytes"] == made.size
     b = tmp_path / "b"
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
-    assert (b / "config.json").stat().st_mtime_ns == (a / "config.json").stat().st_mtime_ns
+    assert pulled(there, {}, 1)["fetched_bytes"] == 0, "nobody is asked"
 
-    connections: list[Any] = []
-    connect = sink.HTTPConnection.connect
-    with monkeypatch.context() as patch:
-        patch.setattr(sink.HTTPConnection, "connect", lambda self: (connections.append(self), connect(self))[1])
-        assert pulled(there, {})["fetched_bytes"] == 0
-    assert 0 < len(connections) <= 3
-
-    other = bytearray(FILES["model-00001-of-00002.safetensors"])
+    name = "model-00001-of-00002.safetensors"
+    other = bytearray(FILES[name])
     other[CHUNK * 5] ^= 1
-    (b / "model-00001-of-00002.safetensors").write_bytes(other)
+    (b / name).write_bytes(other)
+    assert lacking(there, {})["bytes"] == len(other)
     assert pulled(there, {})["fetched_bytes"] == len(other)
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
     assert sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file()) == sorted([*FILES, NOTE])
@@ -337,7 +332,7 @@ def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
         ("GET", "config.json", f"bytes=0-{1 << 20}"),
         ("GET", "config.json", "bytes=0-"),
         ("GET", "config.json", "bytes=9-0"),
-        ("HEAD", "model-00001-of-00002.safetensors", f"bytes={CHUNK * 9}-{CHUNK * 10 - 1}"),
+        ("GET", "model-00001-of-00002.safetensors", f"bytes={CHUNK * 9}-{CHUNK * 10 - 1}"),
     ],
 )
 def test_nothing_else_is_served(method: str, path: str, wanted: str, tmp_path: Path) -> None:
@@ -411,72 +406,31 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
     if not direct:
         monkeypatch.setattr(os, "O_DIRECT", 0)
     data, buffer = content(CHUNK + 77), Buffer()
-    file = ChunkFile(tmp_path / "f", write=True)
+    file = DirectFile(tmp_path / "f", size_bytes=len(data))
     for index in (1, 0):
         offset, size = chunks.span(len(data), index)
         buffer.view[:size] = data[offset : offset + size]
-        file.write(buffer, offset, size)
-    file.finish(len(data))
-    assert bytes(file.read(buffer, CHUNK, CHUNK)) == data[CHUNK:]
-    file.close()
+        file.write(offset, buffer.view[:size])
+    assert bytes(buffer.read(file, CHUNK, CHUNK)) == data[CHUNK:]
+    file.settle()
 
     assert (tmp_path / "f").read_bytes() == data
     assert sha256_of(tmp_path / "f", buffer) == hashlib.sha256(data).hexdigest()
     buffer.close()
 
 
-@pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_file_system_that_refuses_o_direct_to_two_at_once_ends_neither(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FUSE and network file systems open a file with O_DIRECT and refuse the first read or write; both connections are in it then."""
-    data, both, done = content(2 * CHUNK), threading.Barrier(2), getattr(os, call)
-    (tmp_path / "f").write_bytes(data if call == "preadv" else b"")
-    file, refused, returned = ChunkFile(tmp_path / "f", write=call == "pwritev"), threading.local(), {}
-    file.direct = True  # the folder of this test may be on a file system without O_DIRECT
-
-    def refusing(*args: Any) -> int:
-        if not hasattr(refused, "once"):
-            refused.once = both.wait(HUNG_S)
-            if refused.once:  # the second is refused too, and hears of it once the first has given O_DIRECT up
-                until(lambda: not file.direct, "the first goes through the page cache")
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return done(*args)
-
-    def work(index: int) -> None:
-        buffer = Buffer()
-        if call == "pwritev":
-            buffer.view[:CHUNK] = data[index * CHUNK : (index + 1) * CHUNK]
-            file.write(buffer, index * CHUNK, CHUNK)
-            returned[index] = CHUNK
-        else:
-            returned[index] = len(file.read(buffer, index * CHUNK, CHUNK))
-        buffer.close()
-
-    monkeypatch.setattr(os, call, refusing)
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file.close()
-
-    assert returned == {0: CHUNK, 1: CHUNK}
-    assert (file.direct, (tmp_path / "f").read_bytes()) == (False, data)
-
-
 def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
     """The daemon that began it was killed, and another asks for the same."""
-    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Programs()
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        order = {"manifest": there, "environ": {}, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
-        first, second = (jobs.start("sink", order | {"connections": 1}) for _ in range(2))
+        order = {"manifest": there, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
+        first, second = (jobs.copy("sink", order | {"connections": 1}, {}) for _ in range(2))
 
-        assert jobs.state(second["job"])["running"]
+        assert jobs.job_state(second["job"])["running"]
         with pytest.raises(RankError):
-            jobs.state(first["job"])
-        jobs.end(second["job"])
+            jobs.job_state(first["job"])
+        jobs.end_job(second["job"])
 
 
 def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
@@ -486,28 +440,28 @@ def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
     assert served.idle_s() > 0
     with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, trust_env=False) as client:
         wanted = {"range": f"bytes=0-{len(FILES['config.json']) - 1}"}
-        assert client.head(f"http://127.0.0.1:{port}/config.json", headers=wanted).status_code == 206
+        assert client.get(f"http://127.0.0.1:{port}/config.json", headers=wanted).status_code == 206
         assert served.idle_s() == 0.0
     until(lambda: served.idle_s() > 0, "the connection has ended", 0.01)
 
 
 def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
-    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Programs()
     there = ModelManifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
-    serving = jobs.start("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY})
+    serving = jobs.copy("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY}, {})
     ways = [["127.0.0.1", "127.0.0.1", serving["ports"]["127.0.0.1"]]]
-    fetching = jobs.start("sink", {"manifest": there, "environ": {}, "ways": ways, "key": KEY, "connections": 2})
-    until(lambda: not jobs.state(fetching["job"])["running"], "all is there")
+    fetching = jobs.copy("sink", {"manifest": there, "ways": ways, "key": KEY, "connections": 2}, {})
+    until(lambda: not jobs.job_state(fetching["job"])["running"], "all is there")
 
-    assert jobs.state(fetching["job"])["ended"]
+    assert jobs.job_state(fetching["job"])["ended"]
     assert {name: (tmp_path / "b" / name).read_bytes() for name in FILES} == FILES
-    pid = jobs._jobs[serving["job"]]._program.process.pid
+    pid = jobs._jobs[serving["job"]][1].process.pid
     assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     for job in (serving, fetching):
-        jobs.end(job["job"])
+        jobs.end_job(job["job"])
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RankError):
-        jobs.state(serving["job"])
+        jobs.job_state(serving["job"])
     with pytest.raises(RankError, match=r"192\.0\.2\.1"):
-        jobs.start("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY})
+        jobs.copy("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY}, {})
     json.dumps(there)

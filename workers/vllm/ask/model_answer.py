@@ -167,18 +167,8 @@ def _read(pipe: int, child: int, seconds: float, memory: int) -> tuple[bytes, di
             if not part:
                 return b"".join(parts), None
             parts.append(part)
-        elif _resident(child) > memory:
+        elif processes.anonymous_bytes(child) > memory:
             return b"", {"step": "memory", "type": "MemoryError", "message": f"it took more than {memory / 2**30:g} GiB"}
-
-
-def _resident(pid: int) -> int:
-    """Bytes of its own, without files that are mapped and what it shares; 0 once it has ended."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _describe(question: Mapping[str, Any], pipe: int) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from sparkd.errors import CheckpointError
 from tests.support.facts import lacking
+from tests.support.waiting import HUNG_S, until
 from tests.workers.load.shards import (
     KIB,
     cached_pages,
@@ -24,7 +27,8 @@ from tests.workers.load.shards import (
     shard_of,
     write_shard,
 )
-from workers.files import direct_io
+from workers.files import direct_file
+from workers.files.direct_file import ALIGNMENT, FLUSH_BYTES, DirectFile
 from workers.load.reader import Piece
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -56,10 +60,10 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     path = write_shard(tmp_path, 4096)
     real = os.open
 
-    def denied(name: str, flags: int) -> int:
+    def denied(name: str, flags: int, mode: int) -> int:
         if name == path:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return real(name, flags)
+        return real(name, flags, mode)
 
     reader = make_reader([Piece(0, path, 0, 1)])
     monkeypatch.setattr(os, "open", denied)
@@ -97,21 +101,77 @@ def test_a_file_system_without_o_direct(shards: dict[str, bytes], monkeypatch: p
     assert other not in reader.stats.fallback_reason
 
 
-def test_several_threads_are_refused_at_once(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = shard_of(shards, 300_007)
-    real, both = os.preadv, threading.Barrier(2)
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_refusal_to_two_threads_at_once_ends_neither(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE and network file systems open a file with O_DIRECT and refuse the first read or write; both threads are in it then."""
+    data, both, real = os.urandom(2 * FLUSH_BYTES), threading.Barrier(2), getattr(os, call)
+    path = tmp_path / "file"
+    path.write_bytes(data if call == "preadv" else b"")
+    file = DirectFile(path, size_bytes=len(data) if call == "pwritev" else None)
+    returned: dict[int, bytes] = {}
 
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def refusing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            both.wait()
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, buffers, offset)
+            if both.wait(HUNG_S):  # the second hears of it once the first has given O_DIRECT up
+                until(lambda: not file.direct, "the first goes through the page cache")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return int(real(fd, buffers, offset))
 
-    monkeypatch.setattr(os, "preadv", preadv)
-    pieces = [Piece(0, path, 0, 300_007)]
-    reader = make_reader(pieces, block_bytes=152 * KIB, threads=2)
-    assert contents(reader) == expected(shards, pieces)
-    assert not reader.stats.direct
+    def work(offset: int) -> None:
+        view = memoryview(mmap.mmap(-1, FLUSH_BYTES))
+        if call == "pwritev":
+            view[:] = data[offset : offset + FLUSH_BYTES]
+            file.write(offset, view)
+        else:
+            file.read(view, offset, FLUSH_BYTES)
+        returned[offset] = bytes(view)
+
+    monkeypatch.setattr(os, call, refusing)
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in (0, FLUSH_BYTES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+
+    assert not file.direct
+    assert returned[0] + returned[FLUSH_BYTES] == path.read_bytes() == data
+
+
+def test_what_cannot_be_written_past_the_page_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "file")
+    _refuse_direct(monkeypatch, path, "open")
+    file = DirectFile(path, size_bytes=2 * ALIGNMENT)
+    file.write(ALIGNMENT, memoryview(bytes(range(256)) * 16))
+    file.settle()
+
+    assert "O_DIRECT" in str(file.fallback_reason)
+    assert Path(path).read_bytes() == bytes(ALIGNMENT) + bytes(range(256)) * 16
+
+
+def test_much_that_goes_through_the_page_cache_is_written_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr(direct_file, "FLUSH_BYTES", 2 * ALIGNMENT)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
+    file = DirectFile(tmp_path / "file", size_bytes=8 * ALIGNMENT, direct=False)
+
+    for number in range(8):
+        file.write(number * ALIGNMENT, memoryview(bytes(ALIGNMENT)))
+    file.settle()
+
+    assert len(flushed) == 4
+
+
+def test_a_file_has_its_size_at_once_and_space_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Also one that a copy of an earlier release left, which was longer."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * ALIGNMENT))
+    with closing(DirectFile(path, size_bytes=ALIGNMENT + 7)):
+        assert path.stat().st_size == ALIGNMENT + 7
+    with closing(DirectFile(tmp_path / "other", size_bytes=ALIGNMENT + 7)) as other:
+        other.reserve()
+        assert os.stat(other.path).st_blocks * 512 >= ALIGNMENT + 7
 
 
 def test_direct_reads_that_were_demanded(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,40 +192,16 @@ def test_memory_file_systems(shards: dict[str, bytes]) -> None:
         path.unlink()
 
 
-ALIGNMENTS = [
-    # what statx says of (memory, offset and length); block bytes; alignment, or why it is read through the page cache
-    (None, 4096, 4096),
-    ((512, 4096), 64 * KIB, 4096),
-    ((4096, 65536), 128 * KIB, 65536),
-    ((0, 0), 4096, "O_DIRECT"),
-    ((512, 65536), 96 * KIB, "65536"),
-    ((8192, 4096), 64 * KIB, "8192"),
-]
-
-
-@pytest.mark.parametrize(("says", "block_bytes", "outcome"), ALIGNMENTS)
-def test_the_file_system_names_the_alignment(
-    shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, says: tuple[int, int] | None, block_bytes: int, outcome: int | str
-) -> None:
-    monkeypatch.setattr(direct_io, "_direct_alignment", lambda _: says)
-    path = shard_of(shards, 300_007)
-    file = direct_io.SourceFile(path, direct=None, block_bytes=block_bytes)
-    assert (file.alignment, file.direct) == ((outcome, True) if isinstance(outcome, int) else (4096, False))
-    assert file.direct or str(outcome) in str(file.fallback_reason)
-    pieces = [Piece(0, path, 150_000, 100_000), Piece(1, path, 10, 9), Piece(2, path, 70_000, 1)]
-    assert contents(make_reader(pieces, block_bytes=block_bytes)) == expected(shards, pieces)
-
-
 def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:
     """A file system that says EINVAL to O_DIRECT for this file when it is opened, or at one of its reads."""
     real_open, real_preadv = os.open, os.preadv
     fds: set[int] = set()
     reads = 0
 
-    def open_file(name: str, flags: int) -> int:
+    def open_file(name: str, flags: int, mode: int) -> int:
         if name == path and flags & os.O_DIRECT and where == "open":
             raise OSError(errno.EINVAL, "Invalid argument")
-        fd = real_open(name, flags)
+        fd = real_open(name, flags, mode)
         if name == path and flags & os.O_DIRECT:
             fds.add(fd)
         return fd
