@@ -67,7 +67,8 @@ _MADE_HERE = {
     "sparkd/schema/yaml_file.py": "constants of YAML's core schema",
     "workers/quantization/rules.py": "globs, whose patterns of fnmatch's own never go back",
     "workers/vllm/load/config.py": "patterns that this module has made itself, every name in them escaped",
-    "workers/rank/signatures.py": "constants",
+    "workers/rank/log_parser.py": "constants of the table beside it",
+    "workers/rank/signatures.py": "constants of its data file",
     "workers/stub/engine.py": "constants, and no engine of a client's",
 }
 
