@@ -2,7 +2,7 @@
 
 The strings are those of vLLM 0.32 and 0.33, read in its source and in captured logs (tests/fixtures/vllm-logs). A line that is not known
 changes nothing, so a new release costs detail and not correctness: READY is decided by asking the engine, never by its log. Bytes and
-time left of a load are its loader's to tell (workers.rank.load_report).
+time left of a load are its loader's to tell (workers.rank.report).
 """
 
 from __future__ import annotations
