@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sparkd.state.nouns import Progress, RankFact, by_cause
-from workers.rank.kv_report import GIB, over_nodes
+from workers.rank.report import GIB, over_nodes
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 

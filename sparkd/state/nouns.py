@@ -111,13 +111,13 @@ class RankHandle:
 class Progress:
     """How far a rank is. Fields are None where neither its log nor its loader has said; eta_s only where measured points give it.
 
-    From units_done on they are the loader's own (workers.rank.load_report): units are tensors and experts; read_bytes came from the disk,
+    From units_done on they are the loader's own (workers.rank.report): units are tensors and experts; read_bytes came from the disk,
     whole blocks, past the page cache where direct; source is `checkpoint` or `cache`, before them `calibration` while the inputs of layers
     are measured; cache_state tells of the quantized cache that is written beside the load: none, writing, written, failed or skipped;
     cache_why is the reason of the latter two, or why the load waits for its disk. failure is why the load ended, failure_at_s when, and
     failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. error_at_s: when last_error came,
     by the node's wall clock, as line_at_s is of its last line. kv is how the KV cache was sized, as the worker says
-    (workers.rank.kv_report.read_kv), or where vLLM sized it its log; None before.
+    (workers.rank.report.cache_of), or where vLLM sized it its log; None before.
     """
 
     phase: str = "starting"

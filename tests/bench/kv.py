@@ -149,7 +149,7 @@ class Bench:
                 start = replace(start, asked=1, failed=child.reason(answer.log.splitlines(), 1))
         except child.ChildFailed as failed:
             start = replace(start, failed=str(failed))
-        return replace(start, report=json.loads(report.read_text(encoding="utf-8"))) if report.exists() else start
+        return replace(start, report=json.loads(report.read_text(encoding="utf-8"))["cache"]) if report.exists() else start
 
     def _written(self, name: str) -> Path:
         """A folder with a config.json, once: a profile is of a checkpoint, and another time of writing is another checkpoint."""

@@ -160,10 +160,9 @@ def _cache_state(progress: str | None) -> dict[str, Any]:
     if progress is None or not os.path.exists(progress):
         return {"state": "none"}
     files = [Path(progress), *sorted(Path(progress).parent.glob(f"{Path(progress).name}.tp*"))]
-    said = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.suffix[3:].isdigit() or path == files[0]]
-    caches = [one.get("cache") or {"state": "none"} for one in said]
-    total = sum(one.get("bytes") or 0 for one in caches)
-    return {**caches[0], "bytes": total, "source": said[0].get("source"), "direct": said[0].get("direct")}
+    loads = [json.loads(path.read_text(encoding="utf-8"))["load"] for path in files]
+    first, total = loads[0], sum(load["cache_bytes"] for load in loads)
+    return {"state": first["cache_state"], "why": first["cache_why"], "bytes": total, "source": first["source"], "direct": first["direct"]}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is in sparkd's wheel: the two packages and the page's files, without the tests."""
+"""What is in sparkd's wheel: the two packages and their data files, without the tests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def test_the_wheel_has_every_package_and_no_test() -> None:
     assert shipped == there
 
 
-def test_the_wheel_has_every_file_of_the_page() -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["sparkd.web"]
-    package = ROOT / "sparkd/web"
-    shipped = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
-    assert shipped == {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert package / "static/index.html" in shipped
+def test_the_wheel_has_every_file_that_is_no_code() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    shipped = {path for package, globs in patterns.items() for glob in globs for path in (ROOT / package.replace(".", "/")).glob(glob)}
+    there = {
+        path for top in ("sparkd", "workers") for path in (ROOT / top).rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert {path for path in shipped if path.is_file()} == there
+    assert {ROOT / "sparkd/web/static/index.html", ROOT / "workers/rank/signatures.toml"} <= there

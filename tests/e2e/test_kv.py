@@ -47,7 +47,7 @@ def start(folder: Path, model: Path) -> Start:
     )  # fmt: skip
     said = [line.removeprefix("kv_case ") for line in done.stdout.splitlines() if line.startswith("kv_case ")]
     assert said, done.stdout[-2000:] + done.stderr[-2000:]
-    return Start(json.loads(said[0]), json.loads((folder / "report").read_text()), done.stdout + done.stderr)
+    return Start(json.loads(said[0]), json.loads((folder / "report").read_text())["cache"], done.stdout + done.stderr)
 
 
 @pytest.fixture(scope="module")

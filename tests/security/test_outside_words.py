@@ -74,9 +74,8 @@ def test_no_name_in_it_leads_elsewhere(key: str) -> None:
 LINES = [
     "Loading safetensors checkpoint shards:  50% Completed | {}/{} [00:01<00:01]",
     "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  4%|  | {}/{} [00:01<00:01]",
-    "Loading model weights took {} GB", "Checkpoint size: {} GiB", "Loading weights took {} seconds",
     "Model loading took {} GiB memory and {} seconds", "Available KV cache memory: {} GiB", "GPU KV cache size: {} tokens",
-    "Maximum concurrency for {} tokens per request: {}x", "Explicitly set ({}/1) GiB for KV cache",
+    "GPU KV cache size: 1 tokens, Maximum concurrency for {} tokens per request: {}x", "Explicitly set ({}/1) GiB for KV cache",
     "reserved {} GiB memory for KV Cache as specified", "init engine (profile, create kv cache, warmup model) took {} s",
     "Worker proc VllmWorker-0 died unexpectedly (exit code: -{}), shutting down",
     "Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore': -{}}}", "{}", "RuntimeError: {} {}",

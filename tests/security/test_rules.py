@@ -65,9 +65,10 @@ _MADE_HERE = {
     "sparkd/recipes/registry.py": "four constant keys",
     "sparkd/schema/yaml_file.py": "constants of YAML's core schema",
     "workers/quantization/rules.py": "globs, whose patterns of fnmatch's own never go back",
+    "workers/rank/log_parser.py": "constants of the table beside it",
+    "workers/rank/signatures.py": "constants of its data file",
     "workers/vllm/ask/parse_args.py": "values of a command line, escaped",
     "workers/vllm/load/config.py": "patterns that this module has made itself, every name in them escaped",
-    "workers/rank/signatures.py": "constants",
 }
 
 

@@ -196,7 +196,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
 
 def _core_died(stop: asyncio.Event) -> None:
     if not stop.is_set():
-        _log("APIServer", "core_client.py:623", "Engine core proc EngineCore died unexpectedly, shutting down client.", level="ERROR")
+        _log("APIServer", "core_client.py:817", "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup", level="WARNING")
         os._exit(1)
 
 

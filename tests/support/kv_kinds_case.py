@@ -21,7 +21,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import write_checkpoint
 from tests.support.given_memory import SIZE_BYTES, given, install
 from workers.kv.settings import VARIABLE
-from workers.rank.kv_report import read_kv
+from workers.rank.report import cache_of
 
 GIB = 2**30
 MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 3
@@ -59,8 +59,8 @@ def refused(folder: Path) -> dict[str, Any]:
     try:
         LLM(model, worker_cls="workers.kv.SparkCPUWorker", enforce_eager=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
     except ValueError as error:
-        return {"refused": str(error), "report": json.loads(report.read_text())}
-    return {"refused": None, "report": json.loads(report.read_text())}
+        return {"refused": str(error), "report": json.loads(report.read_text())["cache"]}
+    return {"refused": None, "report": json.loads(report.read_text())["cache"]}
 
 
 def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
         "finished": finished,
         "preempted": preempted,
         "tokens": tokens,
-        "report": json.loads(report.read_text()),
-        "told": read_kv(report),
+        "report": json.loads(report.read_text())["cache"],
+        "told": cache_of(report),
     }
 
 

@@ -27,8 +27,7 @@ from workers.host.plugin_folder import expose
 from workers.host.private_files import private_folder
 from workers.host.runtime import GUARDED
 from workers.rank import lifecycle
-from workers.rank.kv_report import kv_path
-from workers.rank.load_report import load_path
+from workers.rank.report import report_path
 
 log = logging.getLogger("sparkd.agent")
 
@@ -183,7 +182,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         settings = spec.get("loader_extra_config")
         if settings is None:
             return {}
-        here = {"progress": str(load_path(self.run_dir, str(spec["rank_id"])))}
+        here = {"progress": str(report_path(self.run_dir, str(spec["rank_id"])))}
         if self._cache_dir and settings.get("cache_dir"):
             here["cache_dir"] = self._cache_dir
         return {"loader_extra_config": settings | here}
@@ -193,7 +192,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         settings = spec.get("kv_cache")
         if settings is None:
             return {}
-        here = {"report": str(kv_path(self.run_dir, str(spec["rank_id"])))}
+        here = {"report": str(report_path(self.run_dir, str(spec["rank_id"])))}
         if self._kv_dir and settings.get("profiles"):
             here["profiles"] = self._kv_dir
         return {"kv_cache": settings | here}

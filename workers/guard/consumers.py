@@ -16,7 +16,7 @@ from workers.host import processes
 from workers.host.bounded_child import ask, stuck
 from workers.host.processes import Identity
 from workers.rank import shared_memory
-from workers.rank.kv_report import growth_of, kv_path
+from workers.rank.report import growth_of, report_path
 from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
@@ -133,7 +133,7 @@ class Holders:
             tuple(fd for process in members if (fd := self._fd(process)) >= 0),
             sum(processes.anonymous_bytes(process.pid) for process in members),
             sum(device) if device else (None if self.has_device else 0),
-            growth_of(kv_path(self._run_dir, rank_id)),
+            growth_of(report_path(self._run_dir, rank_id)),
         )
 
     def _fd(self, process: Identity) -> int:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.host.rank_report import replace_json
 from workers.kv.arithmetic import Demand
-from workers.kv.report import replace_json
 
 # Version 3: a demand has one peak.
 VERSION = 3

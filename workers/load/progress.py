@@ -1,34 +1,32 @@
-"""Writes the progress of a load to a small file that the rank's agent reads. Never fails a load: a write error loses only the progress."""
+"""Writes the progress of a load to its section of the rank's report. Never fails a load: a write error loses only the progress."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
+
+from workers.host import rank_report
 
 INTERVAL_S = 0.25
 RATE_POINTS = 16
 HONEST_AFTER_S = 2.0  # an ETA from fewer seconds of reading is a guess
+FAILURE_CHARS = 500
 
 
 class ProgressFile:
-    """The JSON file of one rank, replaced as a whole at most four times a second; without a path nothing is written.
+    """The progress of one rank, told at most four times a second, or at once where it ends; without a path nothing is written.
 
-    tp_rank: ranks that share one file name get a suffix, `.tp1` and so on; the first rank none.
+    The names are those of sparkd.state.nouns.Progress, and phase: reading, done or failed.
     """
 
     def __init__(self, path: str | None, tp_rank: int = 0) -> None:
-        self._path = f"{path}.tp{tp_rank}" if path and tp_rank else path
+        self._path = path
+        self._rank = tp_rank
         self._written_s = 0.0
         self._began_s = time.monotonic()
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
         self._said: dict[str, Any] = {
-            "v": 1,
-            "rank": tp_rank,
-            "tp_rank": tp_rank,
             "phase": "reading",
             "bytes_done": 0,
             "bytes_total": 0,
@@ -38,14 +36,17 @@ class ProgressFile:
             "eta_s": None,
             "read_bytes": 0,
             "source": "checkpoint",
-            "format": "",
-            "direct": None,
-            "cache": {"state": "none", "bytes": 0, "why": None},
-            "error": None,
+            "format": None,
+            "direct": False,
+            "cache_state": "none",
+            "cache_bytes": 0,
+            "cache_why": None,
+            "failure": None,
+            "failure_lasts": False,
         }
 
     def begin(self, bytes_total: int, units_total: int, form: str, source: str) -> None:
-        self._said |= {"bytes_total": bytes_total, "units_total": units_total, "format": form, "source": source}
+        self._said |= {"bytes_total": bytes_total, "units_total": units_total, "format": form or None, "source": source}
         self._began_s = time.monotonic()
         self._points.clear()
         self._points.append((self._began_s, 0))
@@ -66,7 +67,7 @@ class ProgressFile:
 
     def cache(self, state: str, size_bytes: int = 0, why: str | None = None) -> None:
         """Report the state of the cache: none, writing, written, failed or skipped. why: of the latter two, or why the load waits."""
-        self._said["cache"] = {"state": state, "bytes": size_bytes, "why": why}
+        self._said |= {"cache_state": state, "cache_bytes": size_bytes, "cache_why": why}
         self._write(always=True)
 
     def done(self, read_bytes: int, direct: bool) -> None:
@@ -75,16 +76,16 @@ class ProgressFile:
         self._write(always=True)
 
     def failed(self, message: str, *, lasting: bool = False) -> None:
-        """Report the end of the load by an error. lasting: the next load with the same settings would end the same way."""
-        self._said |= {"phase": "failed", "eta_s": None, "error": {"message": message, "lasting": lasting}}
+        """Report the end of the load by an error. lasting: the next load with the same settings would end the same way.
+
+        A checkpoint that comes from the hub chooses the names in the message, so it becomes one short line.
+        """
+        line = " ".join("".join(char if char.isprintable() else " " for char in message[: 2 * FAILURE_CHARS]).split())[:FAILURE_CHARS]
+        self._said |= {"phase": "failed", "eta_s": None, "failure": line, "failure_lasts": lasting}
         self._write(always=True)
 
     def _write(self, *, always: bool = False) -> None:
         if self._path is None or (not always and time.monotonic() - self._written_s < INTERVAL_S):
             return
         self._written_s = time.monotonic()
-        temporary = f"{self._path}.{os.getpid()}"
-        with suppress(OSError):
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(self._said | {"at": time.time()}, file)
-            os.replace(temporary, self._path)
+        rank_report.tell(self._path, self._rank, "load", self._said)

@@ -24,11 +24,9 @@ from workers.host.interpreter import PACKAGE_DIR, module_command
 from workers.host.processes import Identity
 from workers.rank import shared_memory
 from workers.rank.command import build_command, build_environment, ipc_dir
-from workers.rank.kv_report import kv_path, read_kv, remove_kv, with_kv
-from workers.rank.load_report import load_path, read_load, remove_load, together
 from workers.rank.log import NON_DEFAULT, STARTED, lines_since, read_log
 from workers.rank.log_parser import Parser
-from workers.rank.reports import number
+from workers.rank.report import cache_of, load_of, progress_of, remove_reports, report_path
 from workers.rank.spec import RankSpec, checked_rank_id
 from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
@@ -159,33 +157,29 @@ def forget(rank_id: str, run_dir: str) -> None:
     if living := verify_gone(rank_id, run_dir):
         raise RankError(f"The rank {rank_id} cannot be forgotten: its processes {living} live. Stop it first.")
     remove_sockets(run_dir, rank_id, None)
-    remove_load(run_dir, rank_id)
-    remove_kv(run_dir, rank_id)
+    remove_reports(run_dir, rank_id)
     files = (worker_path(run_dir, rank_id), shared_memory.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
     for path in (*files, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
         path.unlink(missing_ok=True)
 
 
 def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
-    """The progress from the rank's log, its loader and its worker. log: from the shim's file, perhaps of another release."""
-    load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
-    try:
-        return with_kv(together(log or Parser().progress, load), kv)
-    except (TypeError, ValueError, AttributeError, OverflowError):
-        return with_kv(together(Parser().progress, load), kv)
+    """The progress from the rank's log, its loader and its worker. log: from the shim's file; None before it has written one."""
+    path = report_path(run_dir, rank_id)
+    return progress_of(log or Parser().progress, load_of(path, time.time()), cache_of(path))
 
 
-def _cause_age_s(epoch_s: object, progress: Mapping[str, Any]) -> float | None:
+def _cause_age_s(epoch_s: float | None, progress: Mapping[str, Any]) -> float | None:
     """Seconds since the rank's loader failed, else since its log named an error, by this node's clocks; None for neither.
 
     epoch_s: of the shim's clock, by which the log's lines are dated and which does not jump; None of another release's.
     """
-    failure_at_s, error_at_s, shims_s = number(progress.get("failure_at_s")), number(progress.get("error_at_s")), number(epoch_s)
+    failure_at_s, error_at_s = progress.get("failure_at_s"), progress.get("error_at_s")
     if failure_at_s is not None:
-        return time.time() - failure_at_s
+        return float(time.time() - failure_at_s)
     if error_at_s is None:
         return None
-    return (time.time() if shims_s is None else shims_s + time.monotonic()) - error_at_s
+    return float((time.time() if epoch_s is None else epoch_s + time.monotonic()) - error_at_s)
 
 
 def _fact(

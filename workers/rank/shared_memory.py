@@ -11,7 +11,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,32 +23,23 @@ from workers.rank.status import rank_ids, write_status
 FOLDER = Path("/dev/shm")
 NAMES = re.compile(r"(psm_|vllm_|torch_|nccl-|cuda\.shm\.|sem\.)|.*-cpushm_\d+$")
 
-Key = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file. bytes: what it takes of memory, not its length."""
+    """One file. inode: unlike a name, a tmpfs does not give its number again before the next boot. bytes: the memory that it takes."""
 
     name: str
-    device: int
     inode: int
     bytes: int
     owner: int
-    mode: int
-
-    @property
-    def key(self) -> Key:
-        """A name is given again, the number of an inode of a tmpfs is not, before the next boot."""
-        return self.device, self.inode
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One rank's files: those that were there before it, and later ones that its processes had mapped or open at some moment."""
+    """One rank's files by inode: those that were there before it, and later ones that its processes had mapped at some moment."""
 
-    before: frozenset[Key]
-    seen: frozenset[Key] = frozenset()
+    before: frozenset[int]
+    seen: frozenset[int] = frozenset()
 
 
 def note_path(run_dir: str, rank_id: str) -> Path:
@@ -56,40 +48,42 @@ def note_path(run_dir: str, rank_id: str) -> Path:
 
 def begin(run_dir: str, rank_id: str) -> None:
     """Before the engine starts: what is there now is not its. Raises OSError."""
-    _write(note_path(run_dir, rank_id), Note(frozenset(segment.key for segment in segments())))
+    _write(note_path(run_dir, rank_id), Note(frozenset(segment.inode for segment in segments())))
 
 
 def note(run_dir: str, rank_id: str, pids: Iterable[int]) -> None:
-    """Writes down what these processes of the rank hold now, where it is new. Reads their maps: hangs while a driver holds one's lock."""
-    earlier, files = read(run_dir, rank_id), segments()
-    if earlier is None or not {segment.key for segment in files} - earlier.before - earlier.seen:
+    """Write down the files that these processes of the rank have mapped, where they are new. Hangs while a driver holds the lock of one's
+    maps."""
+    earlier = read(run_dir, rank_id)
+    if earlier is None:
         return
-    held = {key for pid in pids for key in _hands(pid, files)}
-    if fresh := held - earlier.before - earlier.seen:
-        _write(note_path(run_dir, rank_id), Note(earlier.before, earlier.seen | fresh))
+    new = {segment.inode for segment in segments()} - earlier.before - earlier.seen
+    if new and (mapped := new & {inode for pid in pids for inode in _mapped(pid)}):
+        _write(note_path(run_dir, rank_id), Note(earlier.before, earlier.seen | mapped))
 
 
 def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
-    """Once every process of the rank is gone: removes what is surely its. Returns all of it, largest first: path, bytes, removed, why not.
+    """Once every process of the rank is gone: removes the files that are surely its. Returns all that may be its, largest first: path,
+    bytes, removed, why not.
 
     Nothing without notes: for a rank of an earlier release or an earlier boot.
     """
-    noted, files = read(run_dir, rank_id), segments()
-    if noted is None or not candidates(files, noted, os.geteuid()):
+    noted = read(run_dir, rank_id)
+    if noted is None:
         return []
     others = (read(run_dir, other) for other in rank_ids(run_dir) if other != rank_id)
-    held = {key for other in others if other is not None for key in other.seen}
-    sure, unsure = judge(files, noted, held, user=os.geteuid())
-    rows = [_row(segment, reason) for segment, reason in unsure] + [_row(segment, _remove(segment)) for segment in sure]
+    held = {inode for other in others if other is not None for inode in other.seen}
+    rows = []
+    for segment, doubt in judge(segments(), noted, held, user=os.geteuid()):
+        why = doubt or _remove(segment)
+        rows.append({"path": str(FOLDER / segment.name), "bytes": segment.bytes, "removed": not why, "why": why})
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def read(run_dir: str, rank_id: str) -> Note | None:
     try:
         raw = json.loads(note_path(run_dir, rank_id).read_text(encoding="utf-8"))
-        if raw["boot_id"] != processes.boot_id():
-            return None
-        return Note(*(frozenset((int(device), int(inode)) for device, inode in raw[name]) for name in ("before", "seen")))
+        return Note(frozenset(raw["before"]), frozenset(raw["seen"])) if raw["boot_id"] == processes.boot_id() else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -97,70 +91,48 @@ def read(run_dir: str, rank_id: str) -> Note | None:
 def segments() -> list[Segment]:
     """Regular files of the folder itself; a file in a folder below was put there on purpose."""
     result = []
-    for name in _names():
-        try:
+    for name in sorted(os.listdir(FOLDER)):
+        with suppress(OSError):  # it has gone meanwhile
             facts = os.lstat(FOLDER / name)
-        except OSError:
-            continue
-        if stat.S_ISREG(facts.st_mode):
-            result.append(Segment(name, facts.st_dev, facts.st_ino, facts.st_blocks * 512, facts.st_uid, stat.S_IMODE(facts.st_mode)))
+            if stat.S_ISREG(facts.st_mode):
+                result.append(Segment(name, facts.st_ino, facts.st_blocks * 512, facts.st_uid))
     return result
 
 
-def candidates(files: Iterable[Segment], noted: Note, user: int) -> list[Segment]:
-    """Files that may be the rank's: made after its start by its user, and seen with it or named as an engine's libraries name it."""
-    new = [segment for segment in files if segment.owner == user and segment.key not in noted.before]
-    return [segment for segment in new if segment.key in noted.seen or NAMES.match(segment.name)]
+def judge(files: Iterable[Segment], noted: Note, held: Collection[int], *, user: int) -> list[tuple[Segment, str]]:
+    """The files that may belong to the dead rank, each with the reason for a doubt; without one it is surely the rank's.
 
-
-def judge(files: Iterable[Segment], noted: Note, held: Collection[Key], *, user: int) -> tuple[list[Segment], list[tuple[Segment, str]]]:
-    """(files that surely belong to the dead rank, files that may, each with the reason for the doubt). held: seen with other ranks."""
-    sure, unsure = [], []
-    for segment in candidates(files, noted, user):
-        if segment.key in held:
+    They were made after its start by its user, and are known to it or named as an engine's libraries name them. held: of other ranks.
+    """
+    verdicts = []
+    for segment in files:
+        is_seen, is_named = segment.inode in noted.seen, bool(NAMES.match(segment.name))
+        if segment.owner != user or segment.inode in noted.before or segment.inode in held or not (is_seen or is_named):
             continue
-        if segment.key not in noted.seen:
-            unsure.append((segment, "none of its processes was seen to hold it"))
-        elif not NAMES.match(segment.name):
-            unsure.append((segment, "its name is not one that an engine's libraries give"))
-        else:
-            sure.append(segment)
-    return sure, unsure
+        doubt = "" if is_named else "its name is not one that an engine's libraries give"
+        verdicts.append((segment, doubt if is_seen else "none of its processes was seen to map it"))
+    return verdicts
 
 
-def _hands(pid: int, files: Collection[Segment]) -> set[Key]:
-    """The files among these that one process holds; of one that is gone, or not for this user to see, what was seen until then."""
-    keys_held: set[Key] = set()
-    keys, names = {file.key for file in files}, {file.name for file in files}
-    devices = {f"{os.major(file.device):02x}:{os.minor(file.device):02x}".encode(): file.device for file in files}
-    try:
-        for line in _maps(pid):
+def _mapped(pid: int) -> set[int]:
+    """Inodes of the folder's files that a process has mapped; of one that is gone, or not for this user to see, those read until then."""
+    device = os.stat(FOLDER).st_dev
+    name, inodes = f"{os.major(device):02x}:{os.minor(device):02x}".encode(), set[int]()
+    with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
             # address perms offset device inode path (proc_pid_maps(5))
             fields = line.split(None, 5)
-            if len(fields) >= 5 and fields[3] in devices:
-                keys_held.add((devices[fields[3]], int(fields[4])))
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{fd}"
-            # The path is as its own mount namespace has it; only what has such a name is looked at, since a stat may hang on a dead server.
-            if os.path.basename(os.readlink(link)) in names:
-                facts = os.stat(link)
-                keys_held.add((facts.st_dev, facts.st_ino))
-    except OSError:
-        pass
-    return keys_held & keys
-
-
-def _maps(pid: int) -> Iterator[bytes]:
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        yield from file
+            if fields[3] == name:
+                inodes.add(int(fields[4]))
+    return inodes
 
 
 def _remove(segment: Segment) -> str:
     """Why it could not be removed; empty where it is gone. Looked at once more: the name may be another's by now."""
+    path = FOLDER / segment.name
     try:
-        now = os.lstat(FOLDER / segment.name)
-        if (now.st_dev, now.st_ino) == segment.key:
-            os.unlink(FOLDER / segment.name)
+        if path.lstat().st_ino == segment.inode:
+            os.unlink(path)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -168,16 +140,5 @@ def _remove(segment: Segment) -> str:
     return ""
 
 
-def _row(segment: Segment, reason: str) -> dict[str, Any]:
-    return {"path": str(FOLDER / segment.name), "bytes": segment.bytes, "removed": not reason, "why": reason}
-
-
 def _write(path: Path, noted: Note) -> None:
     write_status(path, {"boot_id": processes.boot_id(), "before": sorted(noted.before), "seen": sorted(noted.seen)})
-
-
-def _names() -> list[str]:
-    try:
-        return sorted(os.listdir(FOLDER))
-    except OSError:
-        return []

@@ -31,6 +31,8 @@ from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key
 from workers.guard.guard import Sentry
 from workers.host import node_variables
+from workers.kv.report import Report
+from workers.load.progress import ProgressFile
 from workers.rank import lifecycle
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "meminfo"
@@ -363,18 +365,17 @@ def test_the_worker_and_the_loader_tell_their_own_node_how_it_sized_and_how_far_
         pid = made.observe()["ranks"][0]["engine_pid"]
         argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         environ = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if one)
-        report, progress = f"{made.run_dir}/m-1-0123abcd.kv", f"{made.run_dir}/m-1-0123abcd.load"
+        report = f"{made.run_dir}/m-1-0123abcd.report"
         assert (argv[argv.index("--worker-cls") + 1], argv[argv.index("--load-format") + 1]) == ("other.Worker", "spark_stream")
         assert json.loads(environ["SPARKD_KV"]) == {"bytes": 5, "profiles": profiles, "report": report}
-        assert json.loads(argv[argv.index("--model-loader-extra-config") + 1]) == loaded | {"cache_dir": cache_dir, "progress": progress}
+        assert json.loads(argv[argv.index("--model-loader-extra-config") + 1]) == loaded | {"cache_dir": cache_dir, "progress": report}
 
         for rank, pool in enumerate((9, 5)):
-            end = f".tp{rank}" if rank else ""
-            Path(f"{report}{end}").write_text(json.dumps({"v": 1, "rank": rank, "phase": "ready", "pool_bytes": pool, "tokens": pool}))
-            Path(f"{progress}{end}").write_text(json.dumps({"v": 1, "phase": "reading", "bytes_done": 5, "bytes_total": 10, "at": 1.0}))
+            Report(report, rank).tell("ready", pool_bytes=pool, tokens=pool)
+            ProgressFile(report, rank).begin(5, 1, "fp8", "checkpoint")
         seen = made.observe()["ranks"][0]["progress"]
         assert (seen["kv"]["pool_bytes"], seen["kv_tokens"], seen["kv"]["ranks"]) == (5, 5, 2)
-        assert (seen["bytes_done"], seen["bytes_total"]) == (10, 20)
+        assert (seen["bytes_done"], seen["bytes_total"]) == (0, 10)
     finally:
         made.destroy(handle, 2.0)
     assert os.listdir(made.run_dir) == ["plugin"]

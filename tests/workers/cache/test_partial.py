@@ -71,7 +71,7 @@ def loaded(
     tmp_path.mkdir(exist_ok=True)
     progress = tmp_path / "progress"
     model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cache"), "progress": str(progress)}, part)
-    return json.loads(progress.read_text())["source"], {
+    return json.loads(progress.read_text())["load"]["source"], {
         name: parameter
         for name, parameter in model.named_parameters()
         if not name.endswith("weight_shape")  # which nothing reads, so nothing fills it
@@ -151,9 +151,9 @@ def test_what_is_left_out_and_is_damaged_costs_the_cache_only(folder: Path, tmp_
 
     assert loaded(damaged, tmp_path, stage, quantize)[0] == "checkpoint"
 
-    said = json.loads((tmp_path / "progress").read_text())
-    assert (said["phase"], said["cache"]["state"]) == ("done", "failed")
-    assert f"{LAYER}{part}.weight" in said["cache"]["why"]
+    said = json.loads((tmp_path / "progress").read_text())["load"]
+    assert (said["phase"], said["cache_state"]) == ("done", "failed")
+    assert f"{LAYER}{part}.weight" in said["cache_why"]
     assert entries(str(tmp_path / "cache")) == []
     with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
         loaded(damaged, tmp_path, quantize=quantize)
@@ -222,6 +222,6 @@ def test_a_disk_that_fails_in_the_midst_costs_the_cache_only(folder: Path, tmp_p
 
     assert source == "checkpoint"
     assert same(values, wanted)
-    said = json.loads((tmp_path / "progress").read_text())
-    assert (said["phase"], said["cache"]["state"]) == ("done", "failed")
+    said = json.loads((tmp_path / "progress").read_text())["load"]
+    assert (said["phase"], said["cache_state"]) == ("done", "failed")
     assert [name for name in os.listdir(tmp_path / "cache") if name != ".lock"] == []

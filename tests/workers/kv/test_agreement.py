@@ -101,7 +101,7 @@ class Rank:
 
     def told(self) -> dict[str, Any]:
         (path,) = self.folder.glob("report*")
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())["cache"]
         return found
 
 

@@ -108,7 +108,7 @@ def serve(sizing: Sizing, machine: Machine, size: int, graphs: int) -> None:
 
 
 def told(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "report").read_text())
+    found: dict[str, Any] = json.loads((folder / "report").read_text())["cache"]
     return found
 
 

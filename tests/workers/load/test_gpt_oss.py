@@ -140,7 +140,7 @@ def test_the_quantized_cache_is_loaded_in_the_same_way(loaded: Any, tmp_path: Pa
     first, second = {}, {}
     for got in (first, second):
         got |= loaded("int4-g32", cache_dir=str(tmp_path / "cache"), progress=str(tmp_path / "progress"))
-    assert json.loads((tmp_path / "progress").read_text())["source"] == "cache"
+    assert json.loads((tmp_path / "progress").read_text())["load"]["source"] == "cache"
     assert first.keys() == second.keys()
     for name, parameter in first.items():
         if not name.endswith("weight_shape"):  # which no kernel reads, and nobody fills

@@ -29,8 +29,10 @@ from tests.support.processes import alive
 from tests.support.ranks import SECRET, STUBBORN, Place, a_place, stop, venv
 from tests.support.waiting import HUNG_S, until
 from workers.host import processes
+from workers.load.progress import ProgressFile
 from workers.rank import lifecycle
 from workers.rank.lifecycle import RankSpec
+from workers.rank.report import report_path
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -65,8 +67,8 @@ def test_the_age_of_its_error_is_told_whatever_the_clock_is_set_to(place: Place,
     shift_s = 86_400.0
     real = time.time
     if loader:
-        report = {"v": 1, "phase": "failed", "error": {"message": "NaN in a.weight"}, "at": real() + shift_s - 1000}
-        Path(place.run_dir, "r1.load").write_text(json.dumps(report))
+        monkeypatch.setattr(time, "time", lambda: real() + shift_s - 1000)
+        ProgressFile(str(report_path(place.run_dir, "r1"))).failed("NaN in a.weight")
     monkeypatch.setattr(lifecycle.time, "time", lambda: real() + shift_s)
     age_s = place.fact()["cause_age_s"]
     assert 1000 <= age_s < 1000 + HUNG_S if loader else 0 <= age_s < HUNG_S

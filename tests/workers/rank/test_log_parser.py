@@ -34,17 +34,15 @@ SERVED_12_SHARDS = {"phase": "serving", "shards_done": 12, "shards_total": 12, "
     ("file", "expected", "concurrency"),
     [
         ("vllm-logs/cpu-0.32.0-single-start-serve-sigterm.txt",
-         {**SERVED_12_SHARDS, "weights_s": 0.1, "kv_tokens": 524_288, "init_s": 2.92}, 256.0),
+         {**SERVED_12_SHARDS, "kv_tokens": 524_288, "init_s": 2.92}, 256.0),
         ("vllm-logs/cpu-0.32.0-native-rank0-start.txt",
-         {**SERVED_12_SHARDS, "weights_s": 0.11, "kv_tokens": 1_048_576, "init_s": 6.74}, 512.0),
-        ("vllm-logs/cpu-0.32.0-native-rank1-start.txt", {"phase": "sizing", "weights_s": 0.11, "kv_gib": 1.0}, None),
+         {**SERVED_12_SHARDS, "kv_tokens": 1_048_576, "init_s": 6.74}, 512.0),
+        ("vllm-logs/cpu-0.32.0-native-rank1-start.txt", {"phase": "sizing", "kv_gib": 1.0}, None),
         ("ray-logs/vllm-0.32.0-ray-executor-start.txt",
-         {**SERVED_12_SHARDS, "weights_s": 0.03, "kv_tokens": 1_048_576, "init_s": 4.14}, 512.0),
+         {**SERVED_12_SHARDS, "kv_tokens": 1_048_576, "init_s": 4.14}, 512.0),
         ("vllm-logs/startup-progress.txt",
-         {"phase": "serving", "weights_gib": 21.94, "weights_s": 274.12, "kv_gib": 76.49, "init_s": 98.21, "server_up": True}, None),
+         {"phase": "serving", "weights_gib": 21.94, "weights_s": 123.456789, "kv_gib": 76.49, "init_s": 98.21, "server_up": True}, None),
         ("vllm-logs/kv-size-0.33-one-line.txt", {"phase": "sizing", "kv_tokens": 4_843_965}, 73.91),
-        ("vllm-logs/kv-size-old-two-lines.txt", {"phase": "sizing", "kv_tokens": 4_843_965}, 73.91),
-        ("vllm-logs/memory-success-0.33.txt", {"phase": "sizing", "kv_gib": 15.08}, None),
         ("vllm-logs/shm-broadcast-wait.txt", {"phase": "starting"}, None),
     ],
 )  # fmt: skip
@@ -97,20 +95,11 @@ PREFIXES = [
 
 LINES: list[tuple[str, dict[str, Any]]] = [
     ("Starting to load model /models/tiny-moe...", {"phase": "loading"}),
-    ("Filesystem type for checkpoints: EXT4. Checkpoint size: 16.50 GiB. Available RAM: 21.90 GiB.",
-     {"phase": "loading", "bytes_total": 17_716_740_096}),
-    ("Filesystem type for checkpoints: EXT4. Checkpoint size: 0.01 GiB. Available RAM: 21.90 GiB.", {"phase": "loading"}),
     ("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.20s/it]",
      {"phase": "loading", "shards_done": 1, "shards_total": 2, "fraction": 0.5}),
     ("Loading safetensors using Runai Model Streamer:  25% Completed | 25/100 [00:01<00:03,  25.0it/s]",
      {"phase": "loading", "shards_done": 25, "shards_total": 100, "fraction": 0.25}),
-    ("Loading weights took 274.12 seconds", {"phase": "loading", "weights_s": 274.12}),
     ("Model loading took 21.94 GiB memory and 123.456789 seconds", {"phase": "warming", "weights_gib": 21.94, "weights_s": 123.456789}),
-    ("Using cache directory: /c/torch_compile_cache/ab/rank_0_0/backbone for vLLM's torch.compile", {"phase": "warming"}),
-    ("Dynamo bytecode transform time: 4.31 s", {"phase": "warming"}),
-    ("Compiling a graph for dynamic shape takes 22.01 s", {"phase": "warming"}),
-    ("Compiling a graph for compile range (1, 2048) takes 22.01 s", {"phase": "warming"}),
-    ("Initial profiling/warmup run took 3.10 s", {"phase": "warming"}),
     ("Warming up model for the compilation...", {"phase": "warming"}),
     ("Available KV cache memory: 76.49 GiB", {"phase": "sizing", "kv_gib": 76.49}),
     ("Explicitly set (1.0/13.96) GiB for KV cache on node 0.", {"phase": "sizing", "kv_gib": 1.0}),
@@ -124,14 +113,10 @@ LINES: list[tuple[str, dict[str, Any]]] = [
      {"phase": "sizing", "kv_tokens": 1024}),
     ("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  50%|█████     | 34/68 [00:03<00:03, 10.31it/s]",
      {"phase": "sizing", "fraction": 0.5}),
-    ("Capturing CUDA graph shapes: 100%|██████████| 67/67 [00:21<00:00,  3.11it/s]", {"phase": "sizing", "fraction": 1.0}),
-    ("Graph capturing finished in 20 secs, took 0.26 GiB", {"phase": "sizing"}),
     ("init engine (profile, create kv cache, warmup model) took 98.21 seconds", {"phase": "sizing", "init_s": 98.21}),
     ("init engine (profile, create kv cache, warmup model) took 98.21 s (compilation: 41.07 s)", {"phase": "sizing", "init_s": 98.21}),
     ("init engine (profile, create kv cache, warmup model) took 9.0 s (compilation: 4.07 s — language_model: 3.00 s, encoder: 1.07 s)",
      {"phase": "sizing", "init_s": 9.0}),
-    ("Starting vLLM API server 0 on http://0.0.0.0:8000", {"phase": "sizing"}),
-    ("Starting vLLM server on unix:/run/sparkd/a.sock", {"phase": "sizing"}),
     ("INFO:     Application startup complete.", {"phase": "serving", "server_up": True}),
     ("INFO:     Uvicorn running on unix socket /run/a.sock (Press CTRL+C to quit)", {"phase": "serving", "server_up": True}),
     ("Resolved architecture: Qwen3MoeForCausalLM", {"phase": "starting"}),
@@ -146,38 +131,27 @@ def test_lines(prefix: str) -> None:
     assert [line for line, parser in parsers.items() if parser.feed(prefix + line, 2000.0)] == [], "nothing new the second time"
 
 
-def test_no_eta_before_two_shards_were_measured() -> None:
-    parser = Parser()
-    seen = []
-    for at_s, done in [(0.0, 0), (100.0, 1), (110.0, 2), (120.0, 3), (120.0, 3), (160.0, 4)]:
-        parser.feed(BAR.format(percent=done * 10, done=done, total=10), at_s)
-        seen.append(parser.progress["eta_s"])
-    # 10 s a shard, then 20 s over the last three; what the first one took, imports and all, is not in it.
-    assert seen == [None, None, 80.0, 70.0, 70.0, 120.0]
-
-
-def test_a_second_checkpoint_begins_its_own_measurement() -> None:
-    parser = read(*(BAR.format(percent=0, done=done, total=3) for done in (1, 2, 3)), BAR.format(percent=0, done=1, total=5))
-    assert parser.progress["eta_s"] is None
-    assert parser.progress["fraction"] == 0.2
+def test_a_second_checkpoint_begins_again() -> None:
+    parser = read(BAR.format(percent=100, done=3, total=3), BAR.format(percent=20, done=1, total=5))
+    assert (parser.progress["fraction"], parser.progress["shards_total"]) == (0.2, 5)
 
 
 def test_the_phase_never_goes_back() -> None:
-    parser = read("Available KV cache memory: 76.49 GiB", BAR.format(percent=50, done=1, total=2), "torch.compile takes 1 s in total")
+    parser = read(
+        "Available KV cache memory: 76.49 GiB", BAR.format(percent=50, done=1, total=2), "Warming up model for the compilation..."
+    )
     assert parser.progress["phase"] == "sizing"
     assert parser.progress["fraction"] is None
 
 
 def test_fraction_belongs_to_its_phase() -> None:
-    parser = read(
-        BAR.format(percent=50, done=1, total=4), BAR.format(percent=50, done=2, total=4), "Model loading took 1.0 GiB and 2 seconds"
-    )
-    assert (parser.progress["phase"], parser.progress["fraction"], parser.progress["eta_s"]) == ("warming", None, None)
+    parser = read(BAR.format(percent=50, done=2, total=4), "Model loading took 1.0 GiB memory and 2 seconds")
+    assert (parser.progress["phase"], parser.progress["fraction"]) == ("warming", None)
 
 
 def test_feed_tells_what_changed() -> None:
     parser = Parser()
-    assert parser.feed("Loading weights took 1.00 seconds", 1.0) is True
+    assert parser.feed("Starting to load model /m...", 1.0) is True
     assert parser.feed("nothing of interest", 2.0) is False
     assert parser.progress["line_at_s"] == 2.0
 
@@ -256,9 +230,8 @@ CORE_LOST, WORKER_GONE, WORKER_LOST = (
 @pytest.mark.parametrize(
     ("lines", "lost"),
     [
-        # kill -9 of vLLM 0.32's, at rest; what 0.26 says; with a request in hand.
+        # kill -9 of vLLM 0.32's, at rest; with a request in hand.
         ([f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"], CORE_LOST),
-        (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:6] Engine core proc EngineCore_DP0 died unexpectedly, shutting down."], CORE_LOST),
         ([f"{WORKER}(exit code: -11), x.", f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly;"], WORKER_LOST),
         # Ended by the engine itself.
         ([f"{WORKER}(exit code: -15), x."], None),

@@ -11,7 +11,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,10 +24,10 @@ from workers.rank.shared_memory import Note, Segment, judge
 place = pytest.fixture(name="place")(a_place)
 
 USER, MIB = 1000, 1 << 20
-FILE = Segment("psm_0123abcd", 27, 7, MIB, USER, 0o600)
-OURS = Note(frozenset({(27, 1)}), frozenset({(27, 7)}))
-UNSEEN = Note(frozenset({(27, 1)}))
-NOT_SEEN, NO_NAME = "none of its processes was seen to hold it", "its name is not one that an engine's libraries give"
+FILE = Segment("psm_0123abcd", 7, MIB, USER)
+OURS = Note(frozenset({1}), frozenset({7}))
+UNSEEN = Note(frozenset({1}))
+NOT_SEEN, NO_NAME = "none of its processes was seen to map it", "its name is not one that an engine's libraries give"
 
 
 @pytest.fixture
@@ -44,24 +43,22 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("file", "known", "held", "verdict"),
     [
-        (FILE, OURS, (), "sure"),
-        (FILE, OURS, (FILE.key,), None),
-        (FILE, Note(frozenset({FILE.key}), frozenset({FILE.key})), (), None),
-        (Segment("psm_0123abcd", 27, 7, MIB, USER + 1, 0o600), OURS, (), None),
+        (FILE, OURS, (), ""),
+        (FILE, OURS, (FILE.inode,), None),
+        (FILE, Note(frozenset({FILE.inode}), frozenset({FILE.inode})), (), None),
+        (Segment("psm_0123abcd", 7, MIB, USER + 1), OURS, (), None),
         (FILE, UNSEEN, (), NOT_SEEN),
-        (Segment("weights.bin", 27, 7, MIB, USER, 0o600), UNSEEN, (), None),
-        (Segment("weights.bin", 27, 7, MIB, USER, 0o600), OURS, (), NO_NAME),
-        (Segment("psm_0123abcd", 27, 8, MIB, USER, 0o600), OURS, (), NOT_SEEN),
+        (Segment("weights.bin", 7, MIB, USER), UNSEEN, (), None),
+        (Segment("weights.bin", 7, MIB, USER), OURS, (), NO_NAME),
+        (Segment("psm_0123abcd", 8, MIB, USER), OURS, (), NOT_SEEN),
     ],
     ids=[
         "its own", "another rank holds it", "older than the rank", "another user's", "never seen with it",
         "never seen, and named by a person", "named by a person", "the name, given again",
     ],
 )  # fmt: skip
-def test_what_is_surely_a_dead_rank_s(file: Segment, known: Note, held: tuple[Any, ...], verdict: str | None) -> None:
-    sure, unsure = judge([file], known, held, user=USER)
-
-    assert (sure, unsure) == {"sure": ([file], []), None: ([], [])}.get(verdict, ([], [(file, verdict)]))
+def test_what_is_surely_a_dead_rank_s(file: Segment, known: Note, held: tuple[int, ...], verdict: str | None) -> None:
+    assert judge([file], known, held, user=USER) == ([] if verdict is None else [(file, verdict)])
 
 
 def test_names_that_an_engine_s_libraries_give() -> None:
@@ -71,17 +68,15 @@ def test_names_that_an_engine_s_libraries_give() -> None:
     assert [name for name in ("my-vllm_notes", "model.safetensors", "plasma") if shared_memory.NAMES.match(name)] == []
 
 
-# In the order of their sizes; the last is mapped and its descriptor closed, as cpushm's and torch's are.
+# In the order of their sizes; each is mapped and its descriptor closed, as cpushm's and torch's are.
 MAKER = """
 import mmap, os, sys, time
 folder = {folder!r}
 for number, name in enumerate(("psm_large", "notes.txt", "x-cpushm_0")):
     fd = os.open(os.path.join(folder, name), os.O_CREAT | os.O_RDWR, 0o600)
     os.write(fd, bytes(4096 * (300 - 100 * number)))
-    held = globals().setdefault("held", [])
-    if name.startswith("x-"):
-        held.append(mmap.mmap(fd, 4096))
-        os.close(fd)
+    globals().setdefault("held", []).append(mmap.mmap(fd, 4096))
+    os.close(fd)
 os.close(os.open(os.path.join(folder, "psm_closed"), os.O_CREAT | os.O_RDWR, 0o600))
 os.open(os.path.join(folder, "psm_before"), os.O_RDWR)
 print("up", flush=True)
@@ -120,7 +115,7 @@ def test_a_rank_s_shared_memory_goes_with_it(place: Place, memory: Path, end: st
 def test_what_another_rank_holds_stays_until_that_has_gone(place: Place, memory: Path) -> None:
     handle = place.start(MAKER.format(folder=str(memory)))
     noted(place)
-    key = next([segment.device, segment.inode] for segment in shared_memory.segments() if segment.name == "x-cpushm_0")
+    key = next(segment.inode for segment in shared_memory.segments() if segment.name == "x-cpushm_0")
     other = Path(place.run_dir, "r2.json")
     other.write_text("{}")
     shared_memory.note_path(place.run_dir, "r2").write_text(json.dumps({"boot_id": processes.boot_id(), "before": [], "seen": [key]}))

@@ -125,7 +125,7 @@ def test_vllms_own_worker_runs_where_what_ours_is_built_on_is_missing(monkeypatc
     assert isinstance(made, Own)
     assert made.cache.kv_cache_memory_bytes == size
     assert config.parallel_config.worker_cls == "workers.kv.SparkWorker", "the engine's own configuration is as it was"
-    report = json.loads((tmp_path / "report.tp2").read_text())
+    report = json.loads((tmp_path / "report.tp2").read_text())["cache"]
     assert (report["phase"], report["rank"]) == ("stock", 2)
     for words in (report["why"], caplog.text):
         assert f".{base})" in words and says in words

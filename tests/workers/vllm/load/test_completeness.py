@@ -82,8 +82,8 @@ def test_what_is_missing_is_named_before_anything_is_read(
     assert caught.value.message.startswith(f"{folder}: ")
     assert f" {named} " in caught.value.reason and facts(caught.value.reason).startswith(facts(named))
     assert facts(caught.value.cure) == f"config.json{other} allow_missing_weights: true"
-    said = json.loads(progress.read_text())
-    assert (said["phase"], said["bytes_done"], said["error"]["message"]) == ("failed", 0, caught.value.message)
+    said = json.loads(progress.read_text())["load"]
+    assert (said["phase"], said["bytes_done"], said["failure"]) == ("failed", 0, caught.value.message)
     assert not cache.exists()
 
 

@@ -40,7 +40,7 @@ def test_they_hold_the_sources_codes(tmp_path: Path, one_rank: None, kind: Mappi
     for source in ("checkpoint", "cache"):
         progress = tmp_path / source
         model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cached"), "progress": str(progress)})
-        assert json.loads(progress.read_text())["source"] == source
+        assert json.loads(progress.read_text())["load"]["source"] == source
         parameters = dict(model.named_parameters())
         for layer, (fused, parts) in product(range(2), FUSED_IN_VLLM.items()):
             at = f"model.layers.{layer}.{fused.rpartition('.')[0]}"

@@ -131,9 +131,9 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     with pytest.raises((ValueError, CheckpointError), match=sentence) as caught:
         load(folder, {"quantize": quantize, "cache_dir": str(cache), "progress": str(progress)})
 
-    said = json.loads(progress.read_text())
+    said = json.loads(progress.read_text())["load"]
     assert said["phase"] == "failed"
-    assert said["error"]["message"] == str(caught.value)
+    assert said["failure"] == str(caught.value)
     assert "\n" not in str(caught.value)
     assert [one.name for one in cache.rglob("*")] in ([], [".lock"])
     until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
@@ -194,13 +194,13 @@ def test_memory_that_is_used_up_in_the_middle(
         load(sound, settings, partial(placing, error=error) if where == "placing" else lambda _model: None)
 
     assert caught.value is error
-    said = json.loads(progress.read_text())
+    said = json.loads(progress.read_text())["load"]
     assert said["phase"] == "failed"
     assert 0 < said["bytes_done"] < said["bytes_total"]
     told = str(error).partition("\n")[0].rstrip(".") or "MemoryError"
-    assert f"({told})" in said["error"]["message"]
-    assert said["error"]["lasting"] is False
-    assert said["cache"]["state"] == "failed"
+    assert f"({told})" in said["failure"]
+    assert said["failure_lasts"] is False
+    assert said["cache_state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]
 
@@ -235,9 +235,9 @@ def test_only_what_vllms_class_raises_over_a_tensor_is_the_checkpoints_fault(
     with pytest.raises((RuntimeError, CheckpointError)) as caught:
         load(sound, {"quantize": "nvfp4", "cache_dir": None, "progress": str(progress)}, prepare)
 
-    said = json.loads(progress.read_text())["error"]
-    assert (isinstance(caught.value, CheckpointError), said["lasting"]) == (where == "placing", where == "placing")
-    assert "Triton Error" in said["message"]
+    said = json.loads(progress.read_text())["load"]
+    assert (isinstance(caught.value, CheckpointError), said["failure_lasts"]) == (where == "placing", where == "placing")
+    assert "Triton Error" in said["failure"]
 
 
 # Ended from outside
@@ -264,9 +264,9 @@ def test_a_load_that_is_ended_from_outside_leaves_nothing(
         load(sound, settings, partial(placing, error=error) if when == "placing" else lambda _model: None)
 
     assert caught.value is error
-    said = json.loads(progress.read_text())
-    assert (said["phase"], type(error).__name__ in said["error"]["message"]) == ("failed", False)
-    assert said["cache"]["state"] == "failed"
+    said = json.loads(progress.read_text())["load"]
+    assert (said["phase"], type(error).__name__ in said["failure"]) == ("failed", False)
+    assert said["cache_state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
     until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]

@@ -99,16 +99,16 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     path = tmp_path / "progress"
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
-    said = json.loads(path.read_text())
+    said = json.loads(path.read_text())["load"]
     assert said["phase"] == "failed"
-    assert "model.safetensors" in said["error"]["message"]
-    assert said["error"]["lasting"] is False, "the file may be whole the next time"
+    assert "model.safetensors" in said["failure"]
+    assert said["failure_lasts"] is False, "the file may be whole the next time"
 
     scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: "):
         loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
-    assert json.loads(path.read_text())["error"]["lasting"] is True, "what was read will not change"
+    assert json.loads(path.read_text())["load"]["failure_lasts"] is True, "what was read will not change"
 
 
 def test_registering_twice_is_registering_once():
