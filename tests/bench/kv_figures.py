@@ -56,7 +56,7 @@ class Start:
     @property
     def by_us(self) -> bool:
         """Whether the worker class sized the cache itself, and in the way that this start is about. On a CPU nothing is rehearsed."""
-        return self.report.get("phase") == "ready" and self.report.get("source") in (SOURCES.get(self.kind), "plenty")
+        return self.report.get("phase") == "ready" and self.report.get("source") in (SOURCES.get(self.kind), "limit")
 
     @property
     def expected_free(self) -> int | None:

@@ -65,7 +65,7 @@ def test_unequal_ranks_agree_and_the_smallest_decides(kinds: Kinds) -> None:
     one, told = kinds.said[TWO_RANKS], kinds.said[TWO_RANKS]["told"]
     assert (one["finished"], one["preempted"]) == (2 * MAX_NUM_SEQS, 0)
     assert (told["phase"], told["ranks"], told["rank"], told["tokens"]) == ("ready", 2, 1, one["tokens"])
-    assert [(rank["source"], rank["limited_by_other_rank"]) for rank in told["by_rank"]] == [("plenty", True), ("plenty", False)]
+    assert [(rank["source"], rank["limited_by_other_rank"]) for rank in told["by_rank"]] == [("limit", True), ("limit", False)]
     assert facts(told["why"]).startswith("1 ")
     assert 0 < told["pool_bytes"] < POOL
     assert {rank["pool_bytes"] for rank in told["by_rank"]} == {told["pool_bytes"]}
