@@ -70,8 +70,6 @@ class ShardWriter:
         shards: Sequence[ShardLayout],
         staging: Staging | None = None,
         waits: Callable[[float], None] = lambda _seconds: None,
-        *,
-        direct: bool = True,
     ) -> None:
         staging = staging or Staging()
         self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
@@ -95,7 +93,7 @@ class ShardWriter:
         self._threads: list[threading.Thread] = []
         try:
             for shard in shards:
-                file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes, direct=direct)
+                file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes)
                 self._files.append(file)
                 file.reserve()
                 header = mmap.mmap(-1, len(shard.header))  # aligned, as a write past the page cache needs it

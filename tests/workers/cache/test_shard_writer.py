@@ -70,16 +70,15 @@ LAYOUTS = st.dictionaries(
     tensors=LAYOUTS,
     data=st.data(),
     shard_bytes=st.sampled_from([3 * BLOCK, 1 << 30]),
-    direct=st.booleans(),
     threads=st.sampled_from([1, 3]),
 )
 def test_the_files_are_what_was_put(
-    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, threads: int
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, threads: int
 ) -> None:
     folder = tmp_path_factory.mktemp("writer")
     shards = lay_out(tensors, shard_bytes)
     values = content(shards)
-    with contextlib.closing(writer(folder, shards, direct=direct, threads=threads)) as made:  # an example may end at any draw
+    with contextlib.closing(writer(folder, shards, threads=threads)) as made:  # an example may end at any draw
         order = data.draw(st.permutations(sorted(values)))
         for name in order:
             slot, value = made.slots[name], values[name].clone()
