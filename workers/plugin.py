@@ -3,7 +3,7 @@
 
 vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is
 idempotent and cheap.
-Tried with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU); a symbol that a release does not have is named in one sentence before anything is loaded.
+A symbol that a release does not have is named in one sentence before anything is loaded.
 """
 
 from __future__ import annotations

@@ -155,6 +155,16 @@ def test_no_host_is_asked_that_is_not_named(address: str, server: str) -> None:
     assert asked == []
 
 
+def test_what_stands_for_no_host_can_be_no_urls_host(server: str, names: dict[str, list[str]]) -> None:
+    """A search domain with a wildcard has an address for any name."""
+    host = NO_HOST.rstrip("/")
+    names[host] = ["127.0.0.1"]
+    for spelled in (host, NO_HOST, f"{host}%2F", f"{host}\\/"):
+        with pytest.raises(ValueError, match=r"^The medium behind this URL"):
+            load(f"http://{spelled}:{server}/x")
+    assert asked == []
+
+
 def test_a_named_host_is_fetched_on_any_port(server: str) -> None:
     assert load(f"http://{HOST}:{server}/x", HOST) == b"x" * 10
     assert load(f"HTTP://{HOST.upper()}:{server}/x", "other.test", HOST) == b"x" * 10

@@ -78,7 +78,7 @@ class Job:
         if self.process.stdout is not None:
             with self.process.stdout as lines:
                 for line in lines:
-                    with suppress(ValueError):
+                    with suppress(ValueError, TypeError):  # a library's own words
                         self._last = dict(json.loads(line))
                         self._said.set()
         self._said.set()

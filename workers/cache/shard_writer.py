@@ -7,6 +7,7 @@ a block that has to make room before it is full is written through the page cach
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
@@ -69,8 +70,6 @@ class ShardWriter:
         shards: Sequence[ShardLayout],
         staging: Staging | None = None,
         waits: Callable[[float], None] = lambda _seconds: None,
-        *,
-        direct: bool = True,
     ) -> None:
         staging = staging or Staging()
         self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
@@ -94,10 +93,12 @@ class ShardWriter:
         self._threads: list[threading.Thread] = []
         try:
             for shard in shards:
-                file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes, direct=direct)
+                file = DirectFile(os.path.join(folder, shard.name), size_bytes=shard.size_bytes)
                 self._files.append(file)
                 file.reserve()
-                file.write(0, memoryview(shard.header))
+                header = mmap.mmap(-1, len(shard.header))  # aligned, as a write past the page cache needs it
+                header.write(shard.header)
+                file.write(0, memoryview(header))
                 self.bytes_written += len(shard.header)
         except BaseException:
             self.close()
@@ -154,6 +155,7 @@ class ShardWriter:
         for file in self._files:
             file.close()
         self._ring.close()
+        self._error = None  # its traceback holds the ring's memory and the tensor that was taken
 
     def _open(self, shard: int, number: int) -> _Block:
         """The block to gather into, after a wait for a free one."""

@@ -1,6 +1,6 @@
 """Writes the report of a process inside an engine for its node: one JSON file with a section `load` and a section `cache`.
 
-workers.rank.report reads it. A process writes to PATH, or to PATH.tpN if its rank N in the tensor-parallel group is not 0.
+workers.rank.report reads it. A process writes to PATH, or to PATH.tpN if its rank N in the engine is not 0.
 """
 
 from __future__ import annotations

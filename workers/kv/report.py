@@ -8,7 +8,7 @@ from workers.host import rank_report
 
 
 class Report:
-    """path: None writes no report. rank: number in the tensor-parallel group."""
+    """path: None writes no report. rank: of this process in the engine."""
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._path = path

@@ -377,7 +377,9 @@ class Sizing:
         freed."""
         try:
             self._profiles.set_back(self._key)
-            reason = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
+            what_now = "the next start tries a smaller batch" if self._assumed is None else "set a smaller max_num_batched_tokens"
+            when = "in the rehearsal" if self._assumed is None else "while the model was compiled"
+            reason = f"memory ran out {when} ({reading.room / GIB:.2f} GiB were left); {what_now}"
             self._report.tell("refused", why=reason)
             logger.critical("sparkd: %s.", reason)
             logging.shutdown()

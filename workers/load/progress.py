@@ -20,9 +20,9 @@ class ProgressFile:
     The names are those of sparkd.state.nouns.Progress, and phase: reading, done or failed.
     """
 
-    def __init__(self, path: str | None, tp_rank: int = 0) -> None:
+    def __init__(self, path: str | None, rank: int = 0) -> None:
         self._path = path
-        self._rank = tp_rank
+        self._rank = rank
         self._written_s = 0.0
         self._began_s = time.monotonic()
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)

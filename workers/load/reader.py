@@ -95,8 +95,7 @@ class Reader:
     An empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
 
     The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
-    stays busy. If it holds all of them it would wait for itself: RingExhausted. With `releases_elsewhere` another thread releases chunks,
-    and the reader waits for that.
+    stays busy. If it holds all of them it would wait for itself: RingExhausted.
 
     pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
     file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: a gap of at most so many bytes
@@ -116,7 +115,6 @@ class Reader:
         pin: bool,
         direct: bool | None = None,
         gap_bytes: int = GAP_BYTES,
-        releases_elsewhere: bool = False,
     ) -> None:
         if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:
             raise ValueError(
@@ -134,7 +132,6 @@ class Reader:
                 self._bytes_planned += min(read.length, read.file.size_bytes - read.offset)
         self._block_bytes = block_bytes
         self._pin = pin
-        self._releases_elsewhere = releases_elsewhere
         self._ring: Ring | None = None
         self._tensor: torch.Tensor | None = None
         self._threads = [threading.Thread(target=self._work, name=f"stream-read-{number}", daemon=True) for number in range(threads)]
@@ -269,7 +266,7 @@ class Reader:
             self._spans = iter(block.spans)
 
     def _waits_for_itself(self, index: int) -> bool:
-        return not self._releases_elsewhere and self._next_read == index and not self._free
+        return self._next_read == index and not self._free
 
     def _release(self, chunk: Chunk, held: _Held) -> None:
         with self._lock:

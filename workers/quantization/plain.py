@@ -1,6 +1,6 @@
 """Linear layers that vLLM's model classes cannot load in quantized form, by model type. Never looks at a checkpoint, never imports torch.
 
-MambaMixer builds its projections without a quantization method (vllm/model_executor/layers/mamba/mamba_mixer.py, 0.26 and 0.32; that of
+MambaMixer builds its projections without a quantization method (vllm/model_executor/layers/mamba/mamba_mixer.py, 0.32 and 0.33; that of
 Mamba-2 takes one). BLOOM's class reorders every tensor of query_key_value along its first dimension (models/bloom.py, `_repack_qkv`), which
 the scale of a whole matrix and an INT4 matrix's shape tensor do not have. gpt2.py transposes c_attn, c_proj and c_fc by name; a packed
 weight would stay as stored.

@@ -28,8 +28,9 @@ KEEP_ALIVE_S = 75
 HEADLESS = "workers.vllm.headless"
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
-# A host that no name server knows (RFC 2606, section 2): vLLM fetches from any host where the list is empty.
-NO_HOST = "sparkd.invalid"
+# No URL's host has a slash: vLLM fetches from any host where the list is empty, and a name that could be one would be looked up, in a
+# network's search domains or by its proxy too.
+NO_HOST = "no-host/"
 
 
 def build_command(spec: RankSpec) -> list[str]:

@@ -71,7 +71,6 @@ TABLE: dict[str, Symbol] = {
             "VLLM_CACHE_ROOT": "vllm.envs",
             "current_platform": "vllm.platforms",
             "get_current_vllm_config": "vllm.config",
-            "get_tensor_model_parallel_rank": "vllm.distributed.parallel_state",
             "moe_align_block_size": "vllm.model_executor.layers.fused_moe.moe_align_block_size",
             "register_linear_kernel": "vllm.model_executor.kernels.linear",
             "register_model_loader": "vllm.model_executor.model_loader",

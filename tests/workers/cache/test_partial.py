@@ -186,6 +186,23 @@ def test_ranks_that_take_different_parts_have_their_own_entries(
     assert loaded(folder, tmp_path / "one", stage)[0] == "checkpoint"
 
 
+def test_a_rank_without_room_for_its_entry_hands_nothing_to_a_writer(
+    folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a writer each tensor is placed by itself. The rank of a stage, whose tensor-parallel rank is 0, has a report of its own."""
+    handed: list[str] = []
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (1, 2))
+    monkeypatch.setattr(loader.CacheWriter, "add", lambda _self, name, _tensor: handed.append(name))
+    monkeypatch.setattr(loader.CacheWriter, "add_stacked", lambda _self, names, _stacked: handed.extend(names))
+    settings = {"quantize": "int4-g32", "cache_dir": str(tmp_path / "cache"), "progress": str(tmp_path / "progress")}
+    load(folder, settings | {"cache_limit_bytes": 1}, stage)
+
+    said = json.loads((tmp_path / "progress.tp1").read_text())["load"]
+    assert (said["phase"], said["cache_state"]) == ("done", "skipped")
+    assert handed == []
+    assert not (tmp_path / "progress").exists()
+
+
 def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(
     folder: Path, tmp_path: Path, loader: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

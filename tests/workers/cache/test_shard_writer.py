@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from sparkd.errors import CheckpointError
 from tests.support.waiting import HUNG_S
 from workers.cache import shard_writer
-from workers.cache.layout import ShardLayout, Tensors, lay_out
+from workers.cache.layout import ShardLayout, Slot, Tensors, lay_out
 from workers.cache.shard_writer import ShardWriter, Staging
 from workers.files import direct_file
 from workers.files.direct_file import DirectFile
@@ -67,16 +70,15 @@ LAYOUTS = st.dictionaries(
     tensors=LAYOUTS,
     data=st.data(),
     shard_bytes=st.sampled_from([3 * BLOCK, 1 << 30]),
-    direct=st.booleans(),
     threads=st.sampled_from([1, 3]),
 )
 def test_the_files_are_what_was_put(
-    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, threads: int
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, threads: int
 ) -> None:
     folder = tmp_path_factory.mktemp("writer")
     shards = lay_out(tensors, shard_bytes)
     values = content(shards)
-    with contextlib.closing(writer(folder, shards, direct=direct, threads=threads)) as made:  # an example may end at any draw
+    with contextlib.closing(writer(folder, shards, threads=threads)) as made:  # an example may end at any draw
         order = data.draw(st.permutations(sorted(values)))
         for name in order:
             slot, value = made.slots[name], values[name].clone()
@@ -169,6 +171,53 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
         made.settle()
     made.close()
     made.close()
+
+
+def test_a_disk_that_failed_leaves_no_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load goes on without its cache, and collects no old garbage meanwhile. The ring is the same memory as the error's frames hold."""
+    shards = lay_out({f"t{number}": ("U8", (8 * BLOCK,)) for number in range(4)})
+    made = writer(tmp_path, shards)
+    ring = weakref.ref(made._ring._tensor)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def full(_fd: int, _data: Sequence[memoryview], _offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def put(slot: Slot) -> None:
+        view = torch.zeros(slot.nbytes, dtype=torch.uint8)
+        held.append(weakref.ref(view))
+        made.put([slot], view)
+
+    monkeypatch.setattr(direct_file.os, "pwritev", full)
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            for slot in made.slots.values():
+                put(slot)
+        made.close()
+        assert [view() for view in held] == [None] * len(held)
+        assert ring() is None
+    finally:
+        gc.enable()
+
+
+def test_a_header_of_whole_pages_is_written_past_the_page_cache_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory that is not aligned, a disk would refuse it, and the file would go on through the page cache."""
+    short = len(lay_out({"": ("U8", (BLOCK,))})[0].header)
+    shards = lay_out({"n" * (BLOCK - short): ("U8", (BLOCK,))})
+    headers: list[int] = []
+    real = DirectFile.write
+
+    def write(file: DirectFile, offset: int, data: memoryview) -> None:
+        if not offset:
+            headers.append(np.frombuffer(data, np.uint8).ctypes.data % BLOCK)
+        real(file, offset, data)
+
+    monkeypatch.setattr(DirectFile, "write", write)
+    writer(tmp_path, shards).close()
+
+    assert len(shards[0].header) == BLOCK
+    assert headers == [0]
 
 
 def test_a_disk_that_is_full_from_the_beginning_leaves_no_open_file(tmp_path: Path, leaves_nothing: None) -> None:

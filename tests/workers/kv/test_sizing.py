@@ -521,6 +521,18 @@ def test_memory_is_watched_without_a_rehearsal_too(tmp_path, learned, settings):
     assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 1
 
 
+def test_an_engine_that_never_rehearses_promises_no_smaller_batch(tmp_path):
+    """On a CPU nothing is kept of a start, so the next one would run out in the same way."""
+    machine = Greedy(enough=0.25)
+    known = CacheSettings(margin_bytes=GIB, report=str(tmp_path / "report"))
+    leave = lambda _code: machine.left.set()  # noqa: E731
+    sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"}, leave=leave, assumed=Demand(peak=GIB // 2))
+    with pytest.raises(Gone):
+        sizing.determine(lambda _limit: STOCK)
+    assert told(tmp_path)["why"].startswith("memory ran out while the model was compiled")
+    assert told(tmp_path)["why"].endswith("set a smaller max_num_batched_tokens")
+
+
 def test_what_the_allocator_keeps_is_not_missing(tmp_path):
     machine = Machine(40 * GIB, Demand(graphs=GIB, peak=2 * GIB, reusable=GIB // 4))
     sizing, size = start(machine, tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -162,27 +160,6 @@ def test_releasing_twice_gives_one_block_back(tmp_path: Path) -> None:
         assert reader.held_blocks == 1
         second.release()
         assert reader.held_blocks == 0
-
-
-def test_another_thread_may_release(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, 1 << 20)
-    handed: deque[Chunk] = deque()
-    something, ended = threading.Semaphore(0), threading.Event()
-
-    def give_back() -> None:
-        while something.acquire() and not ended.is_set():
-            handed.popleft().release()
-
-    thread = threading.Thread(target=give_back)
-    thread.start()
-    with make_reader([Piece(0, path, 0, 1 << 20)], block_bytes=4096, blocks=2, releases_elsewhere=True) as reader:
-        for chunk in reader:
-            handed.append(chunk)
-            something.release()
-    ended.set()
-    something.release()
-    thread.join()
-    assert reader.stats.bytes_read == 1 << 20
 
 
 @pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"block_bytes": 5000}, {"blocks": 1}, {"threads": 0}])

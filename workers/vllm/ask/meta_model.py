@@ -358,9 +358,7 @@ def _cache(config: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
     specs: dict[str, Any] = {}
     with set_current_vllm_config(config):
-        update = getattr(current_platform, "update_block_size_for_backend", None)
-        if update is not None:
-            update(config)
+        current_platform.update_block_size_for_backend(config)
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         for name, layer in layers.items():
             reads_another = getattr(layer, "kv_sharing_target_layer_name", None)

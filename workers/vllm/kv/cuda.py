@@ -82,7 +82,7 @@ class CudaRehearsal:
         # torch's allocator keeps what a batch took: a real one of that size asks the driver for nothing.
         runner: Any = self._worker.model_runner
         with _refusals(), self._configured(), torch.inference_mode():
-            if getattr(runner, "supports_mm_inputs", False):
+            if runner.supports_mm_inputs:
                 runner.profile_run()
             largest_prefill(runner)
             all_decoding(runner)

@@ -58,8 +58,7 @@ def all_decoding(runner: Any, scale: float = 1.0) -> float:
     sequences = max(1, int(most * scale))
     hidden, last = _run(runner, sequences * each, uniform_decode=True)
     rows = last if each == 1 else hidden  # with drafts, the model verifies each token
-    pools = getattr(runner, "is_pooling_model", False) or getattr(runner, "pooling_runner", None) is not None
-    if isinstance(rows, torch.Tensor) and rows.ndim == 2 and not pools:  # else no last stage, or nothing to sample
+    if isinstance(rows, torch.Tensor) and rows.ndim == 2 and not runner.is_pooling_model:  # else no last stage, or nothing to sample
         method(runner, "_dummy_sampler_run")(rows[: sequences * each])
     return sequences / most
 
@@ -117,13 +116,13 @@ def smaller_batches(runner: Any, scale: float, *, sequences: bool = False) -> It
     most = runner.max_num_tokens
     tokens = max(min(most, runner.max_num_reqs), int(most * scale))
     # vLLM refuses a budget smaller than an item that must be in one batch.
-    whole_items = getattr(scheduler, "disable_chunked_mm_input", False) and getattr(runner, "supports_mm_inputs", False)
+    whole_items = scheduler.disable_chunked_mm_input and runner.supports_mm_inputs
     configured: dict[str, Any] = {} if whole_items else {"max_num_batched_tokens": tokens}
     share = tokens / most
     with contextlib.ExitStack() as stack:
         if scale < 1:
             names = ("max_num_encoder_input_tokens", "encoder_cache_size")
-            configured |= {name: max(1, int(getattr(scheduler, name) * scale)) for name in names if hasattr(scheduler, name)}
+            configured |= {name: max(1, int(getattr(scheduler, name) * scale)) for name in names}
             if sequences:
                 configured["max_num_seqs"] = max(1, int(scheduler.max_num_seqs * scale))
                 share = configured["max_num_seqs"] / scheduler.max_num_seqs

@@ -37,7 +37,7 @@ from workers.vllm.load.config import in_our_formats, linear_modules, quantizatio
 from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
 from workers.vllm.load.method import NAME, formats_of
-from workers.vllm.load.ranks import rank_of_world, tensor_parallel_rank
+from workers.vllm.load.ranks import rank_of_world
 from workers.vllm.load.repack import repack_in_place
 from workers.vllm.load.supported import refuse_unserved
 from workers.vllm.load.warmup import compile_kernels, make_ready
@@ -236,7 +236,7 @@ class SparkStreamLoader(DefaultModelLoader):
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
         self.counter_before_loading_weights = time.perf_counter()
-        progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
+        progress = self._progress = ProgressFile(self._settings.progress, rank_of_world()[0])
         self._tensors = self._streamed(self._prepared(model_config, model, progress), model)
         return self._tensors
 
@@ -334,7 +334,9 @@ class SparkStreamLoader(DefaultModelLoader):
             source.read_parts(own, parts)
             return
         layout = {name: (CODES[part.dtype], part.shape) for name, part in parts.items()}
-        source.write_parts(self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout))
+        writer = self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout)
+        if writer.state == "writing":
+            source.write_parts(writer)
 
     def _writer(
         self,

@@ -13,14 +13,6 @@ def experts_are_spread() -> bool:
     return bool(_parallel().enable_expert_parallel)
 
 
-def tensor_parallel_rank() -> int:
-    """This process's tensor-parallel rank; 0 without tensor parallelism."""
-    try:
-        return int(symbol("get_tensor_model_parallel_rank")())
-    except (AssertionError, RuntimeError):
-        return 0
-
-
 def rank_of_world() -> tuple[int, int]:
     """(this rank, number of ranks) of the whole engine."""
     from torch import distributed

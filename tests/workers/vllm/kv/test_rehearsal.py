@@ -21,7 +21,7 @@ def vllm() -> None:
 @pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])
 def test_a_smaller_batch_is_the_runners_and_that_of_warm_ups_that_ask_the_scheduler(scale, tokens):
     """flashinfer_autotune and deep_gemm_warmup run scheduler_config.max_num_batched_tokens (vllm/model_executor/warmup)."""
-    runner = SimpleNamespace(max_num_tokens=8192, max_num_reqs=256, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192))
+    runner = Runner(True, 0, 0, 0)
     with pytest.raises(ZeroDivisionError), smaller_batches(runner, scale):
         assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (tokens, tokens)
         raise ZeroDivisionError
@@ -56,7 +56,11 @@ class Runner:
 
     def __init__(self, v2: bool, item: int, token: int, kept: int) -> None:
         self.scheduler_config = self.vllm_config = SimpleNamespace(
-            max_num_batched_tokens=8192, max_num_encoder_input_tokens=8192, encoder_cache_size=8192, max_num_seqs=256
+            max_num_batched_tokens=8192,
+            max_num_encoder_input_tokens=8192,
+            encoder_cache_size=8192,
+            max_num_seqs=256,
+            disable_chunked_mm_input=False,
         )
         self.model_config = SimpleNamespace(multimodal_config=SimpleNamespace(skip_mm_profiling=False))
         self.mm_registry = None
@@ -136,6 +140,7 @@ class Decoding:
 
     max_num_tokens, max_num_reqs, max_model_len = 2048, 250, 4096
     cudagraph_manager = None
+    is_pooling_model = False
 
     def __init__(self, each: int) -> None:
         self.decode_query_len = each
@@ -167,7 +172,7 @@ def test_every_sequence_decodes_with_its_drafts_and_is_sampled(each, scale, toke
 def test_nothing_is_sampled_where_nothing_is(why):
     runner: Any = Decoding(1)
     if why == "pools":
-        runner.pooling_runner = object()
+        runner.is_pooling_model = True
     else:
         made = (None, None) if why == "not the last stage" else (torch.tensor([]), torch.tensor([]))
         runner._dummy_run = lambda *_args, **_named: made

@@ -118,7 +118,7 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
     monkeypatch.setattr("workers.vllm.kv.cuda.graphs_of", note("graphs", 3 * GIB))
     monkeypatch.setattr("vllm.model_executor.warmup.kernel_warmup.kernel_warmup", note("kernels"))
     runner = SimpleNamespace(profile_run=note("profile"), model_memory_usage=9 * GIB, max_num_tokens=8192, max_num_reqs=4)
-    runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=8192)
+    runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=8192, disable_chunked_mm_input=False)
     rehearsal._worker.model_runner, rehearsal._worker.vllm_config = runner, None
 
     demand = rehearsal.rehearse(1.0)
