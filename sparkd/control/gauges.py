@@ -93,12 +93,18 @@ def _show_model(view: ModelView) -> None:
 def _show_info(view: ModelView) -> None:
     """One series a model; the one before goes when a label changes. A scraper must not see a folder's path."""
     source = view.source.rstrip("/").rpartition("/")[2] if view.source.startswith(("/", "~", ".")) else view.source
-    quantize = view.quantize if isinstance(view.quantize, str) else "mapping" if view.quantize else ""
-    labels = (view.name, source, quantize, str(view.max_model_len or ""), str(len(view.ranks)))
+    labels = (view.name, source, _format_of(view.quantize), str(view.max_model_len or ""), str(len(view.ranks)))
     if (before := _infos.get(view.name)) not in (None, labels):
         _remove(metrics.MODEL_INFO, *before)
     _infos[view.name] = labels
     metrics.MODEL_INFO.labels(*labels).set(1)
+
+
+def _format_of(quantize: Any) -> str:
+    """The format of an entry that has one for all layers; `mapping` for a mix."""
+    if isinstance(quantize, Mapping):
+        return "mapping" if any(value for key, value in quantize.items() if key != "format") else str(quantize["format"])
+    return quantize or ""
 
 
 def _show_load(model: str, progress: Progress) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sparkd import __version__, metrics
 from sparkd.config.memory import MemorySettings
 from sparkd.control import gauges
+from sparkd.schema.quantize import recipe
 from sparkd.state.nouns import ModelState, Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view
@@ -238,16 +239,16 @@ def test_the_counters_that_alerts_look_at_begin_at_zero() -> None:
 
 
 def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
-    gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize="nvfp4", max_model_len=4096)))
+    gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize=recipe("nvfp4"), max_model_len=4096)))
     assert shown("sparkd_model_info", model="m") == {"4096 0 nvfp4 qwen3": 1.0}
 
-    gauges.show(snapshot(view("m", source="Qwen/Qwen3-8B", quantize={"experts": "nvfp4"}, max_model_len=None)))
+    gauges.show(snapshot(view("m", source="Qwen/Qwen3-8B", quantize=recipe({"layers": {"experts": "nvfp4"}}), max_model_len=None)))
     assert shown("sparkd_model_info", model="m") == {"0 mapping Qwen/Qwen3-8B": 1.0}
 
     gauges.show(snapshot())
     assert shown("sparkd_model_info", model="m") == {}
-    gauges.show(snapshot(view("m", source="/srv/other", quantize="fp8", max_model_len=8)))
-    assert shown("sparkd_model_info", model="m") == {"8 0 fp8 other": 1.0}
+    gauges.show(snapshot(view("m", source="/srv/other", quantize="auto", max_model_len=8)))
+    assert shown("sparkd_model_info", model="m") == {"8 0 auto other": 1.0}
 
 
 def test_the_build_and_the_daemons_own_process() -> None:
