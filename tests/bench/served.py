@@ -25,18 +25,17 @@ from tests.support.architectures import PRESETS, llama, write_qwen3_moe
 from tests.support.checkpoints import GIB, write_checkpoint
 from tests.support.daemon_process import DaemonProcess
 from tests.support.daemon_process import daemon as daemon_of
+from tests.support.pair_vllm import Said, prompt_log_probabilities, with_chat_template
 from workers.host.runtime import API_SERVER
 
 # Eight layers of Llama-3.1-8B with a small vocabulary.
 LARGE_DENSE = {"num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 1024, "head_dim": 128}
 LARGE_DENSE |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 FORMATS = "fp8,fp8-block,mxfp4,nvfp4,nvfp4-a4,int4,nf4"
-PROMPT = list(range(30, 190, 5))
+TOLD = 20  # tokens of each position
 MOST_LIKELY = 5
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 HEAD = f"{'model':6} {'format':10} {'READY s':>8} {'again s':>8} {'apart':>8}"
 HEAD += f" {'weights':>8} {'peak':>8} {'GB/s':>6} {'cache':>8} {'tokens':>10}"
-Said = list[dict[str, float]]
 
 
 def main() -> int:
@@ -80,9 +79,7 @@ def _checkpoint(folder: Path, kind: str, *, on_gpu: bool) -> Path:
     else:
         model = llama(**(LARGE_DENSE if on_gpu else {}))
         write_checkpoint(folder, model.config, model.entries, shard_bytes=2 * GIB, device=device)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return with_chat_template(folder)
 
 
 def _entry(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
@@ -134,13 +131,9 @@ def _stop(daemon: DaemonProcess, name: str) -> None:
 
 def _said(daemon: DaemonProcess, name: str) -> Said:
     chat = daemon.chat(name, "hello")
-    body = {"model": name, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 20}
-    answer = daemon.client.post("/v1/completions", json=body)
-    for response in (chat, answer):
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {response.text[:300]}")
-    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return [{token: one["logprob"] for token, one in at.items()} for at in found]
+    if chat.status_code != 200:
+        raise RuntimeError(f"{chat.status_code}: {chat.text[:300]}")
+    return prompt_log_probabilities(daemon, name, TOLD)
 
 
 def _apart(stock: Said, said: Said) -> float:

@@ -1,4 +1,4 @@
-"""What is in sparkd's wheel: the two packages and their data files, without the tests."""
+"""The contents of sparkd's wheel: the two packages and their data files, without the tests."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NOISE = GIB // 2  # that the engine's own processes take or give meanwhile
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine answered, the report of its sizing, and its log."""
+    """An engine's answers, the report of its sizing, and its log."""
 
     answer: dict[str, Any]
     report: dict[str, Any]

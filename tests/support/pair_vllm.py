@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.architectures import write_qwen3_moe
+from tests.support.daemon_process import DaemonProcess
 from tests.support.pair import Pair
 from workers.host.runtime import API_SERVER
 
@@ -44,10 +45,16 @@ def vllm_models(folder: Path, *, on_gpu: bool = False) -> dict[str, dict[str, An
 
 
 def log_probabilities(pair: Pair, model: str) -> Said:
-    """Of the first positions of one prompt, by token. Teacher-forced: sampled text of a random model would diverge on rounding."""
-    body = {"model": model, "prompt": list(range(30, 35 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
-    answer = pair.daemon.client.post("/v1/completions", json=body)
-    answer.raise_for_status()
+    return prompt_log_probabilities(pair.daemon, model, 2 * TOP_TOKENS)
+
+
+def prompt_log_probabilities(daemon: DaemonProcess, model: str, tokens: int) -> Said:
+    """Those of the first positions of one prompt, by token, of so many tokens each. Teacher-forced: sampled text of a random model would
+    diverge on rounding. Raises RuntimeError with the answer that is none."""
+    body = {"model": model, "prompt": list(range(30, 35 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": tokens}
+    answer = daemon.client.post("/v1/completions", json=body)
+    if answer.status_code != 200:
+        raise RuntimeError(f"{answer.status_code}: {answer.text[:300]}")
     found = answer.json()["choices"][0]["prompt_logprobs"][1:]
     return [{token: one["logprob"] for token, one in at.items()} for at in found]
 
@@ -62,7 +69,11 @@ def furthest(one: Said, other: Said) -> float:
 
 def _chat_model(folder: Path, **shape: int) -> Path:
     """Every expert answers for every token: rounding could choose others, and other values."""
-    write_qwen3_moe(folder, **shape)
+    return with_chat_template(write_qwen3_moe(folder, **shape))
+
+
+def with_chat_template(folder: Path) -> Path:
+    """The same checkpoint, which answers chats: with the messages' own text."""
     path = folder / "tokenizer_config.json"
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))

@@ -1,4 +1,4 @@
-"""What a load hands to its cache: all of the checkpoint, whatever the model takes of it."""
+"""A load hands to its cache all of the checkpoint, whatever the model takes of it."""
 
 from __future__ import annotations
 

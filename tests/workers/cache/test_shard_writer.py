@@ -85,7 +85,7 @@ def test_the_files_are_what_was_put(
             edges = sorted({0, slot.nbytes, *data.draw(st.lists(st.integers(0, slot.nbytes), max_size=2))})
             for start, stop in itertools.pairwise(edges):
                 made.put([slot], value[start:stop], start)
-            # What was taken is a copy.
+            # The writer has its own copy.
             value.zero_()
         made.settle()
 

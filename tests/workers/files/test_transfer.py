@@ -119,7 +119,7 @@ def test_only_files_of_another_size_or_time_are_fetched_into_a_folder(tmp_path: 
     assert pulled(there, {})["fetched_bytes"] == made.size
     b = tmp_path / "b"
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
-    assert pulled(there, {}, 1)["fetched_bytes"] == 0, "nobody is asked"
+    assert pulled(there, {}, 1)["fetched_bytes"] == 0, "no node is asked"
 
     name = "model-00001-of-00002.safetensors"
     other = bytearray(FILES[name])

@@ -272,14 +272,14 @@ def test_the_worker_says_more_than_the_log(log: dict[str, Any], kv: dict[str, An
     ("override", "expected"),
     [
         ([], {"pool_bytes": GIB, "bytes_per_token": 2048.0}),
-        # What was logged before is then not what is there.
+        # The log's figures are then not those of the report.
         (["INFO 11-21 07:00:49 [kv_cache_utils.py:2619] Overriding num_gpu_blocks=9 with num_gpu_blocks_override=5"], {}),
     ],
 )
 def test_of_a_cache_that_vllm_sized_the_log_says_what_is_known(
     path: Path, reported: bool, override: list[str], expected: dict[str, Any]
 ) -> None:
-    """A real one, with --gpu-memory-utilization. What it does not say stays unknown."""
+    """A real one, with --gpu-memory-utilization. Figures that it does not tell stay unknown."""
     lines = Path("tests/fixtures/vllm-logs/cpu-0.32.0-single-start-serve-sigterm.txt").read_text().splitlines()
     at = next(number for number, line in enumerate(lines) if "KV cache size" in line)
     parser = Parser()

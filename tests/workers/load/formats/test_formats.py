@@ -19,7 +19,7 @@ from workers.load.formats import amax, global_scale, quantizer
 from workers.quantization.formats import SPELLINGS, Format
 
 ROOT = Path(__file__).parents[4]
-# What a GPU's quantizer may lose more or less than a CPU's: of two scales that are almost equally good each may take another.
+# The share that a GPU's quantizer may lose more or less than a CPU's: of two scales that are almost equally good each may take another.
 TOLERANCE = 1e-3
 QUANTIZED = tuple(spelling for spelling in SPELLINGS if spelling != "bf16")
 

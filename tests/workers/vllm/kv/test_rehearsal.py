@@ -188,7 +188,7 @@ def test_graphs_are_counted_wherever_vllm_may_capture_one(eager, bytes_):
 
 
 class Group:
-    """What is asked of vLLM's planning: which way, and for how many blocks."""
+    """The calls of vLLM's planning: which way, and for how many blocks."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

@@ -162,7 +162,7 @@ class Layer(nn.Module):
 
 
 def vllms_own(model: nn.Module, loaded: set[str]) -> None:
-    """What vLLM's check says of a quantized model."""
+    """vLLM's own answer about a quantized model."""
     default_loader.DefaultModelLoader.track_weights_loading(None, model, loaded, quantized=True)
 
 
