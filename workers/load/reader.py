@@ -1,21 +1,22 @@
-"""Reads byte ranges of files ahead, by a few threads into one bounded ring, and yields them in order. Never copies or interprets a byte."""
+"""Reads byte ranges of files ahead, by a few threads into one bounded ring, and yields them in order."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from workers.files.direct_file import ALIGNMENT
-from workers.load.block_plan import Block, Piece, Span, plan_blocks
+from sparkd.errors import CheckpointError
+from workers.files.direct_file import ALIGNMENT, DirectFile
 from workers.load.ring import Ring
-from workers.load.source_file import SourceFile
-
-__all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]
 
 MIB = 2**20
 # Seconds that `close` waits for the threads; a thread that is in a longer read (a dead network file system) ends after that read.
@@ -25,6 +26,16 @@ _JOIN_S = 10.0
 # the gaps are skipped, and 0.6 to 1.1 s with them. A smaller limit would cost time; a larger one would read bytes that half of an NVFP4
 # cache does not need.
 GAP_BYTES = 32 * 1024
+_AGAIN = "Download it again"
+
+
+class Piece(NamedTuple):
+    """One contiguous byte range to read. `key` is the caller's own; `offset` counts from the file's beginning."""
+
+    key: Any
+    path: str
+    offset: int
+    nbytes: int
 
 
 class ReaderClosed(RuntimeError):
@@ -333,3 +344,150 @@ class Reader:
         if last:
             for file in self._files.values():
                 file.close()
+
+
+class Span(NamedTuple):
+    """The part of a piece in a block: the piece's bytes from `start` on are at the block's byte `at`."""
+
+    piece: Piece
+    start: int
+    at: int
+    nbytes: int
+    last: bool
+
+
+@dataclass(slots=True)
+class Read:
+    """One read from the file's byte `offset` to the block's byte `at`. It is complete after `wanted` bytes; the block has `room` bytes."""
+
+    file: SourceFile
+    offset: int
+    at: int
+    room: int
+    wanted: int = 0
+
+    @property
+    def length(self) -> int:
+        """The bytes to request from the file: a multiple of ALIGNMENT, which may exceed the file's end."""
+        return -(-self.wanted // ALIGNMENT) * ALIGNMENT
+
+
+class Block(NamedTuple):
+    """The reads that fill one block of the ring, and the parts of pieces in it."""
+
+    reads: list[Read]
+    spans: list[Span]
+
+
+def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
+    """The blocks for these pieces, in their order. A piece that fits a block is never cut.
+
+    A piece that begins at most `gap_bytes` after the one before joins its read; any other piece gets a separate read, in the rest of the
+    block where that suffices. Raises CheckpointError for a piece that ends beyond its file.
+    """
+    blocks: list[Block] = []
+    read: Read | None = None
+    for piece in pieces:
+        file = files[piece.path]
+        position, end = piece.offset, piece.offset + piece.nbytes
+        if position < 0 or piece.nbytes < 0:
+            raise ValueError(f"A piece of {piece.path} begins at {position} and has {piece.nbytes} bytes; neither can be negative.")
+        if end > file.size_bytes:
+            raise CheckpointError(f"the file ends at byte {file.size_bytes}, before byte {end}", file=file.path, cure=_AGAIN)
+        if position == end:
+            if not blocks:
+                blocks.append(Block([], []))
+            blocks[-1].spans.append(Span(piece, 0, 0, 0, True))
+            continue
+        whole = end - position // ALIGNMENT * ALIGNMENT <= block_bytes
+        while position < end:
+            if read is None or not _takes(read, file, position, end if whole else position + 1, gap_bytes):
+                read = _next_read(blocks, read, file, position, end, block_bytes)
+            stop = min(end, read.offset + read.room)
+            read.wanted = max(read.wanted, stop - read.offset)
+            blocks[-1].spans.append(Span(piece, position - piece.offset, read.at + position - read.offset, stop - position, stop == end))
+            position = stop
+    return blocks
+
+
+def _takes(read: Read, file: SourceFile, position: int, end: int, gap_bytes: int) -> bool:
+    """Whether the bytes from `position` to `end` can be part of `read`."""
+    return read.file is file and read.offset <= position <= read.offset + read.wanted + gap_bytes and end <= read.offset + read.room
+
+
+def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:
+    """A read that begins at `position`: after the last read where the block has room for all of it, else in a new block."""
+    offset = position // ALIGNMENT * ALIGNMENT
+    at = 0 if before is None else -(-(before.at + before.length) // ALIGNMENT) * ALIGNMENT
+    if before is None or at + end - offset > block_bytes:
+        blocks.append(Block([], []))
+        at = 0
+    read = Read(file, offset, at, block_bytes - at)
+    blocks[-1].reads.append(read)
+    return read
+
+
+class SourceFile:
+    """Safe for several threads.
+
+    direct: None reads through the page cache where the file system does not take O_DIRECT, True raises there, False always does so.
+    Raises CheckpointError when the file is not there or is none.
+    """
+
+    def __init__(self, path: str, *, direct: bool | None) -> None:
+        self.path = path
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise _unreadable(path, "the file cannot be read", error) from error
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointError("this is not a regular file", file=path, cure="Name a checkpoint whose shards are files")
+        self.size_bytes = facts.st_size
+        self._file = DirectFile(path, direct=direct is not False)
+        self._must_be_direct = direct is True
+        self._lock = threading.Lock()
+        self._reads_left = 0
+
+    @property
+    def fallback_reason(self) -> str | None:
+        reason = self._file.fallback_reason
+        return reason and f"{self.path} is read through the page cache, which is dropped behind every block: {reason}."
+
+    def expect(self, reads: int) -> None:
+        """Announce reads; the file is closed after the last of them."""
+        self._reads_left += reads
+
+    def read(self, buffer: memoryview, offset: int, wanted: int) -> int:
+        """Fill `buffer` with the file's bytes from `offset` on, at least `wanted`; returns the number read. Raises CheckpointError."""
+        try:
+            count = self._file.read(buffer, offset, wanted)
+        except OSError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold views of `buffer`
+            raise _unreadable(self.path, f"{len(buffer)} bytes at {offset} cannot be read", error) from error
+        if self._must_be_direct and self._file.fallback_reason:
+            problem = f"O_DIRECT is required, but {self._file.fallback_reason}"
+            raise CheckpointError(problem, file=self.path, cure="Put the checkpoint on a local ext4 or xfs, or allow buffered reads")
+        if count < wanted:
+            problem = f"the file ends at byte {offset + count}, before byte {offset + wanted}"
+            raise CheckpointError(problem, file=self.path, cure=_AGAIN)
+        return count
+
+    def finished(self) -> None:
+        """Note the end of one of the expected reads."""
+        with self._lock:
+            self._reads_left -= 1
+        if self._reads_left == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file. No thread may be reading. A second call has no effect."""
+        self._file.close()
+
+
+def _unreadable(path: str, what: str, error: OSError) -> CheckpointError:
+    if error.errno == errno.ENOENT:
+        return CheckpointError("the file is missing", file=path, cure=_AGAIN)
+    if error.errno == errno.EACCES:
+        return CheckpointError(f"{what}: permission denied", file=path, cure="Make it readable for the user that sparkd runs as")
+    cure = "Look for disk errors in the kernel's log, then download the file again" if error.errno == errno.EIO else None
+    return CheckpointError(f"{what}: {error.strerror or error}", file=path, cure=cure)
