@@ -19,13 +19,12 @@ from typing import Protocol
 import torch
 
 from sparkd.checkpoint import TensorRef
-from workers.load.device_feed import Feed
+from workers.load.device_feed import DeviceFeed, Passthrough
 from workers.load.expert_placement import followers, place, place_stacked, straightened
 from workers.load.finite import Finite
 from workers.load.formats import amax, amax_each, global_scale, quantizer
 from workers.load.formats.base import Parts
 from workers.load.formats.nvfp4 import INPUT_SCALE
-from workers.load.passthrough import Passing
 from workers.load.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.load.reader import Reader
 from workers.load.trace import Region, Taken, Target, streamed
@@ -173,7 +172,7 @@ class Pipeline:
         work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
         done_bytes = done_units = 0
         with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
-            feed = Feed(reader, self._device)
+            feed = DeviceFeed(reader, self._device)
             while work:
                 step = work.popleft()
                 if isinstance(step, Plan):
@@ -216,7 +215,7 @@ class Pipeline:
                         handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
         return handed
 
-    def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unit(self, plan: Plan, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit
         if unit.plain is None:
             yield from self._quantized(plan, feed)
@@ -226,7 +225,8 @@ class Pipeline:
         first, rows = plan.rows or (0, 1)
         left_out = emitted.name in self._left_out
         if plan.nbytes > STREAMED_BYTES and (left_out or emitted.name in self._once):
-            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink, partial(self._look, [unit.plain]))
+            sink = None if self.sink is None else self.sink.add_chunk
+            passing = Passthrough(emitted, first, plan.inputs[0], feed, sink, partial(self._look, [unit.plain]))
             if not left_out:
                 yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
             passing.drain()
@@ -243,13 +243,13 @@ class Pipeline:
             tensor[first : first + rows] = part
         yield from self._hand_on(emitted.name, tensor)
 
-    def _run(self, run: Run, feed: Feed) -> None:
+    def _run(self, run: Run, feed: DeviceFeed) -> None:
         feed.place(run.source, run.memory)
         refs = [plan.unit.plain for plan in run.plans if plan.unit.plain is not None]
         self._look(refs, run.memory.view(dtype_of(refs[0])))
         self._placed([ref.name for ref in refs])
 
-    def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _batch(self, batch: Batch, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
         joined = {id(plan): inputs for plan, inputs in zip(batch.plans, batch.inputs, strict=True)}
         raw: dict[object, list[tuple[int, int]]] = {}
         into: dict[int, int] = {}
@@ -321,7 +321,7 @@ class Pipeline:
             return target
         return straightened(target, _place(emitted, weight, need), shape)
 
-    def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _quantized(self, plan: Plan, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
         raw = [feed.take(source) for source in plan.inputs]
         needed: list[tuple[WeightPlan, torch.Tensor]] = []
         for planned in plan.weights:

@@ -17,7 +17,7 @@ import torch
 
 from sparkd.errors import CheckpointError
 from workers.load import device_feed as module
-from workers.load.device_feed import Feed
+from workers.load.device_feed import DeviceFeed
 from workers.load.read_plan import Input
 from workers.load.reader import Piece, Reader
 
@@ -163,10 +163,10 @@ def inputs(folder: Path, sizes: Sequence[int]) -> tuple[list[Input], list[bytes]
 
 
 @contextlib.contextmanager
-def fed(device: Device, sources: Sequence[Input], blocks: int = 4) -> Iterator[Feed]:
+def fed(device: Device, sources: Sequence[Input], blocks: int = 4) -> Iterator[DeviceFeed]:
     pieces = [piece for source in sources for piece in source.pieces]
     with Reader(pieces, block_bytes=BLOCK, blocks=blocks, threads=2, pin=False) as reader:
-        made = Feed(Ringed(reader), CPU)  # type: ignore[arg-type]
+        made = DeviceFeed(Ringed(reader), CPU)  # type: ignore[arg-type]
         made._cuda = True
         yield made
 
@@ -175,7 +175,7 @@ SIZES = [3000, 9000, 100, 1, 12000, 5000, 700, 8192, 4096, 33, 20000, 64]
 ORDERS = ["main", "aside", *(f"chance {seed}" for seed in range(3))]
 
 
-def worked_off(feed: Feed, device: Device, sources: Sequence[Input]) -> list[torch.Tensor]:
+def worked_off(feed: DeviceFeed, device: Device, sources: Sequence[Input]) -> list[torch.Tensor]:
     """Batches of two, straight placing, single tensors and tensors part by part in turn; what a kernel on the main stream sees of each."""
     seen = [torch.zeros(source.nbytes, dtype=torch.uint8) for source in sources]
 
