@@ -11,11 +11,10 @@ import torch
 
 from workers.cache.store import CachedCheckpoint
 from workers.cache.writer import CacheWriter
-from workers.load.expert_placement import straightened
 from workers.load.pipeline import SHAPE, Handed, Needed, Pipeline, Receivers
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
-from workers.load.trace import Target, Trace
+from workers.load.trace import Target, Trace, straightened
 from workers.load.virtual import VirtualCheckpoint
 
 

@@ -1,4 +1,4 @@
-"""Copies chunks from the reader's ring to the device, as whole tensors or part by part, and returns ring blocks as soon as they are copied."""
+"""Copies what the reader has read to the device, and returns blocks of the ring as soon as their copies have ended."""
 
 from __future__ import annotations
 

@@ -20,15 +20,14 @@ import torch
 
 from sparkd.checkpoint import TensorRef
 from workers.load.device_feed import DeviceFeed, Passthrough
-from workers.load.expert_placement import followers, place, place_stacked, straightened
 from workers.load.finite import Finite
 from workers.load.formats import amax, amax_each, global_scale, quantizer
 from workers.load.formats.base import Parts
 from workers.load.formats.nvfp4 import INPUT_SCALE
-from workers.load.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
+from workers.load.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, cut, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.load.reader import Reader
-from workers.load.trace import Region, Taken, Target, streamed
-from workers.load.virtual import DTYPES, Emitted, VirtualCheckpoint, Weight, WeightSlice, cut, dtype_of
+from workers.load.trace import Region, Taken, Target, followers, place, place_stacked, straightened, streamed
+from workers.load.virtual import DTYPES, Emitted, MatrixRegion, VirtualCheckpoint, Weight, dtype_of
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -207,7 +206,7 @@ class Pipeline:
                 handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
             for planned in plan.weights:
                 weight, need = plan.unit.weights[planned.number], planned.need
-                parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
+                parts = quantizer(weight.format).parts(need.rows, need.cols)
                 for emitted in self._emitted[plan.index]:
                     if emitted.weight == planned.number:
                         shape = emitted.shape if emitted.suffix == SHAPE else tuple(parts[emitted.suffix][1])
@@ -296,7 +295,7 @@ class Pipeline:
             self._finite.look(refs, parts[part])
         return parts
 
-    def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, MatrixRegion]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The same part of several weights, [weights, ..]; a run with evenly spaced targets is placed at once."""
         if pieces[0][0].suffix == SHAPE:
             if self.sink is not None:
@@ -314,7 +313,7 @@ class Pipeline:
             emitted, weight, need = pieces[start]
             yield from self._hand_on(emitted.name, _whole(emitted, weight, need, stacked[start]))
 
-    def _target(self, emitted: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
+    def _target(self, emitted: Emitted, weight: Weight, need: MatrixRegion, shape: Sequence[int]) -> Target | None:
         """The target of a weight's part in its finished form, or None."""
         target = self._straight.get(emitted.name)
         if target is None or tuple(shape) == emitted.shape:
@@ -374,7 +373,7 @@ class Pipeline:
             self._finite.look(refs, tensor)
 
 
-def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
+def _whole(emitted: Emitted, weight: Weight, need: MatrixRegion, part: torch.Tensor) -> torch.Tensor:
     """The part within a tensor of the whole shape, for a weight loader of vLLM that narrows it to this rank."""
     if tuple(part.shape) == emitted.shape or math.prod(emitted.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(emitted.shape)
@@ -384,7 +383,7 @@ def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tens
     return whole
 
 
-def _place(emitted: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
+def _place(emitted: Emitted, weight: Weight, need: MatrixRegion) -> tuple[int, int]:
     """(row, column) at which the needed region begins in an emitted part of a weight."""
     n, k = weight.stored.shape
     return need.row_start // -(-n // emitted.shape[0]), need.col_start // -(-k // emitted.shape[1])

@@ -7,19 +7,24 @@ of one shape become one tensor [units, ..] for the quantizer; tensors that are a
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from sparkd.checkpoint import TensorRef
 from workers.load.formats.base import Parts
 from workers.load.formats.fp8_source import dequantize_fp8, holds_codes, restated_fp8
 from workers.load.reader import Piece
 from workers.load.trace import Region, Target
-from workers.load.virtual import DTYPES, Box, Emitted, Unit, Weight, WeightSlice, dtype_of, need_of, plain_piece, stored_pieces
+from workers.load.virtual import DTYPES, Emitted, MatrixRegion, Stored, Unit, Weight, dtype_of, parts_of
+from workers.quantization.formats import Format
 
 BATCH_BYTES = 16 * 2**20  # bytes of the checkpoint that a GPU quantizes at once; the device holds twice that, and the results
+SHORTEST_READ_BYTES = 128 * 2**10  # for shorter runs of a row the whole rows are read instead
 RUN_BYTES = 64 * 2**20  # the largest copy: the load reports its progress, and can be cancelled, between copies
 
 
@@ -40,8 +45,8 @@ class WeightPlan:
     """
 
     number: int
-    need: WeightSlice
-    box: Box
+    need: MatrixRegion
+    box: MatrixRegion
     slot: int
     scale_slot: int | None = None
     restated: bool = False
@@ -114,7 +119,7 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
         return Plan(index, unit, [Input((piece,), piece.nbytes)], [], (first, rows))
     plan = Plan(index, unit)
     # Blocks of one packed tensor are read once. Two shards have their own tensors at the same offset.
-    seen: dict[tuple[str, int, Box], int] = {}
+    seen: dict[tuple[str, int, MatrixRegion], int] = {}
     for number, weight in enumerate(unit.weights):
         need = _need(number, weight, regions, emitted)
         if need is None:
@@ -132,11 +137,80 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
     return plan if plan.weights else None
 
 
-def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> WeightSlice | None:
+def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> MatrixRegion | None:
     if regions is None:
         n, k = weight.stored.shape
-        return WeightSlice(0, n, 0, k)
+        return MatrixRegion(0, n, 0, k)
     return need_of(weight, ((tensor.suffix, regions.get(tensor.name)) for tensor in emitted if tensor.weight == number))
+
+
+def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> MatrixRegion | None:
+    """The box of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
+
+    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
+    """
+    return _covering(weight.format, *weight.stored.shape, tuple(regions))
+
+
+@functools.lru_cache(maxsize=4096)
+def _covering(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> MatrixRegion | None:
+    """`need_of`, cached because thousands of experts have equal arguments."""
+    parts = parts_of(form, n, k)
+    boxes: list[MatrixRegion] = []
+    for suffix, region in regions:
+        shape = parts[suffix][1]
+        if region is None or len(shape) != 2 or math.prod(shape) <= 2:
+            continue
+        (r0, r1), (c0, c1) = region
+        down, across = -(-n // shape[0]), -(-k // shape[1])
+        boxes.append(MatrixRegion(r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
+    if not boxes:
+        return None
+    row_step, col_step = granularity(form)
+    r0, r1 = min(box.row_start for box in boxes), max(box.row_stop for box in boxes)
+    c0, c1 = min(box.col_start for box in boxes), max(box.col_stop for box in boxes)
+    return MatrixRegion(
+        r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
+    )
+
+
+def granularity(form: Format) -> tuple[int, int]:
+    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
+    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
+
+
+def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:
+    """The bytes of a tensor that passes through: whole leading rows only. (piece, first row, rows); a scalar is one row."""
+    if not ref.shape or region is None:
+        return Piece(key, ref.path, ref.offset, ref.nbytes), 0, ref.shape[0] if ref.shape else 1
+    start, stop = region[0]
+    row_bytes = ref.nbytes // max(1, ref.shape[0])
+    return Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes), start, stop - start
+
+
+def stored_pieces(key: object, stored: Stored, need: MatrixRegion) -> tuple[list[Piece], MatrixRegion]:
+    """(byte runs, their region of the file's matrix) with the needed part of a weight, in as few bytes as runs of at least
+    SHORTEST_READ_BYTES allow."""
+    size = DTYPES[stored.ref.dtype].itemsize
+    first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
+    box = MatrixRegion(need.col_start, need.col_stop, first, last) if stored.transposed else need._replace(row_start=first, row_stop=last)
+    if box.cols == stored.cols or box.cols * size < SHORTEST_READ_BYTES:
+        box = box._replace(col_start=0, col_stop=stored.cols)
+        return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
+    starts = range(box.row_start, box.row_stop)
+    return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
+
+
+def cut(matrix: torch.Tensor, stored: Stored, box: MatrixRegion, need: MatrixRegion) -> torch.Tensor:
+    """The needed rows and columns, cut from the part of the file's matrix that was read ([box.rows, box.cols])."""
+    if not stored.transposed and (box.rows, box.cols) == (need.rows, need.cols):
+        return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
+    row_at, col_at = box.row_start, box.col_start
+    if stored.transposed:
+        matrix = matrix.t()
+        row_at, col_at = col_at, row_at
+    first = stored.row_start + need.row_start - row_at
+    return matrix[first : first + need.rows, need.col_start - col_at : need.col_stop - col_at]
 
 
 def _is_restated(weight: Weight) -> bool:
@@ -158,7 +232,7 @@ def kind_of(plan: Plan) -> object | None:
     for number, planned in enumerate(plan.weights):
         weight, need, box = plan.unit.weights[planned.number], planned.need, planned.box
         stored, scale = weight.stored, weight.scale
-        as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
+        as_needed = (box.rows, box.cols) == (need.rows, need.cols)
         if planned.slot != number * each or stored.transposed or not as_needed:
             return None
         scaled = None if scale is None else (scale.dtype, scale.shape, weight.scale_shape, weight.scale_origin(need))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +20,6 @@ from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.load.formats import quantizer
 from workers.load.formats.fp8_source import refuse_scale
-from workers.load.reader import Piece
-from workers.load.trace import Region
 from workers.quantization.fusion import FUSED
 from workers.quantization.packed import Packed, PackedWeight, blocks, packed_of
 from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
@@ -46,13 +44,32 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-SHORTEST_READ_BYTES = 128 * 2**10  # for shorter runs of a row the whole rows are read instead
 
 # The format of a weight that is stored in FP8 and not quantized again, while others are.
 DEQUANTIZED = Format("bf16")
 _LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
 
 _LEADER = {name: group[0] for group in FUSED for name in group}
+
+
+class MatrixRegion(NamedTuple):
+    """Rows [row_start, row_stop) and columns [col_start, col_stop) of a matrix."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_stop - self.col_start
+
+    def is_whole(self, shape: tuple[int, int]) -> bool:
+        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +121,13 @@ class Weight:
         """[N, K] of the matrix to which `scale` belongs."""
         return self.stored.shape if self.scaled is None else self.scaled.shape
 
-    def scale_origin(self, need: WeightSlice) -> tuple[int, int]:
+    def scale_origin(self, need: MatrixRegion) -> tuple[int, int]:
         """(row, column) of the scaled matrix at which the needed part begins."""
         return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix -> (dtype, shape) of the emitted tensors. An int4 weight under a name of vLLM's own has no shape tensor."""
-        parts = _parts(self.format, *self.stored.shape)
+        parts = parts_of(self.format, *self.stored.shape)
         return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
 
@@ -144,7 +161,7 @@ class Emitted(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+def parts_of(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The parts of a format for a shape, cached because thousands of experts have one shape."""
     return quantizer(form).parts(n, k)
 
@@ -201,101 +218,6 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
             f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first"
         )
     return dtype
-
-
-class WeightSlice(NamedTuple):
-    """The part of one weight that a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
-
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-
-    def is_whole(self, shape: tuple[int, int]) -> bool:
-        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
-
-
-def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> WeightSlice | None:
-    """The box of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
-
-    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
-    """
-    return _need(weight.format, *weight.stored.shape, tuple(regions))
-
-
-@functools.lru_cache(maxsize=4096)
-def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> WeightSlice | None:
-    """`need_of`, cached because thousands of experts have equal arguments."""
-    parts = _parts(form, n, k)
-    boxes: list[tuple[int, int, int, int]] = []
-    for suffix, region in regions:
-        shape = parts[suffix][1]
-        if region is None or len(shape) != 2 or math.prod(shape) <= 2:
-            continue
-        (r0, r1), (c0, c1) = region
-        down, across = -(-n // shape[0]), -(-k // shape[1])
-        boxes.append((r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
-    if not boxes:
-        return None
-    row_step, col_step = granularity(form)
-    r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
-    c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
-    return WeightSlice(
-        r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
-    )
-
-
-def granularity(form: Format) -> tuple[int, int]:
-    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
-    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
-
-
-def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:
-    """The bytes of a tensor that passes through: whole leading rows only. (piece, first row, rows); a scalar is one row."""
-    if not ref.shape or region is None:
-        return Piece(key, ref.path, ref.offset, ref.nbytes), 0, ref.shape[0] if ref.shape else 1
-    start, stop = region[0]
-    row_bytes = ref.nbytes // max(1, ref.shape[0])
-    return Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes), start, stop - start
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The part to read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrowed only if the runs are long
-    enough."""
-
-    row_start: int
-    rows: int
-    col_start: int
-    cols: int
-
-
-def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[Piece], Box]:
-    """(byte runs, box) with the needed part of a weight, in as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
-    size = DTYPES[stored.ref.dtype].itemsize
-    first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
-    rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
-    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < SHORTEST_READ_BYTES:
-        box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
-        return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
-    box = Box(rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0])
-    starts = range(box.row_start, box.row_start + box.rows)
-    return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
-
-
-def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: WeightSlice) -> torch.Tensor:
-    """The needed rows and columns, cut from the part of the file's matrix that was read ([box.rows, box.cols])."""
-    if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
-        return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
-    if stored.transposed:
-        matrix = matrix.t()
-        row_at, col_at = box.col_start, box.row_start
-    else:
-        row_at, col_at = box.row_start, box.col_start
-    first = stored.row_start + need.row_start - row_at
-    count = need.row_stop - need.row_start
-    matrix = matrix[first : first + count]
-    return matrix[:, need.col_start - col_at : need.col_stop - col_at]
 
 
 def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable[[str], bool]) -> list[Unit]:

@@ -16,13 +16,12 @@ from tests.support.pipelines import pipeline_of
 from workers.cache.layout import lay_out, neighbours
 from workers.cache.load_session import LoadSession
 from workers.cache.writer import CODES
-from workers.load.expert_placement import answered, families
 from workers.load.formats import global_scale, quantizer
 from workers.load.pipeline import Pipeline
 from workers.load.progress import ProgressFile
 from workers.load.read_plan import Run, steps
 from workers.load.reader import Reader
-from workers.load.trace import Trace, phantoms
+from workers.load.trace import Trace, answered, families, phantoms
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.recipe import QuantizationRecipe
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.load.expert_placement import answered, families
-from workers.load.trace import Trace, phantoms
+from workers.load.trace import Trace, answered, families, phantoms
 from workers.load.virtual import VirtualCheckpoint
 from workers.vllm.load.completeness import Check, refuse_unfilled
 from workers.vllm.load.load_errors import refuse_integers, source_of

@@ -15,10 +15,9 @@ from torch.nn.functional import linear, silu
 from sparkd.errors import CheckpointError
 from tests.support.late import Late
 from tests.workers.load.products import assert_near
-from workers.load.expert_placement import answered, families, place
 from workers.load.formats import quantizer
 from workers.load.formats.nvfp4 import rounded_activations
-from workers.load.trace import Trace, phantoms
+from workers.load.trace import Trace, answered, families, phantoms, place
 from workers.load.virtual import Emitted
 from workers.quantization.formats import Format
 from workers.vllm.load import cpu_kernels

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from workers.load.expert_placement import answered, families, place
-from workers.load.trace import Trace, phantoms
+from workers.load.trace import Trace, answered, families, phantoms, place
 from workers.load.virtual import Emitted
 
 EXPERTS, ROWS, COLS = 6, 4, 8
