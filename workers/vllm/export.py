@@ -43,8 +43,7 @@ from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
-from workers.vllm.load.config import linear_modules, quantization_config
-from workers.vllm.load.supported import refuse_unserved
+from workers.vllm.load.config import linear_modules, quantization_config, refuse_unserved
 
 GIB = 1 << 30
 EVERY_S = 0.25

@@ -10,7 +10,7 @@ import copy
 import gc
 import inspect
 import logging
-import os
+import re
 import time
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
@@ -23,24 +23,20 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.layout import Tensors
 from workers.cache.load_session import LoadSession, parts_key, virtual_of
 from workers.cache.manifest import TpSlice, on_device
-from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find, has_entry
+from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
 from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
-from workers.load.settings import LoaderSettings
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
-from workers.vllm.load.ask_model import ask
-from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
+from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, source_of
+from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
 from workers.vllm.load.cpu_kernels import register_linear_kernels
-from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
-from workers.vllm.load.method import NAME, formats_of
-from workers.vllm.load.ranks import rank_of_world
+from workers.vllm.load.method import formats_of
 from workers.vllm.load.repack import repack_in_place
-from workers.vllm.load.supported import refuse_unserved
-from workers.vllm.load.warmup import compile_kernels, make_ready
+from workers.vllm.load.warmup import compile_kernels
 from workers.vllm.symbols import symbol
 
 DefaultModelLoader: Any = symbol("DefaultModelLoader")
@@ -52,110 +48,12 @@ logger = logging.getLogger("vllm.sparkd.stream")
 _FP4_CAPABILITY = (10, 0)
 # The errors of a model class that does not accept a tensor.
 _MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
-
-
-def describe(engine_args: Any) -> None:
-    """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
-
-    A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
-    checkpoint in one of our formats. Raises ValueError with the reason if the checkpoint cannot be loaded.
-    """
-    checkpoint = None
-    try:
-        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {})
-        checkpoint = read_checkpoint(
-            local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
-        )
-        formats = settings.recipe.assign(checkpoint)
-        VirtualCheckpoint(checkpoint, formats)
-        refuse_unserved(checkpoint, formats, getattr(engine_args, "tensor_parallel_size", 1))
-        described = quantization_config(formats, linear_modules(checkpoint))
-        if not described and engine_args.quantization is None and current_platform.is_cpu():
-            described = _quantized_elsewhere(checkpoint)
-    except SparkdError as error:
-        extra_config = engine_args.model_loader_extra_config
-        if isinstance(extra_config, Mapping) and isinstance(path := extra_config.get("progress"), str):
-            # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
-            ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
-        raise ValueError(error.message) from None
-    for sentence in formats.adjustments:
-        logger.info("sparkd: %s", sentence)
-    if not described:
-        return
-    if engine_args.quantization not in (None, NAME):
-        raise ValueError(
-            f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
-        )
-    if formats and current_platform.is_cuda() and not _may_be_cached(settings, engine_args.model):
-        make_ready(os.environ)
-    described["quant_method"] = NAME
-    overrides = engine_args.hf_overrides
-    if callable(overrides):
-
-        def override_both(config: Any) -> Any:
-            config = overrides(config)
-            config.quantization_config = described
-            return config
-
-        engine_args.hf_overrides = override_both
-        return
-    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
-
-
-def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's own configuration, if our CPU kernels serve it, as vLLM's may not (no AMX, no AVX-512); else {}."""
-    details = checkpoint.quantization.details if checkpoint.quantization is not None else {}
-    return dict(details) if in_our_formats(details) else {}
-
-
-def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
-    return settings.cache_dir is not None and has_entry(settings.cache_dir, model, settings.recipe.canonical())
-
-
-def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
-    """The checkpoint's folder. huggingface_hub fetches a Hub id, or finds it in its cache when offline."""
-    if os.path.isdir(model):
-        return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        return str(
-            snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=download_dir,
-                allow_patterns=["*.safetensors", "*.json"],
-                ignore_patterns=["consolidated*", "original/*"],
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise CheckpointError(
-            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
-            cure="Check the name, the network and HF_HUB_OFFLINE",
-        ) from error
-
-
-def _warn_of_unmeasured(count: int) -> None:
-    if count:
-        logger.warning("sparkd: %d modules in nvfp4-a4 have no measured input: they are less accurate. %s", count, CURE)
-
-
-@contextlib.contextmanager
-def _young_garbage_only() -> Iterator[None]:
-    """Let the garbage collector look only at objects that the load creates.
-
-    vLLM and torch are a million objects, and a load creates enough for several full collections: 1.3 of the 2.6 s that it took to ask
-    9,000 tensors where they go.
-    """
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
+_NO_PLACE = "There is no module or parameter named"
+# Messages of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), Triton's launcher, cuBLAS, and errno 12 for a mapped file.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|STATUS_ALLOC_FAILED|Cannot allocate memory")
+_QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
+# The limit of vLLM's message, which may continue with all names that vLLM accepts.
+_TEXT = 160
 
 
 class SparkStreamLoader(DefaultModelLoader):
@@ -187,7 +85,7 @@ class SparkStreamLoader(DefaultModelLoader):
 
         If a cache will probably be read, nothing is compiled: nothing will be quantized, and Triton first hashes 400 MB of its own files.
         """
-        if model_config.quantization == NAME and torch.cuda.is_available() and not _may_be_cached(self._settings, model_config.model):
+        if model_config.quantization == NAME and torch.cuda.is_available() and not self._settings.may_be_cached(model_config.model):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
             compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
@@ -224,12 +122,12 @@ class SparkStreamLoader(DefaultModelLoader):
         if isinstance(error, SparkdError):
             self._progress.failed(error.message)
             return None
-        from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
+        from_device = isinstance(error, torch.AcceleratorError) or _is_out_of_memory(error)
         is_mismatch = isinstance(error, _MISMATCHES) and not from_device
         if not (is_placing and is_mismatch) or self._virtual is None:
-            self._progress.failed(ended(error))
+            self._progress.failed(_ended(error))
             return None
-        refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
+        refused = _mismatch(self._virtual, self._handed, type(model).__name__, error)
         self._progress.failed(refused.message, lasting=True)
         return refused
 
@@ -383,3 +281,61 @@ class SparkStreamLoader(DefaultModelLoader):
             pipeline.waited_s,
         )
         source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
+
+
+def _warn_of_unmeasured(count: int) -> None:
+    if count:
+        logger.warning("sparkd: %d modules in nvfp4-a4 have no measured input: they are less accurate. %s", count, CURE)
+
+
+@contextlib.contextmanager
+def _young_garbage_only() -> Iterator[None]:
+    """Let the garbage collector look only at objects that the load creates.
+
+    vLLM and torch are a million objects, and a load creates enough for several full collections: 1.3 of the 2.6 s that it took to ask
+    9,000 tensors where they go.
+    """
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+def _mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
+    """The error for the operator in place of `error`, which came up while the class `model` was given the emitted tensor `name`."""
+    ref = source_of(virtual, name)
+    message = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
+    reason = type(error).__name__ + (f": {message}" if message else "")
+    if ref is None:
+        return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=ANOTHER_MODEL)
+    shape = f"{ref.dtype} of shape {list(ref.shape)}"
+    cure = ANOTHER_MODEL + _QUANTIZED if _NO_PLACE in message and name != ref.name else ANOTHER_MODEL
+    return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=cure)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host has no memory left; many libraries raise a RuntimeError for that."""
+    is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_ours or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+
+
+def _ended(error: BaseException) -> str:
+    """The message for the operator about a load that ended for another reason than its checkpoint."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "The load was ended from outside."
+    message = str(error).partition("\n")[0].rstrip(". ")
+    if _is_out_of_memory(error):
+        reason = message or type(error).__name__
+        return f"The memory was used up while the weights were loaded ({reason}). Free some, or choose a smaller format."
+    return f"The load ended: {type(error).__name__}" + (f": {message}." if message else ".")
+
+
+def rank_of_world() -> tuple[int, int]:
+    """(this rank, number of ranks) of the whole engine."""
+    from torch import distributed
+
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from workers.quantization.recipe import Format
+from workers.vllm.load.config import NAME
 from workers.vllm.load.packed_layers import PackedMoEMethod, PackedScheme
 from workers.vllm.symbols import symbol
 
@@ -23,8 +24,6 @@ CompressedTensorsConfig: Any = symbol("CompressedTensorsConfig")
 CompressedTensorsLinearMethod: Any = symbol("CompressedTensorsLinearMethod")
 ParallelLMHead: Any = symbol("ParallelLMHead")
 current_platform: Any = symbol("current_platform")
-
-NAME = "spark"
 
 
 class SparkConfig(CompressedTensorsConfig):

@@ -26,7 +26,7 @@ from workers.load.trace import Taken, Target, Trace
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
 from workers.vllm.load import ask_model
-from workers.vllm.load.completeness import lone_experts, refuse_unfilled, unfilled
+from workers.vllm.load.ask_model import lone_experts, refuse_unfilled, unfilled
 
 default_loader = Late("vllm.model_executor.model_loader.default_loader")
 
