@@ -29,12 +29,10 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.cache.atomic_folder import appearing
-from workers.cache.companions import companions_bytes, write_companions
-from workers.cache.layout import lay_out, neighbours
+from workers.cache.layout import companions_bytes, lay_out, neighbours, write_companions
 from workers.cache.manifest import on_device
-from workers.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.cache.store import CachedCheckpoint, find
-from workers.cache.writer import MARGIN_BYTES, bytes_of, layout_of
+from workers.cache.writer import MARGIN_BYTES, MIB, ShardWriter, Staging, bytes_of, layout_of
 from workers.files.direct_file import DirectFile
 from workers.load.input_scales import measured
 from workers.load.pipeline import Pipeline, Receivers

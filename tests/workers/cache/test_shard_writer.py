@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
 from tests.support.waiting import HUNG_S
-from workers.cache import shard_writer
 from workers.cache.layout import ShardLayout, Slot, Tensors, lay_out
-from workers.cache.shard_writer import ShardWriter, Staging
+from workers.cache.writer import ShardWriter, Staging
 from workers.files import direct_file
 from workers.files.direct_file import DirectFile
 
@@ -123,7 +122,7 @@ def test_a_tensor_that_did_not_come_whole_is_named(tmp_path: Path, came: int) ->
 
 def test_who_puts_waits_for_a_slow_disk_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes nothing until the one who waits has been told so."""
-    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    monkeypatch.setattr("workers.cache.writer.LOOK_S", 0.001)
     gate = Gate(monkeypatch)
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(12)})
     values = content(shards)
