@@ -58,8 +58,8 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one tensor. shard: its number from 0; offset: bytes from the beginning of that file."""
+class ShardTensor:
+    """One tensor in a shard. shard: its number from 0; offset: bytes from the beginning of that file."""
 
     name: str
     dtype: str
@@ -76,7 +76,7 @@ class ShardLayout:
     name: str
     header: bytes
     size_bytes: int
-    slots: tuple[Slot, ...]
+    tensors: tuple[ShardTensor, ...]
 
 
 def neighbours(tensors: Tensors) -> Tensors:
@@ -128,8 +128,11 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayou
 
 def index_json(shards: Iterable[ShardLayout]) -> bytes:
     """The content of model.safetensors.index.json."""
-    slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
-    index = {"metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)}, "weight_map": {slot.name: name for slot, name in slots}}
+    tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: name for tensor, name in tensors},
+    }
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
@@ -153,12 +156,12 @@ def _shard(number: int, count: int, group: list[tuple[str, str, tuple[int, ...],
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    slots = []
+    tensors = []
     at = len(header)
     for name, dtype, shape, nbytes in ordered:
-        slots.append(Slot(name, dtype, tuple(shape), number, at, nbytes))
+        tensors.append(ShardTensor(name, dtype, tuple(shape), number, at, nbytes))
         at += nbytes
-    return ShardLayout(f"model-{number + 1:05d}-of-{count:05d}.safetensors", header, at, tuple(slots))
+    return ShardLayout(f"model-{number + 1:05d}-of-{count:05d}.safetensors", header, at, tuple(tensors))
 
 
 def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str, Any], shards: Sequence[ShardLayout]) -> list[OwnFile]:

@@ -26,7 +26,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, clause
-from workers.cache.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, companions_bytes, lay_out, neighbours, write_companions
+from workers.cache.layout import SHARD_BYTES, ShardLayout, ShardTensor, Tensors, companions_bytes, lay_out, neighbours, write_companions
 from workers.cache.manifest import MANIFEST, USED, CacheManifest, CheckpointIdentity, OwnFile, TpSlice, entry_name, format_name
 from workers.cache.store import GIB, WRITING, find, locked, make_room, remove, turn
 from workers.files.direct_file import DirectFile
@@ -123,27 +123,27 @@ class CacheWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a copy of a tensor, after a wait for room."""
-        if (slot := self._slot(name, tensor)) is not None:
-            self._put([slot], bytes_of(tensor))
+        if (place := self._tensor_of(name, tensor)) is not None:
+            self._put([place], bytes_of(tensor))
 
     def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
         """Like `add`, for quantized tensors [names, ..] of one shape; those that are adjacent in the file are taken at once."""
-        slots = [slot for name in names if (slot := self._slot(name, stacked[0])) is not None]
+        tensors = [tensor for name in names if (tensor := self._tensor_of(name, stacked[0])) is not None]
         start = 0
-        for at in range(1, len(slots) + 1):
-            before = slots[at - 1]
-            if at < len(slots) and (slots[at].shard, slots[at].offset) == (before.shard, before.offset + before.nbytes):
+        for at in range(1, len(tensors) + 1):
+            before = tensors[at - 1]
+            if at < len(tensors) and (tensors[at].shard, tensors[at].offset) == (before.shard, before.offset + before.nbytes):
                 continue
-            self._put(slots[start:at], bytes_of(stacked[start:at]))
+            self._put(tensors[start:at], bytes_of(stacked[start:at]))
             start = at
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
         """Like `add`, for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
-        slot = None if self._writer is None else self._writer.slots.get(name)
-        if slot is None or start_byte < 0 or start_byte + view.numel() > slot.nbytes:
+        place = None if self._writer is None else self._writer.tensors.get(name)
+        if place is None or start_byte < 0 or start_byte + view.numel() > place.nbytes:
             self.abandon(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which the cache's layout does not have")
             return
-        self._put([slot], view, start_byte)
+        self._put([place], view, start_byte)
 
     def finish(self) -> str:
         """Complete the entry and return the state. Called after the load's last tensor."""
@@ -160,20 +160,20 @@ class CacheWriter:
         """End without an entry, for instance after a cancelled load, and remove the written files."""
         self._end(CheckpointError(reason))
 
-    def _slot(self, name: str, tensor: torch.Tensor) -> Slot | None:
-        """The place of a tensor. For a tensor that does not match the layout: ends the writing and returns None."""
-        slot = None if self._writer is None else self._writer.slots.get(name)
+    def _tensor_of(self, name: str, tensor: torch.Tensor) -> ShardTensor | None:
+        """The tensor's place in its shard. For a tensor that does not match the layout: ends the writing and returns None."""
+        place = None if self._writer is None else self._writer.tensors.get(name)
         code = CODES.get(tensor.dtype)
-        if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
+        if place is None or place.dtype != code or place.nbytes != tensor.numel() * tensor.element_size():
             self.abandon(f"{name} came as {code} of shape {list(tensor.shape)}, which the cache's layout does not have")
             return None
-        return slot
+        return place
 
-    def _put(self, slots: Sequence[Slot], view: torch.Tensor, start: int = 0) -> None:
+    def _put(self, tensors: Sequence[ShardTensor], view: torch.Tensor, start: int = 0) -> None:
         if self._writer is None or self.state != "writing":
             return
         try:
-            self._writer.put(slots, view, start)
+            self._writer.put(tensors, view, start)
         except (OSError, RuntimeError) as error:
             self._end(error)
 
@@ -268,14 +268,14 @@ class ShardWriter:
         waits: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         staging = staging or Staging()
-        self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
+        self.tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
         self.bytes_total = sum(shard.size_bytes for shard in shards)
         self.bytes_written = 0
         self.waited_s = 0.0
         self._shards = shards
         self._waits = waits
         self._block_bytes = staging.block_bytes
-        self._left = {name: slot.nbytes for name, slot in self.slots.items()}
+        self._left = {name: tensor.nbytes for name, tensor in self.tensors.items()}
         blocks = staging.staging_bytes // staging.block_bytes
         self._ring = Ring(staging.block_bytes, blocks, pin=staging.pin)
         self._changed = threading.Condition()
@@ -303,12 +303,12 @@ class ShardWriter:
             self._threads.append(threading.Thread(target=self._work, name=f"stream-write-{number}", daemon=True))
             self._threads[-1].start()
 
-    def put(self, slots: Sequence[Slot], view: torch.Tensor, start: int = 0) -> None:
+    def put(self, tensors: Sequence[ShardTensor], view: torch.Tensor, start: int = 0) -> None:
         """Take the bytes (uint8, 1-D) of tensors that are adjacent in a file, or, from byte `start` on, a part of one.
 
         They may change as soon as this returns, on a GPU in stream order.
         """
-        shard, begin = slots[0].shard, slots[0].offset + start
+        shard, begin = tensors[0].shard, tensors[0].offset + start
         at, stop = begin, begin + view.numel()
         while at < stop:
             number = at // self._block_bytes
@@ -320,8 +320,8 @@ class ShardWriter:
                 if block.filled == self._bytes_of(shard, number):
                     self._submit(block)
             at = end
-        for slot in slots:
-            self._left[slot.name] -= view.numel() if len(slots) == 1 else slot.nbytes
+        for tensor in tensors:
+            self._left[tensor.name] -= view.numel() if len(tensors) == 1 else tensor.nbytes
 
     def flush(self) -> None:
         """Wait until all taken bytes are in the files. Raises the error that ended the writing."""
@@ -454,7 +454,7 @@ class _Block:
 
 def layout_of(virtual: VirtualCheckpoint) -> Tensors:
     """The layout of all tensors that a virtual checkpoint emits."""
-    return {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in virtual.emitted()}
+    return {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in virtual.outputs()}
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

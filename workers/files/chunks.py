@@ -32,7 +32,7 @@ def chunks_of(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def span(size: int, index: int) -> tuple[int, int]:
+def range_of(size: int, index: int) -> tuple[int, int]:
     """(offset, bytes) of a chunk."""
     offset = index * CHUNK_BYTES
     return offset, min(CHUNK_BYTES, size - offset)

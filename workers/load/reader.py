@@ -29,7 +29,7 @@ GAP_BYTES = 32 * 1024
 _AGAIN = "Download it again"
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """One contiguous byte range to read. `key` is the caller's own; `offset` counts from the file's beginning."""
 
     key: Any
@@ -48,7 +48,7 @@ class RingExhausted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ReaderStats:
-    """bytes_read: bytes read from files so far, aligned; bytes_planned: the same at the end; bytes_wanted: the sum of the pieces.
+    """bytes_read: bytes read from files so far, aligned; bytes_planned: the same at the end; bytes_wanted: the sum of the ranges.
 
     direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring
     could not be pinned.
@@ -66,20 +66,20 @@ class ReaderStats:
 
 
 class Chunk:
-    """A part of a piece: `view` (uint8, 1-D, contiguous, in the ring) holds the piece's bytes from `start` on; `last` ends the piece.
+    """A part of a byte range: `view` (uint8, 1-D, contiguous, in the ring) holds its bytes from `start` on; `last` ends the range.
 
     The view's address is congruent to its offset in the file modulo 4096, hence aligned to a dtype only where the file is. It may be
     read until `release`.
     """
 
-    __slots__ = ("_held", "last", "piece", "start", "view")
+    __slots__ = ("_held", "byte_range", "last", "start", "view")
 
-    def __init__(self, piece: Piece, start: int, view: torch.Tensor, last: bool, held: _Held) -> None:
-        self.piece = piece
+    def __init__(self, byte_range: ByteRange, start: int, view: torch.Tensor, last: bool, held: _HeldBlock) -> None:
+        self.byte_range = byte_range
         self.start = start
         self.view = view
         self.last = last
-        self._held: _Held | None = held
+        self._held: _HeldBlock | None = held
 
     def release(self) -> None:
         """Release the chunk; its block is free once all its chunks are. From any thread, in any order; a second call has no effect."""
@@ -88,29 +88,29 @@ class Chunk:
             held.reader._release(self, held)
 
 
-class _Held:
+class _HeldBlock:
     """A block that the consumer holds, and the number of its chunks that are not released yet."""
 
-    __slots__ = ("left", "reader", "slot")
+    __slots__ = ("chunks_left", "reader", "ring_block")
 
-    def __init__(self, reader: Reader, slot: int, left: int) -> None:
+    def __init__(self, reader: Reader, ring_block: int, chunks_left: int) -> None:
         self.reader = reader
-        self.slot = slot
-        self.left = left
+        self.ring_block = ring_block
+        self.chunks_left = chunks_left
 
 
 class Reader:
-    """An iterator of chunks, in the order of `pieces`, and a context manager that ends the threads and frees the ring.
+    """An iterator of chunks, in the order of `ranges`, and a context manager that ends the threads and frees the ring.
 
-    A piece comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
-    An empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
+    A range comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
+    An empty range comes as one empty chunk. Small ranges share a block, which is free again when all their chunks are released.
 
     The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
     stays busy. If it holds all of them it would wait for itself: RingExhausted.
 
     pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
     file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: a gap of at most so many bytes
-    between two pieces is read and not skipped.
+    between two ranges is read and not skipped.
 
     Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
     chunk.
@@ -118,7 +118,7 @@ class Reader:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        ranges: Sequence[ByteRange],
         *,
         block_bytes: int = 8 * MIB,
         blocks: int = 8,
@@ -133,9 +133,9 @@ class Reader:
             )
         self.blocks = blocks
         self.ring_bytes = block_bytes * blocks
-        self._files = {path: SourceFile(path, direct=direct) for path in {piece.path: None for piece in pieces}}
-        self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, gap_bytes)
-        self._bytes_wanted = sum(piece.nbytes for piece in pieces)
+        self._files = {path: SourceFile(path, direct=direct) for path in {byte_range.path: None for byte_range in ranges}}
+        self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes, gap_bytes)
+        self._bytes_wanted = sum(byte_range.nbytes for byte_range in ranges)
         self._bytes_planned = 0
         for block in self._plan:
             for read in block.reads:
@@ -161,8 +161,8 @@ class Reader:
         self._ended_s: float | None = None
         self._waited_s = 0.0
         self._unpinned_reason: str | None = None
-        self._spans: Iterator[Span] = iter(())
-        self._held: _Held | None = None
+        self._planned: Iterator[PlannedChunk] = iter(())
+        self._held: _HeldBlock | None = None
         self._base = 0
 
     def __enter__(self) -> Reader:
@@ -179,15 +179,15 @@ class Reader:
     def __next__(self) -> Chunk:
         if self._closed:
             raise ReaderClosed("The reader is closed.")
-        span = next(self._spans, None)
-        if span is None:
+        planned = next(self._planned, None)
+        if planned is None:
             self._next_block()
-            span = next(self._spans)
+            planned = next(self._planned)
         held, tensor = self._held, self._tensor
         if held is None or tensor is None:
             raise ReaderClosed("The reader is closed.")
-        begin = self._base + span.at
-        return Chunk(span.piece, span.start, tensor[begin : begin + span.nbytes], span.last, held)
+        begin = self._base + planned.at
+        return Chunk(planned.byte_range, planned.start, tensor[begin : begin + planned.nbytes], planned.last, held)
 
     @property
     def held_blocks(self) -> int:
@@ -272,30 +272,30 @@ class Reader:
             del self._results[index]
             self._next_given += 1
             block = self._plan[index]
-            self._held = _Held(self, result, len(block.spans))
+            self._held = _HeldBlock(self, result, len(block.chunks))
             self._base = result * self._block_bytes
-            self._spans = iter(block.spans)
+            self._planned = iter(block.chunks)
 
     def _waits_for_itself(self, index: int) -> bool:
         return self._next_read == index and not self._free
 
-    def _release(self, chunk: Chunk, held: _Held) -> None:
+    def _release(self, chunk: Chunk, held: _HeldBlock) -> None:
         with self._lock:
             if chunk._held is None:
                 return
             chunk._held = None
-            held.left -= 1
-            if held.left == 0:
-                self._free.append(held.slot)
+            held.chunks_left -= 1
+            if held.chunks_left == 0:
+                self._free.append(held.ring_block)
                 self._freed.notify()
 
     def _work(self) -> None:
         """The loop of one thread. It takes the next block and a free part of the ring together, so that earlier blocks are always ahead."""
         try:
             while (task := self._take()) is not None:
-                index, slot = task
+                index, ring_block = task
                 try:
-                    result: int | BaseException = slot if self._fill(index, slot) else ReaderClosed("The reader is closed.")
+                    result: int | BaseException = ring_block if self._fill(index, ring_block) else ReaderClosed("The reader is closed.")
                 except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
                     traceback.clear_frames(raised.__traceback__)  # they hold views, which would keep a closed ring's memory
                     result = raised
@@ -322,11 +322,11 @@ class Reader:
     def _nothing_left(self) -> bool:
         return self._closed or self._failed or self._next_read == len(self._plan)
 
-    def _fill(self, index: int, slot: int) -> bool:
+    def _fill(self, index: int, ring_block: int) -> bool:
         ring = self._ring
         if ring is None:
             return False
-        memory = ring.memory(slot)
+        memory = ring.memory(ring_block)
         for read in self._plan[index].reads:
             if self._closed:
                 return False
@@ -346,10 +346,10 @@ class Reader:
                 file.close()
 
 
-class Span(NamedTuple):
-    """The part of a piece in a block: the piece's bytes from `start` on are at the block's byte `at`."""
+class PlannedChunk(NamedTuple):
+    """A chunk before it is read: the range's bytes from `start` on will be at the block's byte `at`."""
 
-    piece: Piece
+    byte_range: ByteRange
     start: int
     at: int
     nbytes: int
@@ -373,31 +373,33 @@ class Read:
 
 
 class Block(NamedTuple):
-    """The reads that fill one block of the ring, and the parts of pieces in it."""
+    """The reads that fill one block of the ring, and the chunks of ranges in it."""
 
     reads: list[Read]
-    spans: list[Span]
+    chunks: list[PlannedChunk]
 
 
-def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
-    """The blocks for these pieces, in their order. A piece that fits a block is never cut.
+def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
+    """The blocks for these ranges, in their order. A range that fits a block is never cut.
 
-    A piece that begins at most `gap_bytes` after the one before joins its read; any other piece gets a separate read, in the rest of the
-    block where that suffices. Raises CheckpointError for a piece that ends beyond its file.
+    A range that begins at most `gap_bytes` after the one before joins its read; any other range gets a separate read, in the rest of the
+    block where that suffices. Raises CheckpointError for a range that ends beyond its file.
     """
     blocks: list[Block] = []
     read: Read | None = None
-    for piece in pieces:
-        file = files[piece.path]
-        position, end = piece.offset, piece.offset + piece.nbytes
-        if position < 0 or piece.nbytes < 0:
-            raise ValueError(f"A piece of {piece.path} begins at {position} and has {piece.nbytes} bytes; neither can be negative.")
+    for byte_range in ranges:
+        file = files[byte_range.path]
+        position, end = byte_range.offset, byte_range.offset + byte_range.nbytes
+        if position < 0 or byte_range.nbytes < 0:
+            raise ValueError(
+                f"A range of {byte_range.path} begins at {position} and has {byte_range.nbytes} bytes; neither can be negative."
+            )
         if end > file.size_bytes:
             raise CheckpointError(f"the file ends at byte {file.size_bytes}, before byte {end}", file=file.path, cure=_AGAIN)
         if position == end:
             if not blocks:
                 blocks.append(Block([], []))
-            blocks[-1].spans.append(Span(piece, 0, 0, 0, True))
+            blocks[-1].chunks.append(PlannedChunk(byte_range, 0, 0, 0, True))
             continue
         whole = end - position // ALIGNMENT * ALIGNMENT <= block_bytes
         while position < end:
@@ -405,7 +407,9 @@ def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_
                 read = _next_read(blocks, read, file, position, end, block_bytes)
             stop = min(end, read.offset + read.room)
             read.wanted = max(read.wanted, stop - read.offset)
-            blocks[-1].spans.append(Span(piece, position - piece.offset, read.at + position - read.offset, stop - position, stop == end))
+            blocks[-1].chunks.append(
+                PlannedChunk(byte_range, position - byte_range.offset, read.at + position - read.offset, stop - position, stop == end)
+            )
             position = stop
     return blocks
 

@@ -21,8 +21,8 @@ from sparkd.errors import CheckpointError
 from workers.load.formats import quantizer
 from workers.load.formats.fp8_source import refuse_scale
 from workers.quantization.fusion import FUSED
-from workers.quantization.packed import Packed, PackedWeight, blocks, packed_of
-from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
+from workers.quantization.packed import Packed, PackedWeight, packed_of, packed_weights
+from workers.quantization.packed_scale import PackedScale, refuse_codes, scale_of, scale_of_weight, scales_beside
 from workers.quantization.recipe import Format
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -73,11 +73,11 @@ class MatrixRegion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SourceMatrix:
     """The place of a 2-D weight: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
 
     transposed: the file holds [K, N] where vLLM's format needs [N, K]. row_start, row_count select rows of the result (gate or up of one
-    packed block).
+    packed expert).
     """
 
     ref: TensorRef
@@ -100,34 +100,34 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
+    """One weight to quantize: received under `module`, made from `source` (and from `scale` where the source is FP8).
 
     scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
     """
 
     module: str
     format: Format
-    stored: Stored
+    source: SourceMatrix
     scale: TensorRef | None = None
-    scaled: BlockScale | None = None
+    scaled: PackedScale | None = None
     joint: str = "."
 
     @property
     def made_from(self) -> tuple[TensorRef, ...]:
-        return (self.stored.ref,) if self.scale is None else (self.stored.ref, self.scale)
+        return (self.source.ref,) if self.scale is None else (self.source.ref, self.scale)
 
     @property
     def scale_shape(self) -> tuple[int, int]:
         """[N, K] of the matrix to which `scale` belongs."""
-        return self.stored.shape if self.scaled is None else self.scaled.shape
+        return self.source.shape if self.scaled is None else self.scaled.shape
 
     def scale_origin(self, need: MatrixRegion) -> tuple[int, int]:
-        """(row, column) of the scaled matrix at which the needed part begins."""
+        """(row, column) of the scaled matrix at which the needed region begins."""
         return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Suffix -> (dtype, shape) of the emitted tensors. An int4 weight under a name of vLLM's own has no shape tensor."""
-        parts = parts_of(self.format, *self.stored.shape)
+        """Suffix -> (dtype, shape) of the tensors that vLLM receives. An int4 weight under a name of vLLM's own has no shape tensor."""
+        parts = parts_of(self.format, *self.source.shape)
         return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
 
@@ -142,10 +142,10 @@ class Unit(NamedTuple):
         return self.plain.name if self.plain is not None else ", ".join(weight.module for weight in self.weights)
 
 
-class Emitted(NamedTuple):
+class OutputTensor(NamedTuple):
     """One tensor that vLLM receives: its unit, and for a quantized one the weight and the part (`suffix`).
 
-    A tuple, like Unit and Piece, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
+    A tuple, like Unit and ByteRange, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
     """
 
     name: str
@@ -179,7 +179,7 @@ class VirtualCheckpoint:
     keep: Callable[[str], bool] = lambda _name: True
     input_scale: Callable[[str], float] = lambda _module: 1.0
     units: list[Unit] = field(init=False)
-    _emitted: list[Emitted] | None = field(init=False, default=None)
+    _outputs: list[OutputTensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
@@ -189,25 +189,25 @@ class VirtualCheckpoint:
         """The modules whose format rounds activations, each expert by itself."""
         return (weight.module for unit in self.units for weight in unit.weights if weight.format.rounds_activations)
 
-    def emitted(self) -> Sequence[Emitted]:
+    def outputs(self) -> Sequence[OutputTensor]:
         """The tensors that vLLM will see, unit by unit."""
-        if self._emitted is None:
-            self._emitted = self._all_emitted()
-        return self._emitted
+        if self._outputs is None:
+            self._outputs = self._all_outputs()
+        return self._outputs
 
-    def _all_emitted(self) -> list[Emitted]:
-        emitted: list[Emitted] = []
+    def _all_outputs(self) -> list[OutputTensor]:
+        outputs: list[OutputTensor] = []
         for index, unit in enumerate(self.units):
             if unit.plain is not None:
-                emitted.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
+                outputs.append(OutputTensor(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
             for number, weight in enumerate(unit.weights):
                 for suffix, (dtype, shape) in weight.parts().items():
-                    emitted.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
-        return emitted
+                    outputs.append(OutputTensor(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
+        return outputs
 
     @property
-    def emitted_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.emitted())
+    def output_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.outputs())
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:
@@ -236,8 +236,8 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 
 def _group(weight: Weight) -> str:
-    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed block are read together."""
-    if weight.format.weight_name != "nvfp4" and weight.stored.row_count is None:
+    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed expert are read together."""
+    if weight.format.weight_name != "nvfp4" and weight.source.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
     return f"{parent}.{_LEADER.get(last, last)}"
@@ -276,7 +276,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
             tensor=ref.name,
             cure=f"{module}.weight_scale_inv or .weight_scale is expected",
         )
-    return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
+    return [Weight(module, form, SourceMatrix(ref, ref.offset, *ref.shape), scale)]
 
 
 def _made(form: Format) -> str:
@@ -304,16 +304,24 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
         scale = scale_of(ref, packed.module, checkpoint.tensors)
         used.update(scales_beside(packed.module, checkpoint.tensors))
 
-    def weight_of(block: PackedWeight) -> Weight:
-        stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
+    def weight_of(packed_weight: PackedWeight) -> Weight:
+        source = SourceMatrix(
+            ref,
+            ref.offset + packed_weight.expert * size,
+            rows,
+            cols,
+            packed_weight.transposed,
+            packed_weight.row_start,
+            row_count=packed_weight.row_count,
+        )
         if scale is None:
-            return Weight(block.module, form, stored, joint=block.joint)
-        scaled = block_scale(ref, block, scale)
-        return Weight(block.module, form, stored, scaled.ref, scaled, block.joint)
+            return Weight(packed_weight.module, form, source, joint=packed_weight.joint)
+        scaled = scale_of_weight(ref, packed_weight, scale)
+        return Weight(packed_weight.module, form, source, scaled.ref, scaled, packed_weight.joint)
 
-    weights = [weight_of(block) for block in blocks(ref, packed, checkpoint)]
+    weights = [weight_of(one) for one in packed_weights(ref, packed, checkpoint)]
     for weight in weights[:2]:
-        quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
+        quantizer(form).check(weight.module, *weight.source.shape, file=ref.path)
     return weights
 
 
@@ -323,6 +331,6 @@ def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
     def place(unit: Unit) -> tuple[int, int]:
         if unit.plain is not None:
             return shard[unit.plain.path], unit.plain.offset
-        return min((shard[weight.stored.ref.path], weight.stored.offset) for weight in unit.weights)
+        return min((shard[weight.source.ref.path], weight.source.offset) for weight in unit.weights)
 
     return sorted(units, key=place)

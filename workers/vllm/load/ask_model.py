@@ -16,7 +16,7 @@ import torch
 
 from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
-from workers.load.trace import Trace, answered, families, phantoms
+from workers.load.trace import Trace, expert_families, inferred_targets, phantoms
 from workers.load.virtual import DTYPES, VirtualCheckpoint
 from workers.quantization.fusion import EXPERT
 from workers.vllm.symbols import symbol
@@ -24,7 +24,7 @@ from workers.vllm.symbols import symbol
 logger = logging.getLogger("vllm.sparkd.stream")
 
 Check = Callable[[torch.nn.Module, set[str]], None]
-Span = tuple[int, int]  # the first and the last element in a storage
+ElementRange = tuple[int, int]  # the first and the last element in a storage
 
 _NAMED = 3
 ANOTHER_MODEL = "Check that config.json and the shards are of one model, and download them again"
@@ -52,15 +52,14 @@ def ask(
     CheckpointError for a checkpoint that lacks a weight, and where the model requires a tensor that the checkpoint lacks.
     """
     trace = Trace()
-    emitted = virtual.emitted()
-    alike = [] if _experts_are_spread() else families(emitted)
-    skipped = {name for family in alike for name in family.followers}
-    wanted = [tensor for tensor in emitted if tensor.name not in skipped]
+    families = [] if _experts_are_spread() else expert_families(virtual.outputs())
+    untraced = {name for family in families for name in family.untraced}
+    wanted = [tensor for tensor in virtual.outputs() if tensor.name not in untraced]
     try:
         with torch.no_grad():
             loaded = model.load_weights(phantoms(((tensor.name, tensor.shape, tensor.dtype) for tensor in wanted), device, trace))
     except (KeyError, AttributeError) as error:
-        ref = source_of(virtual, next(reversed(trace.taken), ""))
+        ref = source_of(virtual, next(reversed(trace.tensors), ""))
         raise CheckpointError(
             f"this vLLM's {type(model).__name__} has no parameter for its quantized form ({type(error).__name__}: {error})",
             file=None if ref is None else ref.path,
@@ -77,10 +76,10 @@ def ask(
             error,
         )
         return None
-    if any(tensor.name not in trace.taken for tensor in wanted):
+    if any(tensor.name not in trace.tensors for tensor in wanted):
         return None
     _refuse_integers(virtual, trace)
-    trace.straight = answered(alike, trace.taken)
+    trace.direct_targets = inferred_targets(families, trace.tensors)
     if check is not None and loaded is not None and fills_all(model, model_config, virtual):
         experts = None if _experts_are_spread() else model_config.get_num_experts()
         refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
@@ -95,23 +94,23 @@ def fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpo
 
 
 def source_of(virtual: VirtualCheckpoint, name: str) -> TensorRef | None:
-    """The checkpoint's tensor that an emitted one is made from."""
-    emitted = next((emitted for emitted in virtual.emitted() if emitted.name == name), None)
-    if emitted is None:
+    """The checkpoint's tensor from which a tensor of the virtual checkpoint is made."""
+    output = next((output for output in virtual.outputs() if output.name == name), None)
+    if output is None:
         return None
-    unit = virtual.units[emitted.unit]
-    return unit.plain if emitted.weight is None else unit.weights[emitted.weight].stored.ref
+    unit = virtual.units[output.unit]
+    return unit.plain if output.weight is None else unit.weights[output.weight].source.ref
 
 
 def _refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
     """Raise CheckpointError for integers of 16 bits or more that would be loaded into a floating-point matrix: torch would convert them."""
     for unit in virtual.units:
         ref = unit.plain
-        if ref is None or len(ref.shape) < 2 or not _is_integer(ref) or (taken := trace.taken.get(ref.name)) is None:
+        if ref is None or len(ref.shape) < 2 or not _is_integer(ref) or (traced := trace.tensors.get(ref.name)) is None:
             continue
-        if taken.target is not None and taken.target.memory.is_floating_point():
+        if traced.target is not None and traced.target.memory.is_floating_point():
             raise CheckpointError(
-                f"it holds {ref.dtype}, and the model has {taken.target.memory.dtype} there".replace("torch.", ""),
+                f"it holds {ref.dtype}, and the model has {traced.target.memory.dtype} there".replace("torch.", ""),
                 file=ref.path,
                 tensor=ref.name,
                 cure=ANOTHER_MODEL,
@@ -146,8 +145,8 @@ def refuse_unfilled(
 def lone_experts(trace: Trace) -> Iterator[str]:
     """Matrices that one expert lacks and its neighbours have, if the model takes that kind."""
     layers: dict[str, dict[str, set[int]]] = {}
-    for name, taken in trace.taken.items():
-        if taken.region is not None and (expert := EXPERT.search(name)) is not None:
+    for name, traced in trace.tensors.items():
+        if traced.region is not None and (expert := EXPERT.search(name)) is not None:
             layers.setdefault(name[: expert.start(1)], {}).setdefault(name[expert.end(1) :], set()).add(int(expert[1]))
     for prefix, kinds in layers.items():
         every = set().union(*kinds.values())
@@ -179,15 +178,15 @@ def unfilled(model: torch.nn.Module, trace: Trace, loaded: Collection[str], chec
             yield f"{_shown(name)} ({', '.join(parts)})"
 
 
-def _reached(trace: Trace) -> tuple[dict[int, list[Span]], set[int]]:
+def _reached(trace: Trace) -> tuple[dict[int, list[ElementRange]], set[int]]:
     """(what of each storage a copy reaches; the storages in which that is not all, because a tensor beside them is not simply copied)."""
-    reached: dict[int, list[Span]] = {}
+    reached: dict[int, list[ElementRange]] = {}
     modules: dict[int, set[str]] = {}
     unclear: set[str] = set()
     known: dict[int, tuple[int, int]] = {}  # thousands of experts have one `like`
-    for name, taken in trace.taken.items():
-        target = trace.straight.get(name, taken.target)
-        if taken.region is not None and (target is None or not taken.once):
+    for name, traced in trace.tensors.items():
+        target = trace.direct_targets.get(name, traced.target)
+        if traced.region is not None and (target is None or not traced.once):
             unclear.add(_module(name))
         if target is None:
             continue
@@ -200,14 +199,16 @@ def _reached(trace: Trace) -> tuple[dict[int, list[Span]], set[int]]:
     return reached, {storage for storage, names in modules.items() if names & unclear}
 
 
-def _untouched(module: torch.nn.Module, name: str, parameter: torch.Tensor, spans: Sequence[Span], experts: int | None) -> Iterator[str]:
+def _untouched(
+    module: torch.nn.Module, name: str, parameter: torch.Tensor, reached: Sequence[ElementRange], experts: int | None
+) -> Iterator[str]:
     """The experts, or the parts of a fused matrix, that no copy reaches."""
     rows, widths = parameter.shape[:1], getattr(module, "output_partition_sizes", None) or []
     is_stack = name.startswith(("w13_", "w2_")) and rows == (experts,)
     if not parameter.is_contiguous() or not (is_stack or (len(widths) > 1 and rows == (sum(widths),))):
         return
     touched = [False] * parameter.shape[0]
-    for start, stop in spans:
+    for start, stop in reached:
         first, last = ((at - parameter.storage_offset()) // parameter.stride(0) for at in (start, stop))
         touched[max(0, first) : last + 1] = [True] * (min(last + 1, len(touched)) - max(0, first))
     if is_stack:

@@ -21,7 +21,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.layout import Tensors
-from workers.cache.load_session import LoadSession, parts_key, virtual_of
+from workers.cache.load_session import LoadSession, layout_key, virtual_of
 from workers.cache.manifest import TpSlice, on_device
 from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
 from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
@@ -70,7 +70,7 @@ class SparkStreamLoader(DefaultModelLoader):
         self._source: LoadSession | None = None
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
-        self._handed = ""
+        self._placing = ""
         self._unmeasured = 0
         self._calibration: str | None = None
         if current_platform.is_cpu():
@@ -127,7 +127,7 @@ class SparkStreamLoader(DefaultModelLoader):
         if not (is_placing and is_mismatch) or self._virtual is None:
             self._progress.failed(_ended(error))
             return None
-        refused = _mismatch(self._virtual, self._handed, type(model).__name__, error)
+        refused = _mismatch(self._virtual, self._placing, type(model).__name__, error)
         self._progress.failed(refused.message, lasting=True)
         return refused
 
@@ -225,16 +225,16 @@ class SparkStreamLoader(DefaultModelLoader):
                 if writer.state == "writing":
                     source.write_whole(writer)
             return
-        parts = source.pipeline.handed()
-        recipe["parts"] = parts_key(parts)
+        sink_layout = source.pipeline.sink_layout()
+        recipe["parts"] = layout_key(sink_layout)
         if (own := find(cache_dir, checkpoint, recipe, rank, say=logger.info)) is not None:
             _warn_of_unmeasured(own.unmeasured_inputs)
-            source.read_parts(own, parts)
+            source.read_own(own, sink_layout)
             return
-        layout = {name: (CODES[part.dtype], part.shape) for name, part in parts.items()}
+        layout = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in sink_layout.items()}
         writer = self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout)
         if writer.state == "writing":
-            source.write_parts(writer)
+            source.write_own(writer)
 
     def _writer(
         self,
@@ -258,29 +258,29 @@ class SparkStreamLoader(DefaultModelLoader):
     def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
-            for self._handed, tensor in source.tensors():
-                yield self._handed, tensor
+            for self._placing, tensor in source.tensors():
+                yield self._placing, tensor
             source.finish()
         finally:
             source.close()
         for more in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(more)
         seconds = max(time.perf_counter() - started, 1e-9)
-        pipeline = source.pipeline
-        for reason in (pipeline.fallback_reason, pipeline.unpinned_reason):
+        stats = source.pipeline.stats
+        for reason in (stats.fallback_reason, stats.unpinned_reason):
             if reason:
                 logger.warning("sparkd: %s", reason)
         logger.info(
             "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
-            pipeline.units_total,
-            pipeline.bytes_read / 2**30,
+            source.pipeline.units_total,
+            stats.bytes_read / 2**30,
             "checkpoint" if source.cached is None else "quantized cache",
             seconds,
-            pipeline.bytes_read / seconds / 1e9,
-            " past the page cache" if pipeline.direct else "",
-            pipeline.waited_s,
+            stats.bytes_read / seconds / 1e9,
+            " past the page cache" if stats.direct else "",
+            stats.waited_s,
         )
-        source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
+        source.progress.done(stats.bytes_read, stats.direct)
 
 
 def _warn_of_unmeasured(count: int) -> None:
@@ -306,7 +306,7 @@ def _young_garbage_only() -> Iterator[None]:
 
 
 def _mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
-    """The error for the operator in place of `error`, which came up while the class `model` was given the emitted tensor `name`."""
+    """The error for the operator in place of `error`, which came up while the class `model` was given the tensor `name`."""
     ref = source_of(virtual, name)
     message = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
     reason = type(error).__name__ + (f": {message}" if message else "")

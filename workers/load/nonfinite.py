@@ -31,7 +31,7 @@ _MAY_BE_INFINITE = ("_min", "_max", ".input_scale", ".input_global_scale")
 _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?)$")
 
 
-class Finite:
+class NonFiniteCheck:
     """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
     other than weights. left_out: names of tensors that the model does not take; `damaged` has the bad ones, which are not refused."""
 
