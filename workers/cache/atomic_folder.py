@@ -1,4 +1,4 @@
-"""Makes a checkpoint's folder appear only when it is complete. Never writes a file of it.
+"""Makes a checkpoint's folder appear only when it is complete.
 
 A new folder appears by one rename. An existing empty folder may be a mount point, the target of a link, or inside a folder that this user
 may not write to, so nothing is renamed onto it: the files are written in a folder inside it and move up, `config.json` last, because no

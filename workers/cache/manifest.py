@@ -1,4 +1,4 @@
-"""Owns a cached checkpoint's own description: its source, its recipe and its files. Never touches weights, never imports torch."""
+"""A cached checkpoint's own description: its source, its recipe and its files. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Never writes weights, never imports torch.
+"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Imports no torch.
 
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
 A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being

@@ -1,4 +1,4 @@
-"""Owns the chunks in which a model's files are copied, and their sums. Never opens a socket."""
+"""The chunks in which a model's files are copied, and their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns one file while it is fetched: the part on disk, the sums of what was verified of it, and its end. Never talks to the other node."""
+"""One file while it is fetched: the part on disk, the sums of its verified chunks, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches one model's files from a node that serves them, by several connections over every rail. Never asks for another file.
+"""Fetches one model's files from a node that serves them, by several connections over every rail.
 
 A program: `python -m workers.files.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":

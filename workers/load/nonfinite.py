@@ -1,4 +1,4 @@
-"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once. Never keeps a tensor.
+"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once.
 
 A flag is the least or largest value of a tensor, in which a NaN or an infinity shows: one reduction for each tensor, no further memory and
 no wait. Several tensors may share a flag; the loader reads their files to find the bad one only once the flag shows a fault.

@@ -1,4 +1,4 @@
-"""Writes the progress of a load to its section of the rank's report. Never fails a load: a write error loses only the progress."""
+"""Writes the progress of a load to its section of the rank's report; a write error loses only the progress."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class TensorRead(NamedTuple):
 class WeightPlan:
     """The reads of one weight of a unit.
 
-    number: of the weight in `unit.weights`. need: the region that this rank needs. file_region: the region of the file's matrix to read for it.
+    number: of the weight in `unit.weights`. need: the region that this rank needs. file_region: the region of the file's matrix to read.
     read, scale_read: the numbers of the plan's reads with that region and with an FP8 source's scales, None without scales.
     restated: the new format keeps the source's own codes and scales, without rounding.
     """

@@ -1,4 +1,4 @@
-"""Runs a checkpoint unquantized, with transformers, for a measurement of it. Never keeps a result."""
+"""Runs a checkpoint unquantized, with transformers, for a measurement of it."""
 
 from __future__ import annotations
 

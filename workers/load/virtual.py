@@ -1,5 +1,4 @@
-"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made. Never
-reads weights, never touches a device.
+"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made.
 
 A checkpoint is cut into units. A unit is the least that must be in memory at once: one tensor that passes through, one weight to quantize,
 or several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units are in the order of their

@@ -1,4 +1,4 @@
-"""Owns the walk over a checkpoint that gives each weight its format, and one format to all weights that vLLM fuses into one matrix."""
+"""Walks over a checkpoint and gives each weight its format, and one format to all weights that vLLM fuses into one matrix."""
 
 from __future__ import annotations
 

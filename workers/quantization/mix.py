@@ -1,4 +1,4 @@
-"""Owns the choice of `quantize: best`: a format for each unit within a budget of bytes, at the least error, as a plain recipe.
+"""Chooses `quantize: best`: a format for each unit within a budget of bytes, at the least error, as a plain recipe.
 
 The error of a unit in a format is the sensitivity of its class times the squared relative error of that format. Every unit begins in its
 smallest format. Then the move to a larger one that saves most error for its bytes is made, again and again, as long as one fits into the

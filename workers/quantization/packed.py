@@ -1,5 +1,4 @@
-"""Maps experts that a checkpoint packs into one tensor [experts, ., .] to single weights and vLLM's names for them. Never reads a weight,
-never imports torch or vLLM.
+"""Maps experts that a checkpoint packs into one tensor [experts, ., .] to single weights and vLLM's names for them. Imports no torch.
 
 Three layouts are known. Most models keep gate behind up in one matrix and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
 gpt-oss interleaves their rows, has biases, and its class takes both halves as one (`experts.0.w13_weight`, models/gpt_oss.py of 0.32,

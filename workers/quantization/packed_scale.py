@@ -1,4 +1,4 @@
-"""Finds the part of a scale that belongs to one weight of a packed FP8 tensor. Never reads a weight, never imports torch or vLLM.
+"""Finds the part of a scale that belongs to one weight of a packed FP8 tensor. Imports no torch.
 
 Checkpoints store three kinds of scales for `experts.gate_up_proj` [experts, ., .]:
 

@@ -1,4 +1,4 @@
-"""Owns which weight of a checkpoint gets which format. Never reads a weight, never imports torch.
+"""A recipe: which weight of a checkpoint gets which format. Imports no torch.
 
 `quantize:` is a format (nvfp4, nvfp4-a4, mxfp4, int4-g32, int4-g64, int4-g128, nf4-g32 to nf4-g512, fp8, fp8-block, bf16; int4 is
 int4-g128, nf4 is nf4-g64) or a mapping:

@@ -1,4 +1,4 @@
-"""Owns the units of a checkpoint, which are the weights that must have one format, with their bytes in each. Never chooses a format.
+"""The units of a checkpoint for a mix: weights that must have one format, with their bytes in each.
 
 A unit is what `group_of` joins: the parts of a matrix that vLLM fuses, or all experts of a layer.
 """

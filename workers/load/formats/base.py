@@ -1,4 +1,4 @@
-"""Owns the interface of every quantizer, and cuts a weight so that temporaries stay small. It never knows a format's encoding."""
+"""The interface of every quantizer, which works on slices of a weight so that temporaries stay small."""
 
 from __future__ import annotations
 

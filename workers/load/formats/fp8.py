@@ -1,4 +1,4 @@
-"""FP8 weights (E4M3), scaled per output channel or per 128x128 block. It never quantizes activations."""
+"""FP8 weights (E4M3), scaled per output channel or per 128x128 block."""
 
 from __future__ import annotations
 

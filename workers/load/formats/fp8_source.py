@@ -1,5 +1,5 @@
 """Weights that a checkpoint stores in FP8: dequantized to the precision that another format is quantized from, or rearranged into a layout
-that keeps their codes and scales. Never reads a file."""
+that keeps their codes and scales."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures how large the inputs of a model's layers become over a text, for formats whose activations have four bits. Writes nothing but
-its answer.
+"""Measures how large the inputs of a model's layers become over a text, for formats whose activations have four bits.
 
 The program is a child of a loading rank: it reads {"folder": PATH, "free_bytes": NUMBER, "text": TEXT, "parent": PID} from stdin and
 writes one JSON line, {"largest": {PARAMETER: MAGNITUDE}}. A parameter has transformers' own name, without `.weight`; experts that

@@ -1,5 +1,4 @@
-"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none. Never
-decides a format, never reads a weight.
+"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none.
 
 Importing this module imports vLLM. The configuration is the `quantization_config` of workers/vllm/load/config.py under the name `spark`,
 so a streamed model and an exported checkpoint have the same description.
