@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from workers.cache.store import CachedCheckpoint
-from workers.cache.writer import CacheWriter
+from workers.cache.store import CachedCheckpoint, find
+from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
 from workers.load.pipeline import SHAPE, Needed, Pipeline, Receivers, SinkTensor
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.trace import Target, Trace, target_within
 from workers.load.virtual import VirtualCheckpoint
+
+logger = logging.getLogger("vllm.sparkd.stream")
 
 
 @dataclass(slots=True)
@@ -39,6 +42,25 @@ class LoadSession:
     def __post_init__(self) -> None:
         self._read(self.virtual, needed_of(self.trace), {} if self.trace is None else self.trace.direct_targets)
 
+    def use_cache(self, cache_dir: str, content: CacheContent, limit_bytes: int | None, rank: tuple[int, int]) -> None:
+        """Write the cache that there is not yet. One of several ranks has a cache of its own, and reads it where it is there.
+
+        content: its layout and its slice are set here. rank: (this rank, number of ranks).
+        """
+        if rank == (0, 1):
+            if self.takes_most():
+                writer = self._writer(cache_dir, replace(content, layout=layout_of(self.virtual)), limit_bytes)
+                if writer is not None:
+                    self.write_whole(writer)
+            return
+        sink_layout = self.pipeline.sink_layout()
+        layout = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in sink_layout.items()}
+        own = replace(content, recipe={**content.recipe, "parts": layout_key(sink_layout)}, tp_slice=rank, layout=layout)
+        if (cached := find(cache_dir, own.checkpoint, own.recipe, rank, say=logger.info)) is not None:
+            self.read_own(cached, sink_layout)
+        else:
+            self.writer = self.pipeline.sink = self._writer(cache_dir, own, limit_bytes)
+
     def takes_most(self) -> bool:
         """Whether the model takes more than half of the checkpoint. A draft in the folder of its target does not."""
         if self.trace is None:
@@ -56,16 +78,19 @@ class LoadSession:
             self._read(self.virtual, needed, self.trace.direct_targets)
         self.pipeline.sink = writer
 
-    def write_own(self, writer: CacheWriter) -> None:
-        """Hand to the writer what this rank reads."""
-        self.writer = self.pipeline.sink = writer
-
     def read_own(self, cached: CachedCheckpoint, layout: Mapping[str, SinkTensor]) -> None:
         """Read this rank's own cache, which has these tensors."""
         self.cached = cached
         self.layout = {name: part for name, part in layout.items() if not name.endswith(f".{SHAPE}")}
         # A tensor of which the cache has a region goes to the target of that region.
         self._read(virtual_of(cached, self.layout.__contains__), Needed(), self._targets())
+
+    def begin(self, spellings: Sequence[str]) -> None:
+        """Called before `tensors`: release the targets that are not used, and report what is read. spellings: of the formats."""
+        if self.trace is not None:
+            self.trace.forget_targets()
+        source = "checkpoint" if self.cached is None else "cache"
+        self.progress.begin(self.pipeline.bytes_total, self.pipeline.units_total, " ".join(spellings) or "bf16", source)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors for the model's own loader; the pipeline places the others itself. Raises CheckpointError."""
@@ -90,6 +115,11 @@ class LoadSession:
             self.writer.abandon("the load ended before its last tensor")
         if self.cached is not None:
             self.cached.close()
+
+    def _writer(self, cache_dir: str, content: CacheContent, limit_bytes: int | None) -> CacheWriter | None:
+        """The writer of a new entry; None where it cannot be written."""
+        writer = CacheWriter(cache_dir, content, limit_bytes, device=self.device, on_state=self.progress.cache)
+        return writer if writer.state == "writing" else None
 
     def _read(self, virtual: VirtualCheckpoint, needed: Needed, direct_targets: dict[str, Target]) -> None:
         receivers = Receivers(watcher=self.progress, direct_targets=direct_targets)

@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
-from workers.cache.layout import Tensors
-from workers.cache.load_session import LoadSession, layout_key, virtual_of
-from workers.cache.manifest import TpSlice, on_device
+from workers.cache.load_session import LoadSession, virtual_of
+from workers.cache.manifest import on_device
 from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
-from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
+from workers.cache.writer import CacheContent
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
@@ -67,12 +66,10 @@ class SparkStreamLoader(DefaultModelLoader):
         plain.load_format = "safetensors"
         super().__init__(plain)
         self._virtual: VirtualCheckpoint | None = None
-        self._source: LoadSession | None = None
+        self._session: LoadSession | None = None
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._placing = ""
-        self._unmeasured = 0
-        self._calibration: str | None = None
         if current_platform.is_cpu():
             try:
                 register_linear_kernels()
@@ -104,13 +101,13 @@ class SparkStreamLoader(DefaultModelLoader):
                 raise
             raise refused from error
         finally:
-            self._source = None
+            self._session = None
 
     def _abandon(self) -> None:
         if self._tensors is not None:
             self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
-        if self._source is not None:
-            self._source.close()  # closing a generator that never ran closes nothing
+        if self._session is not None:
+            self._session.close()  # closing a generator that never ran closes nothing
 
     def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
         """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
@@ -139,15 +136,21 @@ class SparkStreamLoader(DefaultModelLoader):
         return self._tensors
 
     def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
+        """The session of this load: from the cache entry that holds the whole model, or else from the checkpoint."""
         checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
         device = next(model.parameters()).device
+        recipe, cache_dir = self._settings.recipe, self._settings.cache_dir
         if device.type == "cuda":
             repack_in_place()
-            if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
+            if recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
                 logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
-        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint, device)) is not None:
+        is_spark = model_config.quantization == NAME
+        cache_recipe = on_device(recipe.canonical(), device.type)
+        entry = find(cache_dir, checkpoint, cache_recipe, say=logger.info) if is_spark and cache_dir is not None else None
+        if entry is not None:
             try:
-                return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
+                session = self._session_of(virtual_of(entry), model_config, model, checkpoint, progress, entry)
+                return self._begun(session, entry.spellings)
             except CheckpointError as error:
                 # If the checkpoint has the same fault, reading it raises the error again.
                 logger.info(
@@ -157,37 +160,43 @@ class SparkStreamLoader(DefaultModelLoader):
             except BaseException:
                 entry.close()
                 raise
-        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
+        formats = recipe.assign(checkpoint) if is_spark else {}
+        spellings = sorted({form.spelling for form in formats.values()})
         virtual = VirtualCheckpoint(checkpoint, formats)
+        unmeasured, calibration = 0, None
         if any(form.rounds_activations for form in formats.values()):
             progress.begin(0, 0, "", "calibration")
-            text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
+            text = text_of(recipe.calibration)
             # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
             # for no longer than gloo does, which is less than a large model takes.
             inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
-            self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
             virtual.input_scale = inputs.of
-            self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)
-            _warn_of_unmeasured(self._unmeasured)
-        return self._source_of(virtual, formats, model_config, model, device, checkpoint, progress)
+            unmeasured = inputs.unmeasured(virtual.rounded_inputs)
+            _warn_of_unmeasured(unmeasured)
+        session = self._session_of(virtual, model_config, model, checkpoint, progress)
+        if formats and cache_dir is not None:
+            described = quantization_config(formats, linear_modules(checkpoint))
+            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured, CALIBRATION: calibration}
+            content = CacheContent(checkpoint, cache_recipe, None, described, {}, notes)
+            session.use_cache(cache_dir, content, self._settings.cache_limit_bytes, rank_of_world())
+        return self._begun(session, spellings)
 
-    def _source_of(
+    def _session_of(
         self,
         virtual: VirtualCheckpoint,
-        formats: Mapping[str, Any],
         model_config: Any,
         model: torch.nn.Module,
-        device: torch.device,
         checkpoint: Checkpoint,
         progress: ProgressFile,
         entry: CachedCheckpoint | None = None,
     ) -> LoadSession:
         """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
         self._virtual = virtual
+        device = next(model.parameters()).device
         check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
-        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
-        if entry is not None:
-            _warn_of_unmeasured(entry.unmeasured_inputs)
+        is_quantized = bool(virtual.formats) or entry is not None
+        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=is_quantized, check=check)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
@@ -195,92 +204,41 @@ class SparkStreamLoader(DefaultModelLoader):
             pin=device.type == "cuda",
             direct=self._settings.direct,
         )
-        source = self._source = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
-        if formats and self._settings.cache_dir is not None:
-            self._beside_cache(source, checkpoint, formats, self._settings.cache_dir)
-        if trace is not None:
-            trace.forget_targets()
-        spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
-        progress.begin(
-            source.pipeline.bytes_total,
-            source.pipeline.units_total,
-            " ".join(spellings),
-            "checkpoint" if source.cached is None else "cache",
-        )
-        return source
+        self._session = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
+        return self._session
 
-    def _whole_entry(self, checkpoint: Checkpoint, device: torch.device) -> CachedCheckpoint | None:
-        """The quantized cache of the whole model; None if there is none."""
-        if (cache_dir := self._settings.cache_dir) is None:
-            return None
-        return find(cache_dir, checkpoint, on_device(self._settings.recipe.canonical(), device.type), say=logger.info)
+    def _begun(self, session: LoadSession, spellings: Sequence[str]) -> LoadSession:
+        if session.cached is not None:
+            _warn_of_unmeasured(session.cached.unmeasured_inputs)
+        session.begin(spellings)
+        return session
 
-    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], cache_dir: str) -> None:
-        """Let the session write the cache that there is not yet; on one of several ranks it is a cache of its own, which it reads where it
-        has one."""
-        recipe, rank = dict(on_device(self._settings.recipe.canonical(), source.device.type)), rank_of_world()
-        if rank == (0, 1):
-            if source.takes_most():
-                writer = self._writer(source, checkpoint, formats, cache_dir, recipe, None, layout_of(source.virtual))
-                if writer.state == "writing":
-                    source.write_whole(writer)
-            return
-        sink_layout = source.pipeline.sink_layout()
-        recipe["parts"] = layout_key(sink_layout)
-        if (own := find(cache_dir, checkpoint, recipe, rank, say=logger.info)) is not None:
-            _warn_of_unmeasured(own.unmeasured_inputs)
-            source.read_own(own, sink_layout)
-            return
-        layout = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in sink_layout.items()}
-        writer = self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout)
-        if writer.state == "writing":
-            source.write_own(writer)
-
-    def _writer(
-        self,
-        source: LoadSession,
-        checkpoint: Checkpoint,
-        formats: Mapping[str, Any],
-        cache_dir: str,
-        recipe: Mapping[str, Any],
-        tp_slice: TpSlice,
-        layout: Tensors,
-    ) -> CacheWriter:
-        notes = {
-            SPELLINGS: sorted({form.spelling for form in formats.values()}),
-            UNMEASURED_INPUTS: self._unmeasured,
-            CALIBRATION: self._calibration,
-        }
-        described = quantization_config(formats, linear_modules(checkpoint))
-        content = CacheContent(checkpoint, recipe, tp_slice, described, layout, notes)
-        return CacheWriter(cache_dir, content, self._settings.cache_limit_bytes, device=source.device, on_state=source.progress.cache)
-
-    def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
+    def _streamed(self, session: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
-            for self._placing, tensor in source.tensors():
+            for self._placing, tensor in session.tensors():
                 yield self._placing, tensor
-            source.finish()
+            session.finish()
         finally:
-            source.close()
+            session.close()
         for more in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(more)
         seconds = max(time.perf_counter() - started, 1e-9)
-        stats = source.pipeline.stats
+        stats = session.pipeline.stats
         for reason in (stats.fallback_reason, stats.unpinned_reason):
             if reason:
                 logger.warning("sparkd: %s", reason)
         logger.info(
             "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
-            source.pipeline.units_total,
+            session.pipeline.units_total,
             stats.bytes_read / 2**30,
-            "checkpoint" if source.cached is None else "quantized cache",
+            "checkpoint" if session.cached is None else "quantized cache",
             seconds,
             stats.bytes_read / seconds / 1e9,
             " past the page cache" if stats.direct else "",
             stats.waited_s,
         )
-        source.progress.done(stats.bytes_read, stats.direct)
+        session.progress.done(stats.bytes_read, stats.direct)
 
 
 def _warn_of_unmeasured(count: int) -> None:
