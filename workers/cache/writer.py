@@ -324,7 +324,7 @@ class ShardWriter:
             self._left[tensor.name] -= view.numel() if len(tensors) == 1 else tensor.nbytes
 
     def flush(self) -> None:
-        """Wait until all taken bytes are in the files. Raises the error that ended the writing."""
+        """Wait until all bytes of `put` are in the files. Raises the error that ended the writing."""
         with self._changed:
             for block in list(self._blocks.values()):
                 self._submit(block)
@@ -453,7 +453,7 @@ class _Block:
 
 
 def layout_of(virtual: VirtualCheckpoint) -> Tensors:
-    """The layout of all tensors that a virtual checkpoint emits."""
+    """The layout of all tensors of a virtual checkpoint."""
     return {tensor.name: (CODES[tensor.dtype], tensor.shape) for tensor in virtual.outputs()}
 
 

@@ -79,7 +79,7 @@ class DeviceFeed:
 
     @contextlib.contextmanager
     def staged(self, fills: Sequence[tuple[TensorRead, int]], nbytes: int) -> Iterator[torch.Tensor]:
-        """uint8 [nbytes] on the device with each read at its offset, valid within the block; the block after the next one overwrites it.
+        """uint8 [nbytes] on the device with each read at its offset, valid within the `with`; the one after the next overwrites it.
 
         So the next batch crosses the bus while the device works on one batch.
         """

@@ -379,6 +379,6 @@ def _whole(output: OutputTensor, weight: Weight, need: MatrixRegion, part: torch
 
 
 def _place(output: OutputTensor, weight: Weight, need: MatrixRegion) -> tuple[int, int]:
-    """(row, column) at which the needed region begins in an emitted part of a weight."""
+    """(row, column) at which the needed region of a weight begins in one of its parts."""
     n, k = weight.source.shape
     return need.row_start // -(-n // output.shape[0]), need.col_start // -(-k // output.shape[1])

@@ -54,7 +54,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class TensorTrace:
-    """The part of one tensor that the model has taken: `region` is the smallest one that contains every copy, None without a copy.
+    """The part of one tensor that the model takes: `region` is the smallest one that contains every copy, None without a copy.
 
     once: the model copied it exactly once and did nothing else with it, so its bytes may go directly to `target`.
     """
@@ -402,7 +402,7 @@ def place_stacked(targets: Sequence[Target], stacked: torch.Tensor) -> None:
 
 
 def evenly_spaced(targets: Sequence[Target | None]) -> Iterator[tuple[int, int]]:
-    """Cut a sequence into (first, end) of targets that are evenly spaced and taken in the same way; a None is alone."""
+    """Cut a sequence into (first, end) of targets that are evenly spaced and take the same region; a None is alone."""
     start = 0
     step: int | None = None
     for at in range(1, len(targets) + 1):
