@@ -26,7 +26,7 @@ from workers.rank.spec import SOCKET_PATH_BYTES, RankSpec
 KEEP_ALIVE_S = 75
 # vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
 HEADLESS = "workers.vllm.headless"
-# A rank with its own quantized cache has loaded long before one whose disk is slow, and waits for it in a group of gloo, which gives up after
+# A rank with its own quantized cache has loaded long before one whose disk is slow, and waits for it over gloo, which gives up after
 # 1,800 s by default. The daemon ends the ranks where one of them has ended.
 MOST_WAIT_S = 86_400
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
