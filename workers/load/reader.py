@@ -109,8 +109,7 @@ class Reader:
     stays busy. If it holds all of them it would wait for itself: RingExhausted.
 
     pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
-    file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: a gap of at most so many bytes
-    between two ranges is read and not skipped.
+    file, where the file system has no O_DIRECT; True raises there; False always reads buffered.
 
     Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
     chunk.
@@ -125,7 +124,6 @@ class Reader:
         threads: int = 4,
         pin: bool,
         direct: bool | None = None,
-        gap_bytes: int = GAP_BYTES,
     ) -> None:
         if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:
             raise ValueError(
@@ -134,7 +132,7 @@ class Reader:
         self.blocks = blocks
         self.ring_bytes = block_bytes * blocks
         self._files = {path: SourceFile(path, direct=direct) for path in {byte_range.path: None for byte_range in ranges}}
-        self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes, gap_bytes)
+        self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes)
         self._bytes_wanted = sum(byte_range.nbytes for byte_range in ranges)
         self._bytes_planned = 0
         for block in self._plan:
@@ -379,10 +377,10 @@ class Block(NamedTuple):
     chunks: list[PlannedChunk]
 
 
-def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
+def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], block_bytes: int) -> list[Block]:
     """The blocks for these ranges, in their order. A range that fits a block is never cut.
 
-    A range that begins at most `gap_bytes` after the one before joins its read; any other range gets a separate read, in the rest of the
+    A range that begins at most GAP_BYTES after the one before joins its read; any other range gets a separate read, in the rest of the
     block where that suffices. Raises CheckpointError for a range that ends beyond its file.
     """
     blocks: list[Block] = []
@@ -403,7 +401,7 @@ def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], bl
             continue
         whole = end - position // ALIGNMENT * ALIGNMENT <= block_bytes
         while position < end:
-            if read is None or not _takes(read, file, position, end if whole else position + 1, gap_bytes):
+            if read is None or not _takes(read, file, position, end if whole else position + 1):
                 read = _next_read(blocks, read, file, position, end, block_bytes)
             stop = min(end, read.offset + read.room)
             read.wanted = max(read.wanted, stop - read.offset)
@@ -414,9 +412,9 @@ def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], bl
     return blocks
 
 
-def _takes(read: Read, file: SourceFile, position: int, end: int, gap_bytes: int) -> bool:
+def _takes(read: Read, file: SourceFile, position: int, end: int) -> bool:
     """Whether the bytes from `position` to `end` can be part of `read`."""
-    return read.file is file and read.offset <= position <= read.offset + read.wanted + gap_bytes and end <= read.offset + read.room
+    return read.file is file and read.offset <= position <= read.offset + read.wanted + GAP_BYTES and end <= read.offset + read.room
 
 
 def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:

@@ -274,7 +274,7 @@ def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:
     assert child.stderr is not None
     with child:
         assert "quantizing" in child.stderr.readline()
-        assert (here / ".out.writing").is_dir()
+        assert (here / "out" / ".writing").is_dir()
         child.send_signal(signal.SIGINT)
         assert child.wait(HUNG_S) == 130
 
