@@ -93,10 +93,10 @@ def neighbours(tensors: Tensors) -> Tensors:
             ordered.update((name, tensors[name]) for _, name in sorted(family))
         waiting.clear()
 
-    for name, what in tensors.items():
+    for name, form in tensors.items():
         if (expert := EXPERT.search(name)) is None:
             flush()
-            ordered[name] = what
+            ordered[name] = form
             continue
         module, _, part = name[expert.end() :].rpartition(".")
         key = (name[: expert.start()], group_of(module, ""), part)

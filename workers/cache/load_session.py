@@ -24,8 +24,8 @@ logger = logging.getLogger("vllm.sparkd.stream")
 class LoadSession:
     """One load's pipeline and its state.
 
-    trace: what the model takes, None where it could not be asked. progress: of the bytes read. cached: the quantized cache behind the
-    pipeline, which `close` closes. layout: of the tensors in that cache, where it is one rank's own.
+    trace: of the tensors that the model takes, None where it could not be asked. progress: of the bytes read. cached: the quantized cache
+    behind the pipeline, which `close` closes. layout: of the tensors in that cache, where it is one rank's own.
     """
 
     virtual: VirtualCheckpoint
@@ -69,8 +69,8 @@ class LoadSession:
         return 2 * sum(for_model) > self.virtual.output_bytes
 
     def write_whole(self, writer: CacheWriter) -> None:
-        """Read the whole checkpoint, and hand to the writer also what the model leaves out (MTP layers without speculation, a vision tower
-        that is turned off), which another start may take."""
+        """Read the whole checkpoint into the cache, because another start may take tensors that this model leaves out: MTP layers without
+        speculation, a vision tower that is turned off."""
         self.writer = writer
         if self.trace is not None:
             for_model = frozenset(name for name, traced in self.trace.tensors.items() if traced.region is not None)
@@ -86,7 +86,7 @@ class LoadSession:
         self._read(virtual_of(cached, self.layout.__contains__), Needed(), self._targets())
 
     def begin(self, spellings: Sequence[str]) -> None:
-        """Called before `tensors`: release the targets that are not used, and report what is read. spellings: of the formats."""
+        """Called before `tensors`: release the targets that are not used, and report the source. spellings: of the formats."""
         if self.trace is not None:
             self.trace.forget_targets()
         source = "checkpoint" if self.cached is None else "cache"
@@ -148,7 +148,7 @@ def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda na
 
 
 def layout_key(layout: Mapping[str, SinkTensor]) -> str:
-    """A digest of what a rank reads, for the name of its own cache: it differs where the ranks or the tensors that the model takes do."""
+    """A digest of the regions that a rank reads, for the name of its own cache: it differs where the ranks or the model's tensors do."""
     described = [(name, part.shape, part.origin) for name, part in sorted(layout.items())]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 

@@ -192,9 +192,9 @@ class CacheWriter:
         with locked(self._cache_dir):
             if not self._turn.enter_context(turn(self._writing)):
                 raise _Skipped("another process is writing the same cache")
-            there = find(self._cache_dir, content.checkpoint, content.recipe, content.tp_slice, say=lambda _sentence: None)
-            if there is not None:
-                there.close()
+            published = find(self._cache_dir, content.checkpoint, content.recipe, content.tp_slice, say=lambda _sentence: None)
+            if published is not None:
+                published.close()
                 raise _Skipped("another process has written the same cache meanwhile")
             # This is the only writer, so a folder with this name is left by one that died.
             shutil.rmtree(self._writing, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Copies what the reader has read to the device, and returns blocks of the ring as soon as their copies have ended."""
+"""Copies the bytes of the reader to the device, and returns blocks of the ring as soon as their copies have ended."""
 
 from __future__ import annotations
 

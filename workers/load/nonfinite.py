@@ -72,9 +72,9 @@ class NonFiniteCheck:
         if not bad:
             return
         groups = [group for groups, _ in seen for group in groups]
-        found = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
-        self.damaged += [ref for ref in found if ref.name in self._left_out]
-        blamed = [ref for ref in found if ref.name not in self._left_out]
+        suspects = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
+        self.damaged += [ref for ref in suspects if ref.name in self._left_out]
+        blamed = [ref for ref in suspects if ref.name not in self._left_out]
         if not blamed:
             return
         ref = blamed[0]

@@ -262,7 +262,7 @@ class Pipeline:
         """The tensors of units of one shape and format. matrices: [units * weights of one unit, N, K], or their parts for restated FP8."""
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
-        outputs = {(plan.index, each.weight, each.suffix): each for plan in plans for each in self._outputs[plan.index]}
+        outputs = {(plan.index, output.weight, output.suffix): output for plan in plans for output in self._outputs[plan.index]}
         for suffix, tensor in parts.items():
             of_part = [
                 (outputs[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)

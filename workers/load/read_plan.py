@@ -168,8 +168,8 @@ def _covering(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | N
     if not covered:
         return None
     row_step, col_step = granularity(form)
-    r0, r1 = min(one.row_start for one in covered), max(one.row_stop for one in covered)
-    c0, c1 = min(one.col_start for one in covered), max(one.col_stop for one in covered)
+    r0, r1 = min(region.row_start for region in covered), max(region.row_stop for region in covered)
+    c0, c1 = min(region.col_start for region in covered), max(region.col_stop for region in covered)
     return MatrixRegion(
         r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
     )
@@ -208,7 +208,7 @@ def matrix_ranges(key: object, source: SourceMatrix, need: MatrixRegion) -> tupl
 
 
 def cut(matrix: torch.Tensor, source: SourceMatrix, file_region: MatrixRegion, need: MatrixRegion) -> torch.Tensor:
-    """The needed rows and columns, cut from what was read: the file_region of the file's matrix."""
+    """The needed rows and columns, cut from the file_region of the file's matrix."""
     if not source.transposed and (file_region.rows, file_region.cols) == (need.rows, need.cols):
         return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
     row_at, col_at = file_region.row_start, file_region.col_start
@@ -234,12 +234,12 @@ def kind_of(plan: ReadPlan) -> object | None:
     if plan.unit.plain is not None:
         return None
     kinds = set()
-    each = len(plan.reads) // len(plan.weights)
+    reads_each = len(plan.reads) // len(plan.weights)
     for number, planned in enumerate(plan.weights):
         weight, need, file_region = plan.unit.weights[planned.number], planned.need, planned.file_region
         source, scale = weight.source, weight.scale
         as_needed = (file_region.rows, file_region.cols) == (need.rows, need.cols)
-        if planned.read != number * each or source.transposed or not as_needed:
+        if planned.read != number * reads_each or source.transposed or not as_needed:
             return None
         scaled = None if scale is None else (scale.dtype, scale.shape, weight.scale_shape, weight.scale_origin(need))
         kinds.add((weight.format, file_region.rows, file_region.cols, source.ref.dtype, scaled, planned.restated))
@@ -292,13 +292,13 @@ def steps(plans: Iterable[ReadPlan], batch_bytes: int, direct_targets: Mapping[s
 
 def _follows(run: list[tuple[ReadPlan, torch.Tensor]], plan: ReadPlan, memory: torch.Tensor) -> bool:
     last, before = run[-1]
-    here, there = plan.reads[0].ranges[0], last.reads[0].ranges[0]
+    byte_range, previous = plan.reads[0].ranges[0], last.reads[0].ranges[0]
     return (
-        (here.path, here.offset) == (there.path, there.offset + there.nbytes)
+        (byte_range.path, byte_range.offset) == (previous.path, previous.offset + previous.nbytes)
         and memory.dtype == before.dtype
         and memory.data_ptr() == before.data_ptr() + last.nbytes
         and memory.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and here.offset + here.nbytes - run[0][0].reads[0].ranges[0].offset <= RUN_BYTES
+        and byte_range.offset + byte_range.nbytes - run[0][0].reads[0].ranges[0].offset <= RUN_BYTES
     )
 
 

@@ -127,7 +127,7 @@ class Weight:
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix -> (dtype, shape) of the tensors that vLLM receives. An int4 weight under a name of vLLM's own has no shape tensor."""
         parts = parts_of(self.format, *self.source.shape)
-        return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
+        return {suffix: form for suffix, form in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
 
 class Unit(NamedTuple):
@@ -318,7 +318,7 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
         scaled = scale_of_weight(ref, packed_weight, scale)
         return Weight(packed_weight.module, form, source, scaled.ref, scaled, packed_weight.joint)
 
-    weights = [weight_of(one) for one in packed_weights(ref, packed, checkpoint)]
+    weights = [weight_of(packed_weight) for packed_weight in packed_weights(ref, packed, checkpoint)]
     for weight in weights[:2]:
         quantizer(form).check(weight.module, *weight.source.shape, file=ref.path)
     return weights

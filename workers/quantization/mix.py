@@ -53,10 +53,10 @@ def select(listed: UnitList, budget: int) -> dict[str, str]:
     choice = _within(listed, budget, kinds)
     while len(used := set(choice.values()) - {BF16}) > MOST_KINDS:
         without = [_within(listed, budget, used - {spelling}) for spelling in sorted(used)]
-        fitting = [one for one in without if listed.nbytes(one) <= budget]
+        fitting = [choice for choice in without if listed.nbytes(choice) <= budget]
         if not fitting:
             break  # units whose columns suit no common format
-        choice = min(fitting, key=lambda one: total_cost(listed, one))
+        choice = min(fitting, key=lambda choice: total_cost(listed, choice))
     return choice
 
 

@@ -179,7 +179,7 @@ def unfilled(model: torch.nn.Module, trace: Trace, loaded: Collection[str], chec
 
 
 def _reached(trace: Trace) -> tuple[dict[int, list[ElementRange]], set[int]]:
-    """(what of each storage a copy reaches; the storages in which that is not all, because a tensor beside them is not simply copied)."""
+    """(the elements of each storage that a copy reaches; the storages that other tensors reach too, in another way than by a copy)."""
     reached: dict[int, list[ElementRange]] = {}
     modules: dict[int, set[str]] = {}
     unclear: set[str] = set()
