@@ -65,7 +65,7 @@ class LoadSession:
         """Whether the model takes more than half of the checkpoint. A draft in the folder of its target does not."""
         if self.trace is None:
             return True
-        for_model = (tensor.nbytes for tensor in self.virtual.outputs() if self.trace.region(tensor.name) is not None)
+        for_model = (tensor.nbytes for tensor in self.virtual.outputs() if self.trace.tensors[tensor.name].region is not None)
         return 2 * sum(for_model) > self.virtual.output_bytes
 
     def write_whole(self, writer: CacheWriter) -> None:

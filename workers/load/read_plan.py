@@ -120,7 +120,7 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
     # The halves of a packed expert are read once. Two shards have their own tensors at the same offset.
     seen: dict[tuple[str, int, MatrixRegion], int] = {}
     for number, weight in enumerate(unit.weights):
-        need = _need(number, weight, regions, outputs)
+        need = _needed_region(number, weight, regions, outputs)
         if need is None:
             continue
         ranges, file_region = matrix_ranges(index, weight.source, need)
@@ -138,24 +138,23 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
     return plan if plan.weights else None
 
 
-def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, outputs: Sequence[OutputTensor]) -> MatrixRegion | None:
+def _needed_region(
+    number: int, weight: Weight, regions: Mapping[str, Region | None] | None, outputs: Sequence[OutputTensor]
+) -> MatrixRegion | None:
+    """The region of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed."""
     if regions is None:
         n, k = weight.source.shape
         return MatrixRegion(0, n, 0, k)
-    return needed_region(weight, ((tensor.suffix, regions.get(tensor.name)) for tensor in outputs if tensor.weight == number))
-
-
-def needed_region(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> MatrixRegion | None:
-    """The region of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
-
-    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
-    """
-    return _covering(weight.format, *weight.source.shape, tuple(regions))
+    of_parts = tuple((output.suffix, regions.get(output.name)) for output in outputs if output.weight == number)
+    return _covering(weight.format, *weight.source.shape, of_parts)
 
 
 @functools.lru_cache(maxsize=4096)
 def _covering(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> MatrixRegion | None:
-    """`needed_region`, cached because thousands of experts have equal arguments."""
+    """`_needed_region`, cached because thousands of experts have equal arguments.
+
+    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
+    """
     parts = parts_of(form, n, k)
     covered: list[MatrixRegion] = []
     for suffix, region in regions:
@@ -167,17 +166,13 @@ def _covering(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | N
         covered.append(MatrixRegion(r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
     if not covered:
         return None
-    row_step, col_step = granularity(form)
+    # Rows and columns that share a scale are quantized together (compressed-tensors' group and block sizes).
+    row_step, col_step = (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
     r0, r1 = min(region.row_start for region in covered), max(region.row_stop for region in covered)
     c0, c1 = min(region.col_start for region in covered), max(region.col_stop for region in covered)
     return MatrixRegion(
         r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
     )
-
-
-def granularity(form: Format) -> tuple[int, int]:
-    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
-    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
 
 
 def rows_range(key: object, ref: TensorRef, region: Region | None) -> tuple[ByteRange, int, int]:

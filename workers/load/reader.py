@@ -48,20 +48,17 @@ class RingExhausted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ReaderStats:
-    """bytes_read: bytes read from files so far, aligned; bytes_planned: the same at the end; bytes_wanted: the sum of the ranges.
+    """bytes_read: bytes read from files so far, aligned.
 
     direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring
     could not be pinned.
-    seconds: from the start to the last block, or until now; waited_s: the part of it in which the consumer waited for a block.
+    waited_s: seconds in which the consumer waited for a block.
     """
 
     bytes_read: int
-    bytes_planned: int
-    bytes_wanted: int
     direct: bool
     fallback_reason: str | None
     unpinned_reason: str | None
-    seconds: float
     waited_s: float
 
 
@@ -133,12 +130,9 @@ class Reader:
         self.ring_bytes = block_bytes * blocks
         self._files = {path: SourceFile(path, direct=direct) for path in {byte_range.path: None for byte_range in ranges}}
         self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes)
-        self._bytes_wanted = sum(byte_range.nbytes for byte_range in ranges)
-        self._bytes_planned = 0
         for block in self._plan:
             for read in block.reads:
                 read.file.expect(1)
-                self._bytes_planned += min(read.length, read.file.size_bytes - read.offset)
         self._block_bytes = block_bytes
         self._pin = pin
         self._ring: Ring | None = None
@@ -155,8 +149,6 @@ class Reader:
         self._failed = False
         self._closed = False
         self._bytes_read = 0
-        self._started_s: float | None = None
-        self._ended_s: float | None = None
         self._waited_s = 0.0
         self._unpinned_reason: str | None = None
         self._planned: Iterator[PlannedChunk] = iter(())
@@ -197,16 +189,12 @@ class Reader:
     def stats(self) -> ReaderStats:
         reasons = [file.fallback_reason for file in self._files.values() if file.fallback_reason]
         more = f" So are {len(reasons) - 1} more files." if len(reasons) > 1 else ""
-        now = time.monotonic()
         with self._lock:
             return ReaderStats(
                 bytes_read=self._bytes_read,
-                bytes_planned=self._bytes_planned,
-                bytes_wanted=self._bytes_wanted,
                 direct=not reasons,
                 fallback_reason=reasons[0] + more if reasons else None,
                 unpinned_reason=self._unpinned_reason,
-                seconds=(self._ended_s or now) - self._started_s if self._started_s is not None else 0.0,
                 waited_s=self._waited_s,
             )
 
@@ -214,7 +202,6 @@ class Reader:
         """End the reads, join the threads and free the ring. From any thread; a second call has no effect."""
         with self._lock:
             self._closed = True
-            self._ended_s = self._ended_s or time.monotonic()
             ring, self._ring = self._ring, None
             self._tensor = None
             self._held = None
@@ -236,7 +223,6 @@ class Reader:
         self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
         self._tensor = self._ring.tensor()
         self._unpinned_reason = self._ring.unpinned_reason
-        self._started_s = time.monotonic()
         for thread in self._threads:
             with self._lock:
                 self._working += 1
@@ -252,7 +238,6 @@ class Reader:
         with self._lock:
             index = self._next_given
             if index == len(self._plan):
-                self._ended_s = self._ended_s or time.monotonic()
                 raise StopIteration
             if index not in self._results:
                 since = time.monotonic()

@@ -281,10 +281,10 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(slots=True)
 class Trace:
-    """The regions that the model takes: one for every tensor it was offered. A tensor that it never copied is not needed (region None).
+    """The regions that the model takes: one of every tensor it was offered. A tensor that it never copied is not needed (region None).
 
-    direct_targets: targets of tensors that need not pass through the model's weight loader. seen: copies of each tensor at
-    the time the model asked for the next one. A model that copies later (`late`) hides when a tensor has reached its parameter.
+    direct_targets: targets of tensors that need not pass through the model's weight loader. seen: copies of each tensor at the time the
+    model requested the next one. A model that copies later (`late`) hides when a tensor has reached its parameter.
     """
 
     tensors: dict[str, TensorTrace] = field(default_factory=dict)
@@ -300,12 +300,6 @@ class Trace:
         """Drop the targets, which hold memory of parameters that vLLM may replace; regions stay."""
         for traced in self.tensors.values():
             traced.target = None
-
-    def region(self, name: str) -> Region | None:
-        return self.tensors[name].region
-
-    def once(self, name: str) -> bool:
-        return self.tensors[name].once
 
 
 def phantoms(
@@ -333,12 +327,10 @@ def phantom_of(
 
 @dataclass(slots=True)
 class ExpertFamily:
-    """The same tensor of every expert of one layer: names by the expert's number. prefix, suffix: the name before and after the number."""
+    """The same tensor of every expert of one layer: names by the expert's number."""
 
     shape: tuple[int, ...]
-    names: dict[int, str]
-    prefix: str = ""
-    suffix: str = ""
+    names: dict[int, str] = field(default_factory=dict)
 
     @property
     def traced(self) -> tuple[int, ...]:
@@ -358,10 +350,9 @@ def expert_families(tensors: Sequence[OutputTensor]) -> list[ExpertFamily]:
     for tensor in tensors:
         if (expert := EXPERT.search(tensor.name)) is None:
             continue
-        prefix, suffix = tensor.name[: expert.start(1)], tensor.name[expert.end(1) :]
-        key = (prefix, suffix, tensor.shape)
+        key = (tensor.name[: expert.start(1)], tensor.name[expert.end(1) :], tensor.shape)
         if (family := by_kind.get(key)) is None:
-            family = by_kind[key] = ExpertFamily(tensor.shape, {}, prefix, suffix)
+            family = by_kind[key] = ExpertFamily(tensor.shape)
         family.names[int(expert[1])] = tensor.name
     return list(by_kind.values())
 
