@@ -35,8 +35,8 @@ _Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 class Benching(BaseModel):
     """A bench that is asked for.
 
-    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; tool:
-    that measures it; book, book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
+    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; book,
+    book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
     other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
     the bench to go on with; force: although others use a model.
     """
@@ -45,7 +45,6 @@ class Benching(BaseModel):
 
     model: str = Field(max_length=256)
     kind: Literal["speed", "load", "quality"] = "speed"
-    tool: Literal["llama-benchy", "guidellm", "aiperf", "vllm"] = "llama-benchy"
     book: str | None = Field(default=None, min_length=1000)
     book_name: _Shown | None = None
     times: int = Field(default=3, ge=1, le=50)
@@ -108,7 +107,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             return quality_bench(what.formats, what.text, what.text_name)
         profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
         book = None if what.book is None else (what.book, what.book_name)
-        return await measuring().speed(what.model, profile, what.tool, book, what.resume)
+        return await measuring().speed(profile, book, what.resume)
 
     @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> dict[str, Any]:

@@ -77,16 +77,13 @@ class Benches:
         self._task.add_done_callback(lambda _: self._done(running))
         return Started(running.operation, result.id)
 
-    async def speed(
-        self, model: str, profile: BenchProfile, tool: str, book: tuple[str, str | None] | None, resume: str | None
-    ) -> SpeedBench:
-        """A bench of speed with a tool. book: a text and its name; without it a bench that goes on has the text of its first part.
+    async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None, resume: str | None) -> SpeedBench:
+        """A bench of speed. book: a text and its name; without it a bench that goes on has the text of its first part.
 
-        Raises UnknownModel, UnknownBench, and BadRequest where the tool is not installed."""
+        Raises UnknownBench, and BadRequest where llama-benchy is not installed."""
         if resume is not None and book is None and (label := (await self.find(resume)).text) is not None:
             book = await asyncio.to_thread(benchy.text_of_earlier, self._folder, label)
-        interpreter = (await asyncio.to_thread(self._around.model, model)).interpreter
-        return await asyncio.to_thread(speed_bench, profile, tool, self._folder, interpreter, *(book or (None, None)))
+        return await asyncio.to_thread(speed_bench, profile, self._folder, *(book or (None, None)))
 
     def loads(self, model: str, times: int, other: str | None) -> LoadBench:
         """A bench of loads. Raises BadRequest and Conflict."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ Counting = Callable[[str], Awaitable[Counters | None]]
 @dataclass(frozen=True, slots=True)
 class BenchedModel:
     """source: folder or hub id; folder: its files here; checkpoint: their identity; entry: as configured, secrets masked; vllm, driver:
-    versions; published: figures of its recipe; interpreter: the Python of its engine."""
+    versions; published: figures of its recipe."""
 
     source: str
     folder: str | None = None
@@ -41,7 +40,6 @@ class BenchedModel:
     vllm: str | None = None
     driver: str | None = None
     published: tuple[Published, ...] = ()
-    interpreter: str = sys.executable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from sparkd.admin.running_bench import KIND, RunningBench, Surroundings, loads_beside, subject_of
-from sparkd.bench import benchy, other_tools
+from sparkd.bench import benchy
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, others_tokens, power_points
 from sparkd.bench.figures import one_line
 from sparkd.bench.power import energy
@@ -20,26 +20,23 @@ from sparkd.bench.result import BenchSample, Cell, CellResult
 from sparkd.bench.tool_process import version_in
 from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, RankError
-from sparkd.vllm.installed import full_version_in
 
 SAMPLE_EVERY_S = 0.5
 # A result keeps that many samples at most: two hours by the second.
 MOST_SAMPLES = 7200
 KEPT_EVERY_S = 1.0
 IDLE_S = 10.0
-RANDOM_TOKENS = "random tokens"
 
 
 @dataclass(frozen=True)
 class SpeedBench:
-    """runs: the name of the tool; tool: with its version; text: the name of the text; content: of the text, for llama-benchy alone."""
+    """tool: llama-benchy with its version; interpreter: a Python that has it; text: the name of the text; content: of the text."""
 
     chosen: BenchProfile
-    runs: str
     tool: str
     interpreter: str
     text: str
-    content: str = field(default="", repr=False)
+    content: str = field(repr=False)
     kind: Literal["speed"] = "speed"
 
     @property
@@ -54,7 +51,7 @@ class SpeedBench:
         """Measure the cells that are not measured yet."""
         model, around = bench.result.subject.model, bench.around
         await bench.ready()
-        book_url = await asyncio.to_thread(benchy.kept_text, bench.folder, self.content) if self.runs == benchy.NAME else ""
+        book_url = await asyncio.to_thread(benchy.kept_text, bench.folder, self.content)
         benched = await asyncio.to_thread(around.model, model)
         target = benchy.BenchTarget(
             f"{around.base_url}/v1", model, benched.folder or benched.source, self.interpreter, bench.folder, around.key
@@ -107,12 +104,7 @@ class SpeedBench:
         tell()
         watch.loads = []
         try:
-            if self.runs == benchy.NAME:
-                measured = await benchy.measure(target, cell, args, book_url, heard)
-            else:
-                before.append(await around.counters(model))
-                measured, timed = await other_tools.measure(self.runs, target, cell, args)
-                requests.take_timed(timed)
+            measured = await benchy.measure(target, cell, args, book_url, heard)
             if requests.errors:
                 raise RankError(f"{len(requests.errors)} of {len(requests.began)} requests failed: {requests.errors[0]}")
             after = await around.counters(model)
@@ -140,8 +132,7 @@ class SpeedBench:
                 rows=measured.rows,
                 prompt_tokens=requests.prompt_tokens,
                 output_tokens=requests.output_tokens,
-                # The other tools' own warm-up is among their counts.
-                others_tokens=others if self.runs == benchy.NAME else None,
+                others_tokens=others,
                 energy=energy(power_points(watch.moments), span, requests.prompts(), requests.outputs(), tokens, bench.result.idle_w),
                 engine=figures,
                 machine=machine_figures(moments),
@@ -149,29 +140,18 @@ class SpeedBench:
         )
 
 
-def speed_bench(
-    profile: BenchProfile, runs: str, folder: Path, engine_python: str, book: str | None = None, book_name: str | None = None
-) -> SpeedBench:
-    """runs: the name of a tool. folder: of the results. engine_python: of the model's vLLM. book: in place of llama-benchy's. Blocks.
+def speed_bench(profile: BenchProfile, folder: Path, book: str | None = None, book_name: str | None = None) -> SpeedBench:
+    """folder: of the results. book: in place of llama-benchy's. Blocks.
 
-    The tool is looked for in the environment of its own in `folder`, then in sparkd's. Raises BadRequest where it is in neither."""
-    if book is not None and runs != benchy.NAME:
-        raise BadRequest(f"A text is for {benchy.NAME} alone; {runs} sends random tokens.", param="book")
-    own = folder / "tools" / runs
-    places = [engine_python] if runs == "vllm" else [str(own / "bin" / "python"), sys.executable]
-    package = f"{benchy.NAME}>=0.4,<0.5" if runs == benchy.NAME else runs
-    found = next(((place, version) for place in places if (version := _version(place, runs)) is not None), None)
-    if found is None and runs == "vllm":
-        raise BadRequest(f"{engine_python} has no vLLM, so `vllm bench serve` cannot run there: choose another tool.", param="tool")
+    llama-benchy is looked for in the environment of its own in `folder`, then in sparkd's. Raises BadRequest where it is in neither."""
+    own = folder / "tools" / benchy.NAME
+    places = (str(own / "bin" / "python"), sys.executable)
+    found = next(((place, version) for place in places if (version := version_in(place, benchy.NAME)) is not None), None)
     if found is None:
-        install = f"{sys.executable} -m venv {own} && {own}/bin/pip install '{package}'"
-        raise BadRequest(f"{runs} is not installed: run `{install}` as the user of the daemon.", param="tool")
-    content, text = benchy.chosen_text(book, book_name) if runs == benchy.NAME else ("", RANDOM_TOKENS)
-    return SpeedBench(profile, runs, f"{runs} {found[1]}", found[0], text, content)
-
-
-def _version(interpreter: str, tool: str) -> str | None:
-    return full_version_in(Path(interpreter)) if tool == "vllm" else version_in(interpreter, tool)
+        install = f"{sys.executable} -m venv {own} && {own}/bin/pip install '{benchy.NAME}>=0.4,<0.5'"
+        raise BadRequest(f"{benchy.NAME} is not installed: run `{install}` as the user of the daemon.")
+    content, text = benchy.chosen_text(book, book_name)
+    return SpeedBench(profile, f"{benchy.NAME} {found[1]}", found[0], text, content)
 
 
 class _Watch:

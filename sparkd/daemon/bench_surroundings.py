@@ -21,7 +21,6 @@ from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.result import BenchResult, Predicted, Published
 from sparkd.capacity.learned_rates import LearnedName, learn
 from sparkd.capacity.plan_for_node import QuestionHere, planned_here
-from sparkd.capacity.requirement import runtime_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
@@ -108,8 +107,7 @@ def benched_model(registry: Roster, name: str) -> BenchedModel:
     entry: dict[str, Any] = dict(spec.given)
     version = full_version_in(spec.runtime_of(engine))
     published = published_of(registry.config.book(), spec.recipe)
-    checkpoint, interpreter = folder and checkpoint_of(folder), runtime_of(spec, registry.config)
-    return BenchedModel(spec.model, folder, checkpoint, entry, version, driver_of(DRIVER), published, interpreter)
+    return BenchedModel(spec.model, folder, folder and checkpoint_of(folder), entry, version, driver_of(DRIVER), published)
 
 
 def check_lendable(registry: Roster, name: str) -> None:

@@ -438,7 +438,7 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     page.get_by_role("button", name="Resume").click()
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
     page.unroute("**/admin/v1/bench", taken)
-    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "tool": "guidellm", "resume": broken, "force": False}]
+    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "resume": broken, "force": False}]
     tab.open("bench", broken)
     page.get_by_role("button", name="Remove", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()

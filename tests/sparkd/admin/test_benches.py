@@ -35,7 +35,7 @@ EARLIER = BenchResult(
 
 def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen, tool.partition(" ")[0], tool, sys.executable, text)
+    return SpeedBench(chosen, tool, sys.executable, text, "")
 
 
 @pytest.mark.parametrize("same", [{}, {"text": text_label("copy.txt", "Call me Ishmael.")}])
@@ -50,7 +50,7 @@ def test_a_result_that_names_no_text_goes_on() -> None:
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ({"tool": "vllm 0.32.0", "text": "random tokens"}, ("tool", "llama-benchy", "vllm")),
+        ({"tool": "guidellm 0.8.1"}, ("tool", "llama-benchy", "guidellm")),
         ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
         ({"profile": "mine"}, ("profile", "quick", "mine")),
         ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),

@@ -128,19 +128,6 @@ def test_cells_are_measured_and_counted(stage: Stage, whole: dict[str, Any]) -> 
     assert {path.read_text() for path in (stage.state_dir / "bench" / ".cache" / "llama-benchy").glob("*.txt")} >= {text}
 
 
-def test_vllms_own_benchmark_measures_the_same_cells(stage: Stage) -> None:
-    begun = start(stage, tool="vllm", profile_text=f"args: {{pp: 32, tg: 8, concurrency: [1, 2], {COMMON}}}").raise_for_status().json()
-    assert stage.ended(begun["operation"])["state"] == "SUCCEEDED"
-    result = result_of(stage, begun["bench"])
-
-    assert result["tool"].startswith("vllm ") and [cell["state"] for cell in result["cells"]] == ["done"] * 2
-    for cell, requests in zip(result["cells"], (1, 2), strict=True):
-        (row,) = cell["rows"]
-        assert len(row["e2e_ttft"]["values"]) == requests and row["tg_throughput"]["mean"] > 0
-        assert cell["prompt_tokens"] >= 32 * requests and cell["engine"]["output_tokens"] == cell["output_tokens"] > 0
-        assert not cell["others_tokens"]
-
-
 def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Path) -> None:
     profile = held_profile(tmp_path / "gate")
     started = start(stage, profile_text=profile, book=BOOK, book_name="moby.txt").json()
@@ -218,12 +205,12 @@ def test_results_are_compared_and_exported(
     assert exit_code(["bench", "compare", first, "20200101-000000-x", *to]) == 5
     assert exit_code(["bench", "compare", first, second, "--fail-over", "much", *to]) == 2
     capsys.readouterr()
-    for form, begin in (("md", "| model"), ("csv", "model,test_name"), ("figures", ""), ("json", "{")):
+    for form, begin in (("md", "| model"), ("json", "{")):
         assert exit_code(["bench", "export", first, "--format", form, *to]) == 0
         assert capsys.readouterr().out.startswith(begin)
     report = tmp_path / "report.html"
     assert exit_code(["bench", "export", first, second, "--format", "html", "-o", str(report), *to]) == 0
     assert "<svg" in report.read_text() and "canary" not in report.read_text()
     assert exit_code(["bench", "export", first, second, "--format", "md", *to]) == 2
-    assert exit_code(["bench", "export", first, "--format", "pdf", *to]) == 2
+    assert exit_code(["bench", "export", first, "--format", "csv", *to]) == 2
     assert exit_code(["bench", "export", first, "-o", "/no/such/folder/x", *to]) == 2
