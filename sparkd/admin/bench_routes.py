@@ -11,12 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
-from sparkd.admin.quality_bench import quality_bench
-from sparkd.admin.running_bench import BenchWork
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import measured, read
+from sparkd.bench.job import Work
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
-from sparkd.bench.result import BenchResult, BenchState, Kind
+from sparkd.bench.quality_bench import quality_bench
+from sparkd.bench.result import BenchResult, BenchState, BenchSubject, Kind
 from sparkd.errors import BadRequest, UnknownRoute
 
 MOST_PROFILE_CHARS = 65_536
@@ -64,6 +64,26 @@ class BenchStarted(BaseModel):
     bench: str
 
 
+class Copying(BaseModel):
+    """A model that a bench of quality loads in another format: one of vLLM's loader, `as stored`, or `entry` for that of its entry."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=256)
+    format: str = Field(max_length=64)
+
+
+class Copied(BaseModel):
+    name: str
+
+
+class BenchAbout(BaseModel):
+    """folder: of the model's files on the daemon's node; null where they are not there."""
+
+    subject: BenchSubject
+    folder: str | None
+
+
 class BenchRow(BaseModel):
     """A bench in short. cells, done: loads or formats where it measures these; tokens_per_s: the most of its cells."""
 
@@ -97,7 +117,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             raise UnknownRoute("This daemon measures no models.")
         return benches
 
-    async def work_of(what: Benching) -> BenchWork:
+    async def work_of(what: Benching) -> Work:
         if what.kind == "load":
             if what.resume is not None:
                 raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
@@ -122,6 +142,17 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
     @api.get("/bench/profiles", **answers(BenchProfiles), summary="The profiles that come with sparkd")
     async def bench_profiles() -> dict[str, Any]:
         return {"profiles": [_profile(named(name)) for name in shipped()]}
+
+    @api.get("/bench/subject", **answers(BenchAbout), summary="What a result says of a model: its entry, files, versions and nodes")
+    async def bench_subject(model: str) -> dict[str, Any]:
+        about = await measuring().subject(model)
+        return {"subject": about.subject.model_dump(), "folder": about.folder}
+
+    @api.post(
+        "/bench/copy", **answers(Copied), summary="Add a model again in another format, until it is removed or the bench that runs ends"
+    )
+    async def copy_model(what: Copying) -> dict[str, Any]:
+        return {"name": measuring().lend(what.model, what.format)}
 
     @api.get("/bench/compare", **answers(Comparison), summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
     async def compare_benches(a: str, b: str) -> dict[str, Any]:

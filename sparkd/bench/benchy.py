@@ -171,7 +171,7 @@ async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: st
                     await heard(event)
 
         words, env = command(target, cell, args, book_url, result), tool_process.environment(target.home, Path(folder))
-        reason = await tool_process.run(NAME, words, env, said, line_heard, target.key)
+        reason = await tool_process.run(NAME, words, env, said, line_heard, f"{target.key or ''}\n".encode())
         measured = await asyncio.to_thread(_read, result)
     if not measured.rows:
         raise RankError(f"llama-benchy measured nothing: {reason}")

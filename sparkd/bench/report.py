@@ -18,7 +18,7 @@ from sparkd.web.files import STATIC
 
 ENTRY = "app/report.js"
 _SHOWN = ("Loads", "Quality", "Cells without", "Formats without")
-# What follows `from` or a bare `import`, also in a minified module.
+# The address in `from ADDRESS` or `import ADDRESS`, also of a minified module.
 _IMPORT = re.compile(r"""((?:\bfrom|\bimport)\s*)["'](\.[^"']+)["']""")
 
 

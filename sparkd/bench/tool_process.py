@@ -12,7 +12,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sparkd.errors import RankError
-from sparkd.execution.given_input import given_input
 
 LINE_BYTES = 1 << 20
 _LAST_LINES = 20
@@ -31,20 +30,20 @@ async def run(
     env: Mapping[str, str],
     said: Path,
     heard: Callable[[bytes], Awaitable[None]],
-    key: str | None = None,
+    given: bytes = b"",
 ) -> str:
     """Return the last line of its errors that speaks of one, else the last line.
 
     said: a file for its errors.
     heard: gets each line of its output.
-    key: the first line of its input.
+    given: its input.
 
     Raises RankError where it does not end with 0.
     """
-    with await asyncio.to_thread(said.open, "wb") as words, given_input(f"{key or ''}\n".encode()) as stdin:
+    with await asyncio.to_thread(said.open, "wb") as words:
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=stdin,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=words,
             env=dict(env),
@@ -52,6 +51,12 @@ async def run(
             start_new_session=True,
         )
     try:
+        if process.stdin is not None:
+            # One that has ended at once says why below.
+            with suppress(ConnectionError):
+                process.stdin.write(given)
+                await process.stdin.drain()
+            process.stdin.close()
         if process.stdout is not None:
             async for line in process.stdout:
                 await heard(line)

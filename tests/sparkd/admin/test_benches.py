@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from sparkd.admin.bench_routes import Benching
 from sparkd.admin.benches import refuse_a_mixture
-from sparkd.admin.quality_bench import quality_bench
-from sparkd.admin.speed_bench import SpeedBench
 from sparkd.bench.profile import Arguments, BenchProfile
+from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import BenchResult, BenchSubject, Cell, CellResult, text_label
+from sparkd.bench.speed_bench import SpeedBench
 from sparkd.cli.bench import MOST_BOOK_BYTES
 from sparkd.errors import BadRequest
 from sparkd.gateway.limits import ClientLimits
@@ -35,7 +35,7 @@ EARLIER = BenchResult(
 
 def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen, tool, sys.executable, text, "")
+    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, book_url="file:x")
 
 
 @pytest.mark.parametrize("same", [{}, {"text": text_label("copy.txt", "Call me Ishmael.")}])
