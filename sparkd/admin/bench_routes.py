@@ -1,4 +1,4 @@
-"""The admin API's routes of benches: start, list, one, compare, remove, and the profiles. Never waits for one."""
+"""The admin API's routes of benches: start, list, one, compare, remove, the profiles, and two for the bench's program."""
 
 from __future__ import annotations
 

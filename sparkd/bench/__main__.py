@@ -34,6 +34,7 @@ async def _run(job: Job) -> None:
         bench = RunningBench(client, job.folder, result, job.base_url, job.key)
         try:
             if result.predicted is None:
+                bench.tell("planning", phase="planning")
                 await bench.keep(predicted=await _predicted(client, bench.model))
             end = {"done": await job.work.run(bench)}
         except SparkdError as error:

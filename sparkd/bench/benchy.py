@@ -1,4 +1,4 @@
-"""Runs llama-benchy for one cell: its command, its text, its progress and its result. Never reads a power or a counter of an engine."""
+"""Runs llama-benchy for one cell: its command, its text, its progress and its result."""
 
 from __future__ import annotations
 

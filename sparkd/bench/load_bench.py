@@ -1,5 +1,4 @@
-"""Measures a model's loads, each by a client's request and until its first token: cold, from the quantized cache, and swaps with another
-model."""
+"""Measures a model's loads until the first token of a client's request: cold, from the quantized cache, and swaps with another model."""
 
 from __future__ import annotations
 
@@ -35,7 +34,10 @@ QUESTION = {"prompt": "Count to three: one,", "max_tokens": 4, "temperature": 0,
 
 
 class LoadBench(BaseModel):
-    """times: loads of each way. other: the model of the swaps, if there is one."""
+    """
+    times: loads of each way.
+    other: the model of the swaps, if there is one.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,7 +90,10 @@ def load_bench(model: str, times: int, other: str | None, views: Collection[Mode
 
 
 class _Loads:
-    """quantize: of the model's entry. disk_bytes_per_s: of the disk alone, None where the model's files are not on this node."""
+    """
+    quantize: of the model's entry.
+    disk_bytes_per_s: of the disk alone; None where the model's files are not on this node.
+    """
 
     def __init__(self, bench: RunningBench, other: str | None, quantize: object, disk_bytes_per_s: float | None) -> None:
         self._bench, self._client, self._model = bench, bench.client, bench.model

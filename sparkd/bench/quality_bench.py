@@ -56,8 +56,12 @@ class _Reference:
 
 
 class QualityBench(BaseModel):
-    """formats: spellings, `entry` for the recipe of the entry, or empty for the entry's or FORMATS. text: the name of the text, and profile
-    a shorter one; content: of the text."""
+    """
+    text: the name of the text.
+    profile: a shorter one.
+    content: of the text.
+    formats: spellings, `entry` for the mix of the entry, or empty for the entry's own or FORMATS.
+    """
 
     model_config = ConfigDict(frozen=True)
 

@@ -23,7 +23,10 @@ MOST_EVENTS = 1000
 
 
 class RunningBench:
-    """key: for the requests of a tool. folder: of the results."""
+    """
+    folder: of the results.
+    key: for the requests of llama-benchy.
+    """
 
     def __init__(self, client: Client, folder: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
         self.client, self.folder = client, folder
@@ -45,7 +48,12 @@ class RunningBench:
         say({"message": message, "fraction": fraction, "phase": phase})
 
     async def ready(self, model: str | None = None, *, once: bool = False) -> Model:
-        """Load the model where it is not. once: it is not tried again. Raises RankError where it fails, or is not READY within READY_S."""
+        """Load the model if it is not READY, and return it as GET /models has it.
+
+        once: a load that fails is not tried again.
+
+        Raises RankError where it fails, or is not READY within READY_S.
+        """
         name = model or self.model
         if (await self.client.model(name))["state"] != ModelState.READY:
             await self.client.post(f"{model_path(name)}/load")

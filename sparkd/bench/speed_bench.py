@@ -32,7 +32,12 @@ IDLE_S = 10.0
 
 
 class SpeedBench(BaseModel):
-    """tool: llama-benchy with its version; interpreter: a Python that has it; text: the name of the text; book_url: where it finds it."""
+    """
+    tool: llama-benchy with its version.
+    interpreter: a Python that has it.
+    text: the name of the text that prompts come from.
+    book_url: where llama-benchy finds the text.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -141,9 +146,13 @@ class SpeedBench(BaseModel):
 
 
 def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None] | None = None) -> SpeedBench:
-    """folder: of the results. book: a text and its name, in place of llama-benchy's. Blocks.
+    """A bench with the llama-benchy of its own environment in `folder`, else of sparkd's. Blocks.
 
-    llama-benchy is looked for in the environment of its own in `folder`, then in sparkd's. Raises BadRequest where it is in neither."""
+    folder: of the results.
+    book: a text and its name, in place of llama-benchy's.
+
+    Raises BadRequest where llama-benchy is in neither environment.
+    """
     own = folder / "tools" / benchy.NAME
     places = (str(own / "bin" / "python"), sys.executable)
     found = next(((place, version) for place in places if (version := version_in(place, benchy.NAME)) is not None), None)
@@ -156,7 +165,10 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
 
 
 class _Watch:
-    """Looks at the nodes and the engine of a model every SAMPLE_EVERY_S. loads: other models that began to load since it was emptied."""
+    """Looks at the nodes and the engine of a model every SAMPLE_EVERY_S.
+
+    loads: other models that began to load since it was emptied.
+    """
 
     def __init__(self, client: Client, model: str) -> None:
         self._client, self._model = client, model

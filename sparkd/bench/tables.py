@@ -1,4 +1,4 @@
-"""Owns a result as text: the arena's tables as llama-benchy writes them, and ours below them. Never measures and never draws."""
+"""A result as text: the arena's tables as llama-benchy writes them, and ours below them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `bench`: measure a model by a profile, list what was measured, show it, compare it, export it. Measures nothing itself."""
+"""The verb `bench`: measure a model by a profile, list what was measured, show it, compare it, export it."""
 
 from __future__ import annotations
 
