@@ -13,7 +13,7 @@ from typing import Any
 from sparkd import __version__
 from sparkd.bench.figures import WEIGHTS, measured, read
 from sparkd.bench.passages import LOOKED_UP
-from sparkd.bench.quality_bench import ENTRY, STORED
+from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
 from sparkd.capacity.learned_rates import LearnedName
 from sparkd.control.registry import Roster
@@ -95,11 +95,15 @@ def check_lendable(registry: Roster, name: str) -> None:
 def lend(registry: Roster, name: str, form: str) -> str:
     """Add NAME.bench-FORMAT with the entry of a model in another format, until it is removed or the daemon ends; return its name.
 
-    form: a format, `as stored`, or `entry` for that of the entry. Raises UnknownModel, Conflict, ConfigError.
+    form: a format, `as stored`, or `entry` for that of the entry.
+
+    Raises UnknownModel, BadRequest, Conflict and ConfigError.
 
     A vLLM engine's `memory_gib` of the entry is of its own format, so that of another is counted anew. Only the format of the
     entry uses the quantized cache, which the checkpoint and the format determine, so a bench leaves nothing there that the entry would not.
     """
+    if form != STORED:
+        check_format(form)
     spec = registry.find(name, configured=True).spec
     lent = f"{name}.bench-{form.replace(' ', '-')}"
     if spec is None or not is_name(lent):

@@ -184,14 +184,19 @@ def _perplexity(losses: list[float]) -> float:
     return math.exp(fmean(losses))
 
 
+def check_format(form: str) -> None:
+    """Raises BadRequest for a format that is none."""
+    try:
+        if form != ENTRY:
+            Format.parse(form)
+    except SparkdError as error:
+        raise BadRequest(error.message, param="formats") from None
+
+
 def quality_bench(formats: Sequence[str], text: str | None, text_name: str | None) -> QualityBench:
     """Raises BadRequest for a format that is none, and for a text that is too short or too long."""
     for form in formats:
-        try:
-            if form != ENTRY:
-                Format.parse(form)
-        except SparkdError as error:
-            raise BadRequest(error.message, param="formats") from None
+        check_format(form)
     name = SHIPPED if text is None else text_name or OWN_TEXT
     content = shipped_text() if text is None else checked(name, text)
     return QualityBench(text=text_label(name, content), profile=name_of(content), content=content, formats=tuple(dict.fromkeys(formats)))
