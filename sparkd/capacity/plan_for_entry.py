@@ -50,11 +50,10 @@ from sparkd.capacity.vllm_figures import GUESS
 from sparkd.checkpoint import CONFIG, Checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.entry.parser_choice import with_parsers
-from sparkd.entry.trusted_commits import at_trusted_commit, pinned
-from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError, clause
+from sparkd.entry.trusted_commits import pinned
+from sparkd.errors import ConfigError, LoadRefused, RankError, clause
 from sparkd.hardware import GIB, Hardware
 from sparkd.models.architectures import remark
 from sparkd.models.shape import shape_of
@@ -103,8 +102,7 @@ class PlannedEntry:
 
 def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None) -> PlannedEntry:
     """The entry with the facts of its runtime, asked as at a start. there: another node's runtime, where this node lacks it. Without any
-    runtime the flags stay as written. The model's files are those of the commit that a start would use."""
-    spec = at_trusted_commit(spec, config)
+    runtime the flags stay as written."""
     facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
     with suppress(RankError):
         facts = there.facts if there is not None else probe(runtime_of(spec, config)).to_dict()
@@ -342,7 +340,10 @@ def _refuse_flags(spec: ModelConfig, entry: PlannedEntry) -> Translation:
 def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """The start of the option, in JSON. config: the keys that were `auto`, with their values. Raises ConfigError where the runtime's vLLM
     would refuse the flags."""
-    spec, notes = _pinned(spec, entry)
+    try:
+        spec = pinned(spec, entry.config)
+    except LoadRefused as error:
+        raise ConfigError(error.message, param="model") from None
     if spec.runs_vllm(entry.config.engine):
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
     translation = _refuse_flags(spec, entry)
@@ -372,21 +373,8 @@ def _how(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardw
         "config": decided,
         "ranks": ranks,
         "container": _container(entry),
-        "notes": [*notes, *translation.notes],
+        "notes": list(translation.notes),
     }
-
-
-def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[str]]:
-    """(the entry at the commits whose code it may run, notes where these are unknown on this machine). Raises ConfigError where a start
-    would refuse the code."""
-    try:
-        if spec.trusts_code() and is_absent(spec, entry.env):
-            look(spec, entry.env)
-        return pinned(spec, entry.config), []
-    except (CommitUnknown, HubUnreachable, ModelUnusable) as error:
-        return spec, [error.message]
-    except LoadRefused as error:
-        raise ConfigError(error.message, param="model") from None
 
 
 def _is_shown(name: str, own: Mapping[str, str]) -> bool:

@@ -104,16 +104,14 @@ def _named(model: str, config_file: Path | None, environ: dict[str, str], ask: C
     path = _config_path(config_file, environ)
     if path is not None:
         from sparkd.config.config import load_config
-        from sparkd.entry.trusted_commits import at_trusted_commit
         from sparkd.schema.engine_args import engine_args, recipe_of
 
         config = load_config(path, environ=environ)
         entry = next((each for each in config.models.values() if model in each.served_names()), None)
         if entry is not None:
             env = {**environ, **entry.environment(config.engine)}
-            revision = at_trusted_commit(entry, config).revision
             wide = engine_args(entry, env).wide
-            return NamedModel(entry.model, revision, recipe_of(entry), env, wide, best_of(entry.quantize))
+            return NamedModel(entry.model, entry.revision, recipe_of(entry), env, wide, best_of(entry.quantize))
     if "/" in model:
         return NamedModel(model, None, AS_IT_IS, environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"

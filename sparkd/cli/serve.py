@@ -176,13 +176,12 @@ def check(
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
     from sparkd.entry.parser_choice import explained
-    from sparkd.entry.trusted_commits import at_trusted_commit
 
     config = load_config(path, environ=os.environ)
-    book, models = config.book(), [at_trusted_commit(model, config) for model in config.models.values()]
+    book = config.book()
     return {
         model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
-        for model in models
+        for model in config.models.values()
         if model.runs_vllm(config.engine)
     }
 

@@ -42,8 +42,6 @@ class Remote:
 
 _Answer = Remote | ModelUnusable | HubUnreachable
 _answers: dict[str, tuple[float, _Answer]] = {}
-# By the same key: the commits of models that another node has.
-_commits: dict[str, str] = {}
 
 
 def is_elsewhere(env: Mapping[str, str]) -> bool:
@@ -69,9 +67,6 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
         for old in [old for old, (at_s, _) in list(_answers.items()) if now_s - at_s > KEPT_S]:
             _answers.pop(old, None)
         answer = _answers[key] = (time.monotonic(), _asked(spec, env, near))
-        if isinstance(answer[1], Remote) and answer[1].commit is not None:
-            # An entry that trusts its code is started at the commit (sparkd.entry.trusted_commits).
-            _answers[_key(spec.model_copy(update={"revision": answer[1].commit}), env)] = answer
     if isinstance(answer[1], Remote):
         return answer[1]
     raise answer[1]
@@ -81,17 +76,6 @@ def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
     """The last result of `look`; None if it was not called. Sends no request."""
     answer = _answers.get(_key(spec, env))
     return answer[1] if answer is not None and isinstance(answer[1], Remote) else None
-
-
-def commit_of(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """The commit of an absent model, as reported by its hub or by another node. Sends no request."""
-    remote = looked_at(spec, env)
-    return remote.commit if remote is not None else _commits.get(_key(spec, env))
-
-
-def note_commit(spec: ModelConfig, env: Mapping[str, str], commit: str) -> None:
-    """commit: of the files that another node has."""
-    _commits[_key(spec, env)] = commit
 
 
 def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:

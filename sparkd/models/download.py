@@ -1,10 +1,9 @@
 """Downloads what an engine needs of a hub's repository into this node's hub cache. Never runs inside the daemon: a download is ended by
 ending its process.
 
-A program: `python -m sparkd.models.download` reads one line of JSON from stdin, {"hub_id", "revision", "branch"}; HF_* come by its
-environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note", "head"} or {"error"},
-with "unasked" where it was the hub that said nothing, and ends when stdin does. head: the commit that `branch` is at, null where the hub
-does not say or none is given.
+A program: `python -m sparkd.models.download` reads one line of JSON from stdin, {"hub_id", "revision"}; HF_* come by its
+environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note"} or {"error"},
+with "unasked" where it was the hub that said nothing, and ends when stdin does.
 """
 
 from __future__ import annotations
@@ -99,14 +98,6 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     return listing.commit, ""
 
 
-def head_of(hub_id: str, branch: str, environ: Mapping[str, str]) -> str | None:
-    """The commit that a branch or tag is at on the hub; None where the hub does not say."""
-    try:
-        return Hub(hub_id, branch, environ).listing().commit
-    except SparkdError:
-        return None
-
-
 def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str) -> str:
     """One file into the cache, held against the SHA-256 that the hub names, and out of the page cache again."""
     from huggingface_hub import hf_hub_download
@@ -184,8 +175,7 @@ def main() -> None:
     order, tell = ordered("fetch end")
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
-        head = head_of(order["hub_id"], order["branch"], os.environ) if order.get("branch") else None
-        tell({"ended": True, "commit": commit, "note": note, "head": head})
+        tell({"ended": True, "commit": commit, "note": note})
     except NotAsked as unasked:
         tell({"error": unasked.error.message, "unasked": unasked.error.reason})
     except SparkdError as error:
