@@ -15,7 +15,7 @@ from sparkd.capacity.footprint import MeasuredPeaks
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.weights import Inventory
-from sparkd.checkpoint.header import shown
+from sparkd.checkpoint.foreign_json import shown
 from sparkd.errors import ConfigError
 from sparkd.hardware import GIB, JIT_CAPS, Hardware
 from sparkd.models.source import folder_of, name_of

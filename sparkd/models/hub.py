@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlsplit
 
 from sparkd import __version__
-from sparkd.checkpoint.header import loads
+from sparkd.checkpoint.foreign_json import parsed
 from sparkd.errors import CheckpointError, ConfigError, HubSilent
 from workers.host.hub_cache import is_revision
 
@@ -89,7 +89,7 @@ class Hub:
         url = f"{self.endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
         # Once: without a network this is where one waits.
         raw = self._tried(lambda: self._whole(url, MAX_LISTING_BYTES, "its listing"), attempts=1)
-        value = loads(raw, self.hub_id, cure=_NETWORK)
+        value = parsed(raw, self.hub_id, _NETWORK)
         commit, siblings = (value.get("sha"), value.get("siblings")) if isinstance(value, dict) else (None, None)
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
             raise self.refusal(f"the answer of {self._host} is not the listing of a repository", "Check HF_ENDPOINT")

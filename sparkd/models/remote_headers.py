@@ -6,7 +6,7 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from sparkd.checkpoint import (
     read_checkpoint,
     selected,
 )
-from sparkd.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
+from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.index import INDEX
-from sparkd.checkpoint.tensors import FileTensors
+from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError
 from sparkd.models.folder import unusable
 from sparkd.models.hub import Hub, RepositoryListing, in_parallel
@@ -89,7 +89,7 @@ def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
     if not there.issuperset(selection.files):
         return None
     # `selected` has read what an index says.
-    return (folder, selection) if selection.index is not None or not lacking_weights(there, folder.content) else None
+    return (folder, selection) if selection.index or not lacking_weights(there, folder.content) else None
 
 
 class _Repository:
@@ -113,20 +113,20 @@ class _Repository:
             self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
         return self._small.pop(name)
 
-    def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        for file in files.keys() - self.names:
+    def headers(self, files: Sequence[str]) -> Iterable[tuple[Shard, list[TensorRef]]]:
+        for file in set(files) - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
-        found: dict[int, tuple[Shard, FileTensors]] = {}
-        jobs = [partial(self._header, file, PREFIX_BYTES + expected if expected else FIRST_BYTES) for file, expected in files.items()]
+        found: dict[int, tuple[Shard, list[TensorRef]]] = {}
+        jobs = [partial(self._header, file) for file in files]
         for at, (file, header, size_bytes) in in_parallel(jobs):
             found[at] = parse_header(header, self.path(file), size_bytes, 0)
             if self._progress is not None:
                 self._progress(len(found), len(jobs))
         return [found[at] for at in range(len(jobs))]
 
-    def _header(self, file: str, expected: int) -> tuple[str, bytes, int]:
-        """(file, its header without the length, bytes of the file), by one request where the header is as long as expected, else by two."""
-        raw, size = self._hub.part(self._listing.commit, file, 0, min(expected, MAX_HEADER_BYTES))
+    def _header(self, file: str) -> tuple[str, bytes, int]:
+        """(file, its header without the length, bytes of the file), by one request where the header is short, else by two."""
+        raw, size = self._hub.part(self._listing.commit, file, 0, FIRST_BYTES)
         listed = self._listing.sizes[file]
         size_bytes = listed if size is None else size
         if size_bytes is None:

@@ -24,13 +24,14 @@ from sparkd.admin import pull
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
-from sparkd.checkpoint import foreign_file, read_checkpoint
+from sparkd.checkpoint import read_checkpoint
 from sparkd.cli import export, join, registry_fetch
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
+from sparkd.execution import bounded_call
 from sparkd.inquiry import model_answers, parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
@@ -149,7 +150,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
+        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:
@@ -164,7 +165,7 @@ async def _join(python: Path, folder: Path) -> None:
 
 async def _apart(python: Path, folder: Path) -> None:
     with suppress(pickle.UnpicklingError):
-        foreign_file.apart(json.loads, b"{}", "x.json")
+        bounded_call.call(json.loads, time_s=1, raw=b"{}")
 
 
 async def _export(python: Path, folder: Path) -> None:
