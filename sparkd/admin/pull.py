@@ -25,7 +25,7 @@ from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, OperationState, Progress
 from workers.files.manifest import is_loaded, refuse_without_room
-from workers.host.hub_cache import is_hub_id
+from workers.host.hub_cache import cache_places, is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
 
 log = logging.getLogger("sparkd.pulls")
@@ -154,7 +154,7 @@ class _Pull:
 
     async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
         """The outcome, one sentence. Raises ClusterError."""
-        places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
+        places = cache_places(environ)
         commit, note, silent = "", "", None
         if not model.startswith("/"):
             try:

@@ -208,17 +208,8 @@ def _numbered(weights: Iterable[str]) -> set[str]:
 
 
 def _without_config(source: Source) -> CheckpointError:
-    """The error for a folder without config.json. It names a model's folder below, or a format that vLLM reads and sparkd cannot count."""
+    """The error for a folder without config.json, which may hold a format that vLLM reads and sparkd cannot count."""
     reason = f"there is no {CONFIG} in it"
-    below = next((name for name in sorted(source.names) if os.path.isfile(os.path.join(source.place, name, CONFIG))), None)
-    if below is not None:
-        return CheckpointError(reason, file=source.place, cure=f"Name the model's own folder, such as {os.path.join(source.place, below)}")
-    if "snapshots" in source.names:
-        cure = f"Name the model by its id, {os.path.basename(source.place).removeprefix('models--').replace('--', '/', 1)}"
-        return CheckpointError(f"{reason}: it is the folder that the Hub's cache keeps a model in", file=source.place, cure=cure)
-    if "adapter_config.json" in source.names:
-        cure = "Serve the model that it was made for, with --enable-lora and --lora-modules in extra_args"
-        return CheckpointError(f"{reason}: it is an adapter, not a model", file=source.place, cure=cure)
     other = next((name for name in sorted(source.names) if name.endswith(".gguf")), None)
     if other is not None:
         cure = "vLLM may still serve it: set memory_gib in its entry"

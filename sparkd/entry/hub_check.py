@@ -87,7 +87,7 @@ def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:
 def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _Answer:
     try:
         hub = Hub(spec.model, spec.revision, env)
-        listing = hub.listing(nested=True)
+        listing = hub.listing()
     except HubSilent as error:
         message = f"{spec.model} is not on this machine, and its hub does not answer. {error.explanation}"
         return HubUnreachable(message, client_message=message)

@@ -47,7 +47,7 @@ def refusal(spec: ModelConfig, config: Config) -> str | None:
     revision = _revision(spec)
     if not _is_commit(revision):
         remote = looked_at(spec, env)
-        commit = _cached_commit(spec.model, revision, env) or (remote and remote.commit)
+        commit = _cached_commit(spec.model, revision, env) or (None if remote is None else remote.commit)
         return _sentence(spec.model, commit, "`revision`")
     draft = speculative_config(spec.extra_args) or {}
     repository = _draft_repository(spec, draft)

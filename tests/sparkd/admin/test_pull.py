@@ -372,9 +372,9 @@ def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: 
     assert "listing" in silent.value.error.message
 
 
-def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "sha256_of", lambda path, buffer: "0" * 64)
-    with pytest.raises(CheckpointError, match=r"SHA-256.*removed"):
+def test_a_hub_that_fails_in_between_leaves_no_half_model_behind(hub: Repository, environ: dict[str, str]) -> None:
+    hub.refusals = {f"/tree/{COMMIT}": [(404, {})]}
+    with pytest.raises(CheckpointError, match="again"):
         download.fetch("owner/name", None, environ, lambda told: None)
     assert snapshot_of("owner/name", None, environ) is None
 

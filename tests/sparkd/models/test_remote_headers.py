@@ -130,6 +130,14 @@ def test_a_long_header_takes_a_second_request(tmp_path: Path) -> None:
     assert there.sent < 2_000_000 < found.total_bytes
 
 
+def test_a_server_without_ranges_is_left_once_the_header_is_there(repository: Repository) -> None:
+    repository.ranges = False
+    os.truncate(repository.folder / SECOND, 1 << 26)
+    with pytest.raises(CheckpointError, match="no tensor"):
+        read(repository)
+    assert repository.sent < 1 << 25
+
+
 def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
     read(repository)
 
