@@ -162,13 +162,14 @@ def list_registries(name: str | None, as_json: bool) -> None:
 
 
 def _on_registries(work: Any) -> Any:
-    """The result of `work` for the registries of this machine's sparkd; as the user that its state folder belongs to."""
+    """The result of `work` for the registries of this machine's sparkd."""
     from sparkd.cli.config_file import config_of
-    from sparkd.execution.as_owner import as_owner
     from sparkd.recipes.registry import Registries
+    from sparkd.state.folder_owner import refuse_another_users
 
     state_dir: Path = config_of(None, os.environ).state_dir
-    return as_owner(state_dir, lambda: work(Registries(state_dir)))
+    refuse_another_users(state_dir)
+    return work(Registries(state_dir))
 
 
 def _summary(registries: Registries, name: str) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def serve(
     from sparkd.daemon import logs
     from sparkd.daemon.daemon import Options
     from sparkd.daemon.daemon import serve as serve_forever
-    from sparkd.execution.as_owner import refuse_another_users
+    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
 
@@ -134,7 +134,7 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
     from sparkd.cluster.ray_node import run_node
     from sparkd.daemon import logs
-    from sparkd.execution.as_owner import refuse_another_users
+    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)

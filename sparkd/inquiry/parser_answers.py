@@ -19,7 +19,7 @@ from typing import Any
 
 import workers
 from sparkd.errors import EngineError, StateError
-from sparkd.execution.as_owner import refuse_another_users
+from sparkd.state.folder_owner import refuse_another_users
 from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import full_version_in, packages_of

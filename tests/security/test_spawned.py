@@ -25,7 +25,7 @@ from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.checkpoint import read_checkpoint
-from sparkd.cli import export, join, registry_fetch
+from sparkd.cli import export, registry_fetch
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
@@ -61,7 +61,6 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/cli/join.py": 1,
     "sparkd/admin/pull.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
@@ -243,13 +242,6 @@ async def _fix(python: Path, folder: Path) -> None:
     fixes.apply(fixes.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
 
 
-async def _systemctl(python: Path, folder: Path) -> None:
-    (folder / "bin").mkdir()
-    (folder / "bin" / "systemctl").symlink_to(python)
-    os.environ["PATH"] = f"{folder}/bin"
-    join._systemctl("-I")
-
-
 async def _git(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "git").symlink_to(python)
@@ -276,7 +268,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _systemctl, _git, _calibration,
+    _ip, _fix, _git, _calibration,
 )  # fmt: skip
 
 
