@@ -74,7 +74,7 @@ def test_trusted_code_needs_a_commit_as_its_revision(revision: str | None, place
 
 def test_the_commit_to_copy_is_the_caches_or_the_hubs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sparkd pull" in str(place.refusal())
-    monkeypatch.setattr(hub_check, "_asked", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
+    monkeypatch.setattr(hub_check, "_asked", lambda *_: Remote(FIRST, ("config.json",), lambda _: b"{}"))
     look(entry(), place.env)
     assert FIRST in str(place.refusal())
     place.has(SECOND)
