@@ -164,7 +164,7 @@ async def _join(python: Path, folder: Path) -> None:
 
 async def _apart(python: Path, folder: Path) -> None:
     with suppress(pickle.UnpicklingError):
-        bounded_call.call(json.loads, time_s=1, raw=b"{}")
+        bounded_call.call(json.loads, "{}", time_s=1)
 
 
 async def _export(python: Path, folder: Path) -> None:
