@@ -225,6 +225,12 @@ def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
     assert len(repository.ranges_of(FIRST)) == hub.ATTEMPTS
 
 
+def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "REQUEST_S", -1.0)
+    error = refused(repository)
+    assert (type(error), lacking(error.reason, "127.0.0.1", "still sending")) == (HubSilent, [])
+
+
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:
     os.truncate(repository.folder / "config.json", (32 << 20) + 1)
 
