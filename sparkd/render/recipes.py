@@ -46,12 +46,11 @@ def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
 
 
 def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
-    """`sparkd recipes ls --registry`. A row has `signed`, the signature in words, too."""
+    """`sparkd recipes ls --registry`."""
     entries = list(rows)
-    columns = ("REGISTRY", "RECIPES", "COMMIT", "OF", "SIGNATURE", "FROM")
-    table = Table(*columns, right={"RECIPES"}, folds={"SIGNATURE"}, spare=("OF", "RECIPES"))
+    table = Table("REGISTRY", "RECIPES", "COMMIT", "OF", "FROM", right={"RECIPES"}, spare=("OF", "RECIPES"))
     for row in entries:
-        table.add(row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
+        table.add(row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["url"])
     if entries:
         table.show(console)
     else:
