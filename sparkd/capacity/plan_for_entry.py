@@ -241,10 +241,10 @@ def _overlaid(spec: ModelConfig, question: PlanRequest, checkpoint: Checkpoint, 
         overlay["extra_args"] = args
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
-    if question.speculative is not None and question.speculative != spec.speculative:
+    if question.speculative is not None:
         wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(question.speculative, spec.model, shape_of(checkpoint.config), wish, read)
-        overlay |= {"speculative": question.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
+        overlay |= {"extra_args": without(overlay.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
         if drafted is not None:
             overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
     if not overlay:
@@ -395,13 +395,10 @@ def _is_shown(name: str, own: Mapping[str, str]) -> bool:
 
 
 def _container(entry: PlannedEntry) -> dict[str, Any] | None:
-    """The container image of the entry's recipe; the variant's image overrides the recipe's."""
+    """The container image of the entry's recipe."""
     if entry.spec.recipe is None:
         return None
     book = entry.config.book()
-    name, variant = book.split(entry.spec.recipe)
-    file, _ = book.read(name)
-    if file is None:
-        return None
-    container = file.container(variant)
+    file, _ = book.read(entry.spec.recipe)
+    container = file.recipe.container if file is not None else None
     return None if container is None else {**container.model_dump(), "recipe": entry.spec.recipe}

@@ -262,14 +262,14 @@ def entry_of(model: str, option: Option, wish: FitRequest) -> dict[str, Any]:
     if option.serving.kv_dtype != "auto" and not (wish.drafting is not None and "kv_cache_dtype" in wish.drafting.settings):
         entry["kv_cache_dtype"] = option.serving.kv_dtype
     if wish.drafting is not None:
-        entry |= {"recipe": wish.drafting.recipe} if wish.drafting.recipe is not None else {}
-        entry["speculative"] = wish.drafting.method
+        recipe = wish.drafting.recipe
+        entry |= {"extra_args": list(wish.drafting.args)} if recipe is None else {"recipe": recipe}
     return entry
 
 
 def _spec_of(model: str, entry: Mapping[str, Any], wish: FitRequest) -> _Entry:
     read = {**entry, "quantize": QuantizationRecipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
-    fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "speculative", "recipe")}
+    fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "extra_args", "recipe")}
     if wish.drafting is not None:
         own = {key: value for key, value in wish.drafting.settings.items() if key in _Entry.__dataclass_fields__}
         fields = {**own, **fields, "extra_args": wish.drafting.args}

@@ -282,8 +282,8 @@ def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
 
 def _container(model: str) -> dict[str, Any] | None:
     """The image that the recipe for this very model names; its settings are taken by who names the recipe."""
-    recipe, variant = recipe_for(model)
-    container = recipe.container(variant) if recipe is not None else None
+    recipe = recipe_for(model)
+    container = recipe.recipe.container if recipe is not None else None
     return None if container is None or recipe is None else {**container.model_dump(), "recipe": recipe.name}
 
 

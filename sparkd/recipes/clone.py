@@ -51,7 +51,7 @@ def _folders(root: Path) -> list[str]:
     """The folders of sparkrun's manifest, else `recipes` as in eugr's repository, else the whole repository."""
     manifest = root / _MANIFEST
     if manifest.is_file() and manifest.stat().st_size <= yaml_file.MAX_BYTES:
-        rows: Any = yaml_file.parse(manifest.read_bytes(), str(_MANIFEST), {}, last_counts=True).table.get("registries")
+        rows: Any = yaml_file.parse(manifest.read_bytes(), str(_MANIFEST), {}, last_counts=True).values.get("registries")
         tables = [row for row in rows if isinstance(row, Mapping) and row.get("enabled") is not False] if isinstance(rows, list) else []
         named = [str(row.get("subpath") or row.get("recipes") or "recipes").strip("/") for row in tables]
         if folders := list(dict.fromkeys(folder for folder in named if _PATH.fullmatch(folder))):

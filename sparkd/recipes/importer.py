@@ -135,7 +135,7 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
 def _imported(
     document: yaml_file.Document, shown: str, overrides: dict[str, Any], release: Release, parser: Parser, origin: str
 ) -> Imported:
-    table = document.table
+    table = document.values
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
     # sparkrun takes every version but 1 as its own (core/recipe.py).

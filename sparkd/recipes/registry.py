@@ -31,7 +31,6 @@ _LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
 _COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
 _SHOWN_CHARS = 160
 _TRUST = "trust_remote_code"
-_IN_THE_MODEL = re.compile(r"\{model\}(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _WHERE = "in a recipe of a registry that is used by its name"
 
 
@@ -149,41 +148,37 @@ class Registries:
 
 
 def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
-    """Raise ConfigError for the first key, flag or variable of a recipe that does more than tune a model: it loads code, reads a variable
-    of this machine's environment, or names files, addresses or other repositories. text: the recipe's text.
+    """Raise ConfigError for the first key, flag or variable of a recipe that does more than tune a model.
 
-    The lists are those for models that are added over the admin API.
+    Hostile side: whoever can write to the registry. Such a recipe must not load code, read a variable of this machine's environment, or
+    name files, addresses or other repositories. The lists are those for models that are added over the admin API.
+
+    text: the recipe's text.
     """
     cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
-    if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
+    if path := next((name for name in file.repositories() if not is_hub_id(name)), None):
         raise ConfigError(f"{path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}", file=file.name)
     if "${env." in text:
         raise ConfigError(f"a value from this machine's environment is refused {_WHERE}: {cure}", file=file.name)
-    for table in file.every_settings():
-        for key, value in table.items():
-            if key not in KEYS and key != _TRUST and value not in (None, False):
-                raise ConfigError(f"{key} is refused {_WHERE}: {cure}", file=file.name, param=key)
-        if table.get("load_format") is not None and str(table["load_format"]) not in LOAD_FORMATS:
-            raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
+    settings = file.settings
+    for key, value in settings.items():
+        if key not in KEYS and key != _TRUST and value not in (None, False):
+            raise ConfigError(f"{key} is refused {_WHERE}: {cure}", file=file.name, param=key)
+    if settings.get("load_format") is not None and str(settings["load_format"]) not in LOAD_FORMATS:
+        raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
+    env = settings.get("env") or {}
+    try:
+        refuse_flags(file.arguments, where=_WHERE, cure=cure)
         # The validation of the entry refuses a value of another type.
-        args, env = (value if isinstance(value, Mapping | list | tuple) else () for value in (table.get("extra_args"), table.get("env")))
-        try:
-            refuse_flags([str(arg) for arg in args], where=_WHERE, cure=cure)
-            refuse_variables(env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env], where=_WHERE, cure=cure)
-        except ConfigError as error:
-            raise ConfigError(error.message, file=file.name, param=error.param) from None
-
-
-def is_of_hub(name: str) -> bool:
-    """Whether a model or a draft is a hub id or a path in the model's own folder, and no other path."""
-    return is_hub_id(name) or _IN_THE_MODEL.fullmatch(name) is not None
+        names = env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env] if isinstance(env, list) else ()
+        refuse_variables(names, where=_WHERE, cure=cure)
+    except ConfigError as error:
+        raise ConfigError(error.message, file=file.name, param=error.param) from None
 
 
 def take_out_trust(file: RecipeFile) -> bool:
     """Remove the recipe's trust in code of the model's repository; True where it had any. Only the entry may grant that trust."""
-    tables = [*file.settings(None), *(table for name in file.recipe.variants for table in file.settings(name))]
-    taken = [table.pop(_TRUST, None) for table in tables]
-    return any(taken)
+    return bool(file.settings.pop(_TRUST, None))
 
 
 def _written(pattern: re.Pattern[str], text: str) -> str | None:

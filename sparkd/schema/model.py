@@ -69,7 +69,7 @@ def _model(value: str, info: ValidationInfo) -> str:
         raise ValueError("a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected")
     if "/" not in value:
         cure = f"a hub id is owner/name, such as owner/{value}; a folder begins with '/', './' or '~'; a recipe is named by 'recipe'"
-        raise refuse(f"{value} has no owner: {cure}", repeats=True)
+        raise refuse(f"{value} has no owner: {cure}")
     return value
 
 
@@ -109,11 +109,6 @@ def _auto_is_none(value: Any) -> Any:
 def _off_is_none(value: Any) -> Any:
     """`off`, and false, which is YAML 1.1's reading of it, become `none`."""
     return OFF if value is False or value == "off" else value
-
-
-def _false_is_off(value: Any) -> Any:
-    """false becomes `off`: a command-line flag is parsed as YAML 1.1, which reads `off` as false."""
-    return "off" if value is False else value
 
 
 class Media(Section):
@@ -158,10 +153,8 @@ class ModelConfig(Section):
     """One model's entry. configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
     name: Name
-    # The recipe, whose keys sparkd.recipes.expand has already merged below the entry's own.
+    # The recipe, whose keys sparkd.recipes.merge has already put below the entry's own.
     recipe: Word | None = None
-    profile: Literal["single-user", "balanced", "throughput"] | None = None
-    speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
     model: Annotated[str, AfterValidator(_model)]
     revision: Annotated[Word | None, AfterValidator(_revision)] = None
 

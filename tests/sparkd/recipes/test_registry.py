@@ -20,8 +20,8 @@ from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipes import clone
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.recipes.registry import Registries, Registry
-from tests.sparkd.recipes.test_expand import RECIPE
 from tests.sparkd.recipes.test_importer import ONE, TWO, parser_of_the_fixture
+from tests.sparkd.recipes.test_merge import RECIPE
 from tests.support.facts import lacking
 from tests.support.registries import keep_registry
 from tests.support.waiting import HUNG_S
@@ -254,7 +254,6 @@ def test_an_entry_may_name_a_recipe_of_a_registry(tmp_path: Path, state: Path, c
 
     assert config.models["a"].model == "owner/plain" and config.models["a"].max_model_len == 4096
     assert not config.models["a"].trust_remote_code and config.models["b"].trust_remote_code
-    assert config.book().split("ours@eugr@long") == ("ours@eugr", "long") and config.book().split("plain@long") == ("plain", "long")
     added = parse_model("c", {"recipe": "plain@eugr"}, over_admin=True, book=config.book())
     assert added.model == "owner/plain"
     assert run(capsys, "import", "ours@eugr")[0].partition("\n")[2] == RECIPE.replace("A: recipe", "OMP_NUM_THREADS: 2")
