@@ -112,7 +112,7 @@ def cache_of(model: EngineKeys) -> dict[str, Any] | str | None:
 
 def vllm_sizes(model: EngineKeys) -> bool:
     """Whether the entry chooses vLLM's sizing, or a worker class that is not sparkd's."""
-    return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
+    return utilization_of(model) is not None or bool(reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:

@@ -235,8 +235,11 @@ def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | N
     ("command", "expected"),
     [
         ("python3 -m vllm.entrypoints.openai.api_server --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
-        ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE",
-         {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "-cc.cudagraph_mode=PIECEWISE"]}),
+        ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE -cc.mode 3 -O2 -ep",
+         {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "--optimization-level", "2", "--enable-expert-parallel",
+                         "--compilation-config", '{"cudagraph_mode": "PIECEWISE", "mode": 3}']}),
+        ("vllm serve owner/a --speculative_config.method mtp --speculative_config.num_speculative_tokens 2",
+         {"extra_args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}']}),
         ("vllm serve owner/a --kv-cache-memory-bytes 1000 --served-model-name x y",
          {"kv_cache": {"bytes": 1000}, "served_model_name": ["x", "y"]}),
         ("vllm serve owner/a --nnodes 2 --node-rank 0 --headless --distributed-executor-backend ray -pp 1", {}),
@@ -278,20 +281,6 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
     if method == "mtp":
         assert resolve(RecipeUse("their", speculative="mtp"), book).args == found.args
-
-
-def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -> None:
-    command = (
-        "vllm serve o/m --gpu-mem 0.5 --max-model 9K --tensor-parallel 2 --served-model a b --spec '{}' --trust-rem --distributed-e ray"
-    )
-    text = with_command(command.replace("--spec ", "--speculative "))
-    found = imported(text.encode(), "their.yaml").recipe["settings"]
-    assert found == {
-        "gpu_memory_utilization": 0.5, "max_model_len": "9K", "tensor_parallel": 2, "trust_remote_code": True,
-        "served_model_name": ["a", "b"], "extra_args": ["--speculative-config", "{}"],
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"--max-num .*--max-num-seqs"):
-        imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml")
 
 
 def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:

@@ -29,7 +29,9 @@ from workers.vllm.ask import parse_args
 REFUSED: dict[str, tuple[str, str]] = {
     "-max-num-seqs 8": ("-max-num-seqs", "unrecognized"),
     "--max-model-length 8192": ("--max-model-length", "unrecognized"),
-    "--enable": ("--enable", "--enable-log-outputs"),
+    "--max-mod 8192": ("--max-mod", "--max-model-len"),
+    "--tool-call-parser hermess": ("--tool-call-parser", "hermes?"),
+    "--reasoning-parser qwen4": ("--reasoning-parser", "qwen3?"),
     "--max-num-seqs --enforce-eager": ("--max-num-seqs", "expected one"),
     "--enforce-eager=true": ("--enforce-eager", "ignored explicit"),
     "--enforce-eager 8": ("--enforce-eager", "unrecognized argument behind"),
@@ -39,7 +41,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     """--compilation-config '{"bakend": "eager"}'""": ("--compilation-config", "bakend"),
     """--kernel-config '{"moe_backend":"marln"}'""": ("--kernel-config", "'marlin'"),
     """--kv-transfer-config '{"a":1'""": ("--kv-transfer-config", "line 1 column"),
-    "--attention-config.backend": ("", "IndexError"),
 }
 SECRET = "hf_secret"
 SECRETS = [
