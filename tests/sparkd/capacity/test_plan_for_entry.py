@@ -163,7 +163,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "quantized": {"quantize": "nvfp4", "max_model_len": 8192, "max_num_seqs": 4, "quantized_cache": False},
     "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
     "stock": {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "trust_remote_code": True},
-    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "-O1"]},
+    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "--optimization-level=1"]},
     "flags": {
         "aliases": ["gpt-4o"],
         "revision": "main",

@@ -18,6 +18,7 @@ from sparkd.errors import RankError
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import refused
 from sparkd.recipes import admin_flags
+from sparkd.vllm import answer_cache
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.installed import full_version_in
 from tests.sparkd.recipes.test_expand import BOOK, OURS
@@ -106,7 +107,7 @@ def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkey
 
 @pytest.fixture(autouse=True)
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(answer_cache, "_unkept", {})
     monkeypatch.setattr(parser_answers, "_silent", set())
 
 
@@ -133,7 +134,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert capsys.readouterr().err.count("\n") == 1 and check(file, {}) and capsys.readouterr().err == ""
     assert {(problem.severity, problem.line) for problem in problems} == {("error", 5)} and len(asked) == 2
 
-    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(answer_cache, "_unkept", {})
     config = Config(state_dir=state)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
     refused = said_to(spec, config, VERSION).refused
