@@ -175,7 +175,7 @@ def import_(
     if origin and not document.problems and not is_foreign(document.table):
         converted = Imported({}, raw.decode(), ())
     else:
-        converted = imported(raw, shown, _pairs(settings or []), release, _parser, origin)
+        converted = imported(raw, shown, _pairs(settings or []), _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
     converted = with_risks(converted, recipe)
     if origin:

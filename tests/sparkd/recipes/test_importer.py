@@ -79,11 +79,12 @@ def with_command(command: str, **keys: Any) -> str:
 
 
 def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[RefusedArg]]:
-    """It refuses what is no name of a flag of vLLM 0.32.0, and the values of two more."""
+    """It refuses what is no name of a flag of vLLM 0.32.0, and the values of three more."""
     text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
     names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
     flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
     refusals = [RefusedArg(f"--{flag}", "unrecognized argument") for flag in flags if flag not in names]
+    refusals += [RefusedArg("--tool-call-parser", "there is no such parser; did you mean qwen3_coder?")] if "qwen3_codr" in args else []
     refusals += [RefusedArg("--seed", "invalid int value: '...'")] if "many" in args else []
     return "0.32.0", refusals + ([RefusedArg("--kernel-config", "invalid JSON")] if "{a:1}" in args else [])
 
@@ -319,11 +320,11 @@ def test_a_parser_that_this_vllm_does_not_have(tmp_path: Path) -> None:
     command = f"vllm serve o/m --{key} {name}"
     with pytest.raises(ConfigError) as caught:
         imported(with_command(command).encode(), "their.yaml", parser=parser_of_the_fixture)
-    assert "tool_call_parser" in caught.value.message and f" {near}?" in caught.value.message
+    assert f"--{key}" in caught.value.message and f" {near}?" in caught.value.message
 
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
         found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
-        assert len(found.missing) == 1 and name in found.missing[0]
+        assert len(found.missing) == 1 and near in found.missing[0]
         assert unusable(found, "r", "r.yaml", None) == []
 
     for image, severity in (("vllm/vllm-openai:v0.32.0", "error"), ("gb10-glm52:v18.1", "warning")):

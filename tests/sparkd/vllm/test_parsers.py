@@ -18,9 +18,10 @@ from sparkd.entry import parser_choice
 from sparkd.entry.hub_check import Remote
 from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
+from sparkd.inquiry import parser_answers
+from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen
-from sparkd.vllm.unknown_names import unknown_parsers
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
 from workers.vllm.ask import parse_args
@@ -227,30 +228,26 @@ def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
     assert (tool, reasoning, parsers, flags) == (OFF, OFF, Parsers(nearest="hermes"), [])
 
 
-def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m")
+def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_: Path, lines: list[list[str]]) -> tuple[str, list[tuple[RefusedArg, ...]]]:
+        return "0.32.0", [tuple(map(RefusedArg.of, refusals)) for refusals in parse_args.parse(lines)]
 
-    def unknown(**keys: Any) -> list[str]:
-        spec = parse_model("m", {"model": str(folder), **keys}, over_admin=False)
-        return list(unknown_parsers(spec.vllm_flags(), dict.fromkeys(spec.env, ""), None))
+    monkeypatch.setattr(parser_answers, "asked", answer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, file = made(tmp_path / "m"), tmp_path / "sparkd.yaml"
 
-    (tool,) = unknown(tool_call_parser="hermess")
-    assert lacking(tool, "tool_call_parser", "hermess", "hermes") == []
-    assert len(unknown(tool_call_parser="hermess", reasoning_parser="qwen4")) == 2
-    assert len(unknown(extra_args=["--tool-call-parser=hermess"])) == 1
-    for keys in (
-        {},
-        {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
-        {"tool_call_parser": "none"},
-        {"tool_call_parser": "own", "extra_args": ["--tool-parser-plugin", "/own.py"]},
-        {"tool_call_parser": "own", "env": {"VLLM_PLUGINS": "own"}},
-    ):
-        assert unknown(**keys) == []
+    def told(keys: str) -> list[str]:
+        file.write_text(f"state_dir: {tmp_path}\nmodels: {{m: {{model: {folder}, {keys}}}}}")
+        return [problem.message for problem in check(file, {}) if "no such parser" in problem.message]
+
+    (tool,) = told("tool_call_parser: hermess")
+    assert lacking(tool, "tool_call_parser", "hermes?") == []
+    assert len(told("tool_call_parser: hermess, reasoning_parser: qwen4")) == 2
+    assert len(told("extra_args: ['--tool-call-parser=hermess']")) == 1
+    assert told("tool_call_parser: hermes, reasoning_parser: qwen3") == told("tool_call_parser: none") == []
+    assert told("tool_call_parser: own, env: {VLLM_PLUGINS: own}") == []
     spec = parse_model("m", {"model": str(folder), "tool_call_parser": "hermess"}, over_admin=False)
-    assert len(said_to(spec, load_config(None, environ={}), full_version_in(None)).refused) == 1
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"models: {{m: {{model: {folder}, tool_call_parser: hermess}}}}")
-    assert len([problem for problem in check(file, {}) if lacking(problem.message, "hermess", "hermes") == []]) == 1
+    assert len(said_to(spec, load_config(file, environ={}), full_version_in(None)).refused) == 1
 
 
 def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:
