@@ -41,13 +41,12 @@ class Flag(NamedTuple):
     """A flag where it stands.
 
     name: with dashes, without `--` and `no-`; as it is written where that is no flag in full, "" for a value that belongs to no flag.
-    first, end: its words are args[first:end].
+    place: index of its first word.
     """
 
     name: str
     value: Value
-    first: int
-    end: int
+    place: int
 
 
 def in_order(args: Sequence[str]) -> Iterator[Flag]:
@@ -57,19 +56,19 @@ def in_order(args: Sequence[str]) -> Iterator[Flag]:
         first, (written, equals, text) = index, args[index].partition("=")
         index += 1
         if is_value(args[first]):
-            yield Flag("", args[first], first, index)
+            yield Flag("", args[first], first)
             continue
         if not _NAME.fullmatch(written):
-            yield Flag(written, text, first, index)
+            yield Flag(written, text, first)
             continue
         name = written[2:].replace("_", "-")
         while not equals and index < len(args) and is_value(args[index]):
             index += 1
         values = (text,) if equals else tuple(args[first + 1 : index])
         if not values:
-            yield Flag(name.removeprefix("no-"), not name.startswith("no-"), first, index)
+            yield Flag(name.removeprefix("no-"), not name.startswith("no-"), first)
         else:
-            yield Flag(name, values[0] if len(values) == 1 else values, first, index)
+            yield Flag(name, values[0] if len(values) == 1 else values, first)
 
 
 def parsed(args: Sequence[str]) -> Mapping[str, Value]:

@@ -88,9 +88,9 @@ def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple
     for flag in in_order(args):
         if reason := _reason(_name(flag.name)):
             written = flag.name if flag.name.startswith("-") else f"--{flag.name}"
-            yield flag.first, f"{shown(written)} is not allowed in {place}: {reason}."
+            yield flag.place, f"{shown(written)} is not allowed in {place}: {reason}."
         elif fault := why_not_in_full(flag):
-            yield flag.first, fault
+            yield flag.place, fault
 
 
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
