@@ -18,7 +18,7 @@ SPECULATIVE = "--speculative-config"
 DRAFTS = SPECULATIVE[2:]
 # The loader that sparkd's plugin registers in vLLM (workers/plugin.py).
 LOAD_FORMAT = "spark_stream"
-# Of vLLM's flags, only this one adds up where it stands several times (entrypoints/launchers/cli_args.py); of any other the last counts.
+# vLLM keeps every value of this flag (entrypoints/launchers/cli_args.py); of any other the last counts.
 _REPEATED = ("middleware",)
 # The short names of vLLM 0.32's parser (tests/fixtures/vllm-flags-0.32.0.txt), and -O (vllm/utils/argparse_utils.py).
 SHORT: Mapping[str, str] = {
