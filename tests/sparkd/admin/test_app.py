@@ -898,7 +898,7 @@ def test_no_body_makes_it_fail(tmp_path: Path) -> None:
 
     try:
         send()
-        for path in ("/status", "/operations", "/events", "/plan", "/openapi.json"):
+        for path in ("/status", "/operations", "/events", "/decision", "/openapi.json"):
             assert sender.ask("GET", path) == 200
     finally:
         sender.close()
