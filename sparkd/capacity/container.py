@@ -1,4 +1,4 @@
-"""Owns how a planned rank runs in a container: `docker run`, or a compose file. Never starts one, and never names an image itself."""
+"""How a planned rank runs in a container: its `docker run` command."""
 
 from __future__ import annotations
 
@@ -62,30 +62,6 @@ class RankContainer:
             argv += ["-e", name if value == hidden(name) else f"{name}={value}"]
         return [*argv, self.image, *self.command]
 
-    def compose(self) -> dict[str, Any]:
-        """One service of a compose file, as plain values."""
-        service: dict[str, Any] = {
-            "image": self.image,
-            "container_name": self.name,
-            "restart": "unless-stopped",
-            "ipc": "host",
-            "volumes": [f"{host}:{inside}{_mode(inside)}" for host, inside in self.folders.items()],
-            # A dollar sign in a compose file begins a variable.
-            "environment": {name: value if value == hidden(name) else value.replace("$", "$$") for name, value in self.environment.items()},
-            "command": [word.replace("$", "$$") for word in self.command],
-        }
-        if self.gpu:
-            devices = [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
-            service["ulimits"] = {"memlock": -1, "stack": 67108864}
-            service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
-        if self.network_host:
-            service["network_mode"] = "host"
-        else:
-            service["ports"] = [f"127.0.0.1:{PORT}:{PORT}"]
-        if self.rdma:
-            service |= {"devices": ["/dev/infiniband"], "cap_add": ["IPC_LOCK"]}
-        return service
-
 
 def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer]:
     """The command of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises
@@ -109,7 +85,7 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer
 
 
 def hidden(name: str) -> str:
-    """In the place of a value that is its operator's alone: the shell or the compose file takes it from its own environment."""
+    """Stands for a value that is its operator's alone: the shell that runs the command has it in its environment."""
     return f"${{{name}}}"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema.model_keys import EngineKeys
 from sparkd.vllm.flags import amount, parsed
 from sparkd.vllm.parsers import OFF
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
 
 # Keys that are a flag of vLLM: --max-model-len VALUE, and --enforce-eager without one.
 VALUE_FLAGS = (
@@ -30,14 +32,14 @@ _SAMPLING_FLAG = "override-generation-config"
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
-def flags_of(model: EngineKeys) -> list[str]:
+def flags_of(model: ModelConfig) -> list[str]:
     """The keys as vLLM flags, in a fixed order, then extra_args unchanged: for argparse the last flag wins.
 
     The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
     """
     flags: list[str] = []
     for key in VALUE_FLAGS:
-        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key, None)
+        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key)
         if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
     if model.tool_call_parser not in (None, OFF):
