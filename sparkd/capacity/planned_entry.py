@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from sparkd.models.shape import shape_of
 from sparkd.models.source import name_of
 from sparkd.schema.engine_args import at_any_length
 from sparkd.schema.quantize import AUTO
-from sparkd.vllm.translate import SPECULATIVE, flag_name, without
+from sparkd.vllm.flags import DRAFTS, parsed, without
 from workers.host.runtime import API_SERVER, probe
 
 # By key of the question: the keys of the entry that it replaces.
@@ -91,14 +91,15 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, checkpoint: Checkpoint, 
     spec = at_any_length(entry.spec)
     overlay = _requested(spec, request)
     added = {} if entry.added is None else {**entry.added, **{key: value for key, value in overlay.items() if value != AUTO}}
-    if (args := _free_of(spec.extra_args, overlay)) != list(spec.extra_args):
-        overlay["extra_args"] = args
+    # extra_args come last, and vLLM takes the last flag.
+    if replaced := parsed(spec.extra_args).keys() & set(_flags_of(overlay)):
+        overlay["extra_args"] = without(spec.extra_args, *replaced)
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
     if request.speculative is not None and request.speculative != spec.speculative:
         wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(request.speculative, spec.model, shape_of(checkpoint.config), wish, read)
-        overlay |= {"speculative": request.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
+        overlay |= {"speculative": request.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
         if drafted is not None:
             overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
             added |= ({} if drafted.recipe is None else {"recipe": drafted.recipe}) | {"speculative": request.speculative}
@@ -125,17 +126,8 @@ def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
     return {key: value for key, value in requested.items() if value is not None}
 
 
-def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
-    """extra_args without the flags that these keys replace: extra_args come last, and vLLM takes the last flag."""
-    # A switch has no value to remove with it.
-    switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in keys else ()
-    left = [arg for arg in args if flag_name(arg) not in switch]
-    for flag in _flags_of(key for key in keys if key != "enforce_eager"):
-        left = without(left, flag)
-    return left
-
-
 def _flags_of(keys: Iterable[str]) -> Iterator[str]:
+    """The flags that these keys replace."""
     for key in keys:
         yield from (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ()))
 
