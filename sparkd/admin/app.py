@@ -53,8 +53,8 @@ from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import QuestionHere, planned_here, planning_hardware
-from sparkd.capacity.plan_request import MODEL_CHARACTERS
+from sparkd.capacity.plan_for_node import planned_here, planning_hardware
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.control.journal import Ledger
@@ -273,21 +273,21 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
             raise UnknownRecipe(name)
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
-    @api.get("/plan", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def plan() -> dict[str, Any]:
+    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
+    async def decision() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 
     @api.post(
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
     )
-    async def fit(question: QuestionHere) -> dict[str, Any]:
-        refuse_calibration(question.quantize)
-        spec = await asyncio.to_thread(operator.spec_to_plan, question.model)
+    async def plan(request: PlanRequest) -> dict[str, Any]:
+        refuse_calibration(request.quantize)
+        spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
         snapshot = supervisor.snapshot()
         in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        plan = await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        answer = await planned_here(request, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
         view = snapshot.models.get(spec.name) if spec is not None else None
-        return plan if view is None or not view.ranks else {**plan, "notes": [*plan["notes"], _runs(view)]}
+        return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
 
     @api.get(
         "/events",

@@ -32,7 +32,7 @@ _ROLES = ("inference", "admin")
 # Keys whose values another flag than the one of their name carries.
 _FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
 # Keys whose values vLLM's parser may refuse; numbers are judged where the file is read.
-_JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling")
+_JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling", "tool_call_parser", "reasoning_parser")
 _NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or remove the key."
 # Flags whose value is a file or a folder where it is a whole path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
@@ -216,7 +216,6 @@ class _Entry:
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
         from sparkd.inquiry.parser_answers import refused
-        from sparkd.vllm.unknown_names import unknown_parsers
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env, release_in(self.runtime))
@@ -230,8 +229,6 @@ class _Entry:
             for *_, path in values_of(flags, name):
                 if path.startswith("/") and not os.path.lexists(path):
                     yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
-        for note in unknown_parsers(flags, self._env, self.runtime):
-            yield self._at_flag(FlagNote(note.name, note.reason))
         if self.judged is not None:
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)

@@ -20,7 +20,8 @@ from sparkd.bench.figures import measured, read
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.result import BenchResult, Predicted, Published
 from sparkd.capacity.learned_rates import LearnedName, learn
-from sparkd.capacity.plan_for_node import QuestionHere, planned_here
+from sparkd.capacity.plan_for_node import planned_here
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import runtime_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Roster
@@ -167,7 +168,7 @@ async def predicted(registry: Roster, cluster: Cluster, snapshot: Callable[[], S
     in_sight = sum(node.agent for node in snapshot().nodes)
     siting, places = cluster.siting, registry.model_places()
     spec = registry.find(name).spec
-    plan = await planned_here(QuestionHere(model=name), spec, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+    plan = await planned_here(PlanRequest(model=name), spec, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
     if plan["choice"] is None:
         return None
     figures = plan["choice"]["footprint"]

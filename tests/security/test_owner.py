@@ -25,7 +25,7 @@ from sparkd.config.config import load_config
 from sparkd.doctor import fixes
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.as_owner import as_owner, create_below, lesser_owner, refuse_another_users
-from sparkd.inquiry import parser_answers
+from sparkd.vllm import answer_cache
 from tests.support.daemon_process import ROOT as SOURCES
 from tests.support.ranks import Place, a_place
 from workers.host import processes
@@ -295,11 +295,11 @@ def test_root_keeps_no_answer_in_another_users_folder_and_forks_for_none(folder:
         raise AssertionError
 
     theirs, ours = given(folder / "theirs"), folder / "ours"
-    (theirs / "vllm-flags").symlink_to(ours)
+    (theirs / "vllm-answers").symlink_to(ours)
     monkeypatch.setattr(os, "fork", fork)
-    parser_answers._keep("[]", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json", ours / "x.json"])
+    answer_cache.keep("x", [], [theirs / "vllm-answers", theirs / "own", ours])
 
-    assert os.listdir(theirs) == ["vllm-flags"] and os.listdir(ours) == ["x.json"]
+    assert os.listdir(theirs) == ["vllm-answers"] and os.listdir(ours) == ["x.json"]
 
 
 def test_only_the_command_line_which_has_one_thread_becomes_another_user() -> None:

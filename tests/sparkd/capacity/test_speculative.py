@@ -11,17 +11,16 @@ import pytest
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_for_checkpoint import _counted, answer
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import ConfigError
 from sparkd.hardware import SPARK
 from sparkd.models.shape import shape_of
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from tests.support import plans
 from tests.support.accounts import account, kv_cost
 from tests.support.checkpoints import Tensor, dense, write
 from tests.support.published_headers import checkpoint_of
@@ -45,11 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(model: Path, **asked: Any) -> dict[str, Any]:
-    def find(name: str) -> tuple[str, Checkpoint, None]:
-        return name, read_checkpoint(name), None
-
     given = {"max_model_len": 4096, "quantize": "bf16", "max_num_seqs": 8, **asked}
-    return json.loads(json.dumps(answer(PlanRequest(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(plans.planned(model, **given)))  # type: ignore[no-any-return]
 
 
 def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
@@ -127,16 +123,6 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
         return
     more = counted.inventory(checkpoint, shape).stored_bytes - inventory(checkpoint, shape).stored_bytes
     assert more == sum(one.nbytes for one in checkpoint.tensors.values() if one.name.startswith("mtp.")) > 1 << 30
-
-
-def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path) -> None:
-    """Quantizers leave them out, and the configuration goes on naming them."""
-    whole = read_checkpoint(write(tmp_path / "whole", PREDICTS, [*tensors_of(PREDICTS), *AHEAD]))
-    bare = read_checkpoint(write(tmp_path / "bare", PREDICTS, tensors_of(PREDICTS)))
-    counted = of_config(MTP, shape_of(PREDICTS), read_checkpoint)
-    there = [("whole", whole), ("bare", bare)]
-    assert [name for name, _ in _counted(there, counted)] == ["whole"]
-    assert [name for name, _ in _counted(there, None)] == ["whole", "bare"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ ENTRIES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
     ({"max_model_len": 9000}, ("models.m.max_model_len", "9,000", "8,192"), 4),
     ({"env": {"1A": "1"}}, ("models.m.env", "environment variable"), 4),
     ({"extra_args": ["--tensor-parallel-size", "2"]}, ("tensor_parallel",), 4),
-    ({"extra_args": ["model"]}, ("not a flag",), 4),
+    ({"extra_args": ["model"]}, ("no flag",), 4),
     ({"extra_args": ["--enforce-eagr"]}, ("--enforce-eagr: vLLM",), 4),
     ({"extra_args": ["--max-num-seqs", "many"]}, ("--max-num-seqs: vLLM",), 4),
     ({"extra_args": ["--max-model-len", "9000"]}, ("9,000",), 4),

@@ -174,7 +174,7 @@ def test_operations_and_answers_are_json_too(cli: Cli) -> None:
 
 
 def test_run_brings_a_model_in_with_its_arguments_unchanged(cli: Cli) -> None:
-    extra = ["--max-num-seqs", "8", "--max-model-len=4k", "-O2"]
+    extra = ["--max-num-seqs", "8", "--max-model-len=4k", "--optimization-level", "2"]
     code, out, _ = cli.run("run", str(cli.folder), "--name", "guest", "-p", "What?", "--", *extra)
     assert (code, out) == (0, f"{ANSWER}\n")
     argv = json.loads((cli.folder / "record.json").read_text())["argv"]

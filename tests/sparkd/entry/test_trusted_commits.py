@@ -248,7 +248,7 @@ def test_the_layers_of_the_model_itself_draft_at_its_commit(place: Place) -> Non
     assert (speculation(decided)["revision"], speculation(decided)["code_revision"]) == (FIRST, FIRST)
 
 
-@pytest.mark.parametrize("args", [["--speculative-config.model", DRAFT], ["--spec-model", DRAFT]])
+@pytest.mark.parametrize("args", [["--spec-model", DRAFT]])
 def test_another_spelling_of_a_draft_is_refused_by_name(args: list[str], place: Place) -> None:
     place.has(FIRST)
     with pytest.raises(LoadRefused, match=args[0]):

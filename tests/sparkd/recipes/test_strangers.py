@@ -51,7 +51,7 @@ def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(state: Pat
     "text",
     [
         PLAIN,
-        NATIVE + "settings: {extra_args: [--trust-remote]}\n",
+        NATIVE + "settings: {extra_args: [--trust-remote-code]}\n",
     ],
 )
 def test_trust_in_a_models_code_is_told_first_and_apart(text: str, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

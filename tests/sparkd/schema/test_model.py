@@ -181,7 +181,7 @@ def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: s
     json.dumps(fields, allow_nan=False)
 
 
-@pytest.mark.parametrize("args", [["--load-format=auto"], ["-q", "fp8"], ["--model-loader-extra-config", "{}"]])
+@pytest.mark.parametrize("args", [["--load-format=auto"], ["--quantization", "fp8"], ["--model-loader-extra-config", "{}"]])
 def test_two_loaders_exclude_each_other(args: list[str]) -> None:
     assert model(extra_args=["--seed", "1", *args]).extra_args
     with pytest.raises(ConfigError) as caught:

@@ -18,6 +18,7 @@ from sparkd.errors import RankError
 from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import refused
 from sparkd.recipes import admin_flags
+from sparkd.vllm import answer_cache
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.installed import full_version_in
 from tests.sparkd.recipes.test_merge import BOOK, OURS
@@ -29,7 +30,9 @@ from workers.vllm.ask import parse_args
 REFUSED: dict[str, tuple[str, str]] = {
     "-max-num-seqs 8": ("-max-num-seqs", "unrecognized"),
     "--max-model-length 8192": ("--max-model-length", "unrecognized"),
-    "--enable": ("--enable", "--enable-log-outputs"),
+    "--max-mod 8192": ("--max-mod", "--max-model-len"),
+    "--tool-call-parser hermess": ("--tool-call-parser", "hermes?"),
+    "--reasoning-parser qwen4": ("--reasoning-parser", "qwen3?"),
     "--max-num-seqs --enforce-eager": ("--max-num-seqs", "expected one"),
     "--enforce-eager=true": ("--enforce-eager", "ignored explicit"),
     "--enforce-eager 8": ("--enforce-eager", "unrecognized argument behind"),
@@ -39,7 +42,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     """--compilation-config '{"bakend": "eager"}'""": ("--compilation-config", "bakend"),
     """--kernel-config '{"moe_backend":"marln"}'""": ("--kernel-config", "'marlin'"),
     """--kv-transfer-config '{"a":1'""": ("--kv-transfer-config", "line 1 column"),
-    "--attention-config.backend": ("", "IndexError"),
 }
 SECRET = "hf_secret"
 SECRETS = [
@@ -103,7 +105,7 @@ def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkey
 
 @pytest.fixture(autouse=True)
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(answer_cache, "_unkept", {})
     monkeypatch.setattr(parser_answers, "_silent", set())
 
 
@@ -130,7 +132,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert capsys.readouterr().err.count("\n") == 1 and check(file, {}) and capsys.readouterr().err == ""
     assert {(problem.severity, problem.line) for problem in problems} == {("error", 5)} and len(asked) == 2
 
-    monkeypatch.setattr(parser_answers, "_answered", {})
+    monkeypatch.setattr(answer_cache, "_unkept", {})
     config = Config(state_dir=state)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
     refused = said_to(spec, config, VERSION).refused
