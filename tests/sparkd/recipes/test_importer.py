@@ -371,3 +371,18 @@ def test_what_no_release_understands_is_refused_in_the_notes() -> None:
 
     assert [note.partition(":")[0] for note in found.notes] == ["refused", "refused"]
     assert "env" not in found.recipe["settings"] and "extra_args" not in found.recipe["settings"]
+
+
+def test_sparkruns_own_placeholders_are_filled() -> None:
+    text = with_command("vllm serve {resolved_model_path} --revision {model_revision} --max-num-seqs 2", model_revision="abc123")
+    recipe = taken(text).recipe
+    assert (recipe["model"], recipe["settings"]["revision"]) == ("owner/model", "abc123")
+    with pytest.raises(ConfigError, match="model_revision"):
+        taken(with_command("vllm serve {resolved_model_path} --revision {model_revision}"))
+
+
+def test_a_default_that_is_no_flag_is_left_out_with_a_word() -> None:
+    text = TWO + "  cuda_graph_mode_of_another_engine: full\n"
+    found = imported(text.encode(), "their.yaml", parser=parser_of_the_fixture)
+    assert "--cuda-graph-mode-of-another-engine" not in found.recipe["settings"]["extra_args"]
+    assert [note for note in found.notes if "cuda_graph_mode_of_another_engine" in note]
