@@ -1,4 +1,4 @@
-"""Owns the keys that a model added over the admin API may set. Never reads a file."""
+"""Refuses what a model added over the admin API may not set: an admin key steers models, and brings in no code, file or address."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-from sparkd.schema.model import ModelConfig
+from sparkd.schema.model import ModelConfig, TuningKeys
 
-# Keys of an entry that only tune or name a model. Any key outside these lists needs the configuration file.
-KEYS = frozenset(
-    {
-        "name", "recipe", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
-        "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
-        "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
-        "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",
-        "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
-    }
-)  # fmt: skip
+KEYS = frozenset(TuningKeys.model_fields)
 # The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin. instanttensor is missing:
 # vLLM hands the files to that library (weight_utils.py, instanttensor_weights_iterator), which takes a tensor's length from its shape and
 # its place from data_offsets, and compares the two with each other and with the file's size nowhere in Python. A header that lies could

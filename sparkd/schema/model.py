@@ -149,8 +149,8 @@ class Given:
     keys: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-class ModelConfig(Section):
-    """One model's entry. configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
+class TuningKeys(Section):
+    """The keys of an entry that only name or tune a model. A model that is added over the admin API may set these and no others."""
 
     name: Name
     # The recipe, whose keys sparkd.recipes.merge has already put below the entry's own.
@@ -176,8 +176,6 @@ class ModelConfig(Section):
     executor: Literal["mp", "ray"] = "mp"
     tensor_parallel: PositiveCount | Literal["auto"] = "auto"
     memory_gib: Gib | Literal["auto"] = "auto"
-    runtime: AbsolutePath | None = None
-    entrypoint: Word | None = None
     env: Environment = Field(default_factory=dict)
 
     quantize: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(quantizing.recipe)] = None
@@ -195,13 +193,23 @@ class ModelConfig(Section):
     dtype: Word | None = None
     quantization: Word | None = None
     load_format: Word | None = None
-    trust_remote_code: bool = False
     enforce_eager: bool = False
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     sampling: Sampling | None = None
-    media: Media = Media()
     extra_args: Arguments = ()
+
+
+class ModelConfig(TuningKeys):
+    """One model's entry: the tuning keys, and those that bring code, another Python or an address, which need the configuration file.
+
+    configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes.
+    """
+
+    runtime: AbsolutePath | None = None
+    entrypoint: Word | None = None
+    trust_remote_code: bool = False
+    media: Media = Media()
 
     _given: Given = PrivateAttr(default_factory=Given)
 

@@ -5,7 +5,7 @@ import { html } from "../lib.js";
 import { shown, typed } from "../yaml.js";
 import { Field } from "./form.js";
 
-/** The keys that an added model may have: those of sparkd/recipes/admin_policy.py. */
+/** The keys that an added model may have: those of TuningKeys (model.py). */
 export const KEYS = [
   "name", "recipe", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
   "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
