@@ -57,7 +57,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         platform = "cpu"  # as a start here finds it
     evidence = Evidence(profiles_in(str(config.profiles_path)), release, answers)
     reasons = {"max_model_len": too_long(args, release_in(runtime)), "quantize": uneven(args)}
-    for key, message in [*reasons.items(), *misfits(args, spec.speculative, platform, evidence)]:
+    for key, message in [*reasons.items(), *misfits(args, platform, evidence)]:
         if message:
             yield EntryFault(key, message)
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -332,12 +333,12 @@ def events(
 
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
-    from sparkd.cli.plan_run import consult
+    from sparkd.cli.plan import consult
     from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
     with headers_of(model) as progress:
-        vllm = consult(model, config, quick=quick, unheard=unheard)
+        vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard
     if session.json:

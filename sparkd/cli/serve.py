@@ -20,7 +20,7 @@ from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
 
 if TYPE_CHECKING:
-    from sparkd.schema.yaml_file import ConfigProblem
+    pass
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -214,11 +214,6 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
     """
     import yaml
 
-    from sparkd.config.config import Config
-    from sparkd.schema.overlay import canonical, error_of, table_of
-    from sparkd.schema.yaml_file import Location
-
-    problems: list[ConfigProblem] = []
     flags: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -231,10 +226,4 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             value = text
         flags[key] = text if value is None or hasattr(value, "isoformat") else value
-        tree: Any = flags[key]
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        canonical(table_of(tree, Location(f"-o {key}")), Config, problems)
-    if problems:
-        raise error_of(problems)
     return flags

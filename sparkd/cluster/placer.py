@@ -286,7 +286,7 @@ def _published(config: Config) -> Iterator[str]:
     for name in book.names():
         file, _ = book.read(name)
         if file is not None:
-            yield from (file.model(variant) for variant in (None, *file.recipe.variants))
+            yield file.recipe.model
 
 
 def _quality(need: Requirement) -> int:

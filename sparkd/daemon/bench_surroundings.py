@@ -20,7 +20,8 @@ from sparkd.bench.figures import measured, read
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.result import BenchResult, Predicted, Published
 from sparkd.capacity.learned_rates import LearnedName, learn
-from sparkd.capacity.plan_for_node import QuestionHere, planned_here
+from sparkd.capacity.plan_for_node import planned_here
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import runtime_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Roster
@@ -167,7 +168,7 @@ async def predicted(registry: Roster, cluster: Cluster, snapshot: Callable[[], S
     in_sight = sum(node.agent for node in snapshot().nodes)
     siting, places = cluster.siting, registry.model_places()
     spec = registry.find(name).spec
-    plan = await planned_here(QuestionHere(model=name), spec, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+    plan = await planned_here(PlanRequest(model=name), spec, siting.unlinked, registry.config, in_sight, places, cluster.runtime)
     if plan["choice"] is None:
         return None
     figures = plan["choice"]["footprint"]
@@ -244,15 +245,12 @@ def published_of(library: RecipeLibrary, name: str | None) -> tuple[Published, .
     """The rates and times that the recipe of this name gives, with where each comes from. None of a recipe that cannot be read."""
     if name is None:
         return ()
-    base, variant = library.split(name)
-    file, _ = library.read(base)
+    file, _ = library.read(name)
     if file is None:
         return ()
-    chosen = file.recipe.variants.get(variant) if variant is not None else None
-    figures = [*(chosen.expected if chosen is not None else ()), *file.recipe.expected]
     return tuple(
         Published(what=each.what, value=each.value, to=each.to, unit=unit, when=each.when, source=file.recipe.sources[each.source])
-        for each in figures
+        for each in file.recipe.expected
         if (unit := UNITS.get(each.what)) is not None
     )
 

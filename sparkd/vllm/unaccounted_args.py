@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from sparkd.vllm.arg_check import amount
+from sparkd.vllm.flags import amount
 from sparkd.vllm.translate import flag_name, values_of, without
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both

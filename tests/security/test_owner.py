@@ -16,8 +16,8 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.errors import StateError
-from sparkd.inquiry import parser_answers
 from sparkd.state.folder_owner import refuse_another_users
+from sparkd.vllm import answer_cache
 from tests.support.ranks import Place, a_place
 from workers.host import processes
 from workers.rank import lifecycle
@@ -119,7 +119,7 @@ def test_only_a_socket_in_the_run_directory_itself_is_removed(place: Place) -> N
 @needs_root
 def test_root_keeps_no_answer_in_another_users_folder(folder: Path) -> None:
     theirs, ours = given(folder / "theirs"), folder / "ours"
-    (theirs / "vllm-flags").symlink_to(ours)
-    parser_answers._keep("[]", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json", ours / "x.json"])
+    (theirs / "vllm-answers").symlink_to(ours)
+    answer_cache.keep("x", [], [theirs / "vllm-answers", theirs / "own", ours])
 
-    assert os.listdir(theirs) == ["vllm-flags"] and os.listdir(ours) == ["x.json"]
+    assert os.listdir(theirs) == ["vllm-answers"] and os.listdir(ours) == ["x.json"]

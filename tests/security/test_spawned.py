@@ -25,7 +25,7 @@ from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.checkpoint import read_checkpoint
-from sparkd.cli import export, registry_fetch
+from sparkd.cli import export
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
@@ -33,6 +33,7 @@ from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.execution import bounded_call
 from sparkd.inquiry import model_answers, parser_answers
+from sparkd.recipes import clone
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
@@ -64,7 +65,7 @@ SITES = {
     "sparkd/admin/pull.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
-    "sparkd/cli/registry_fetch.py": 1,
+    "sparkd/recipes/clone.py": 1,
     "workers/guard/gpu_meter.py": 1,
     "workers/host/bounded_child.py": 1,
     "workers/host/ends_with_parent.py": 1,
@@ -247,7 +248,7 @@ async def _git(python: Path, folder: Path) -> None:
     (folder / "bin" / "git").symlink_to(python)
     os.environ["PATH"] = f"{folder}/bin"
     with suppress(SparkdError, ValueError):
-        registry_fetch.fetched("x", registry_fetch.RegistryAddress(str(folder), "file"), folder / "registries")
+        clone.cloned(str(folder), folder)
 
 
 def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:

@@ -16,8 +16,6 @@ from sparkd.capacity.advice import outgrown
 from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_for_checkpoint import answer as plan
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
@@ -30,6 +28,7 @@ from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.accounts import account, misfits, needed_gib
 from tests.support.checkpoints import dense, write
+from tests.support.plans import planned as plan
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.vllm.ask.model_question import DRAFT
@@ -181,8 +180,7 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
     stopped = replace(answer(FULL, groups=False), refusal=ModelRefusal("cache", "ValueError", "its pages are odd.", certain))
-    find = lambda _name: (str(folder), read_checkpoint(str(folder)), None)  # noqa: E731
-    found = plan(PlanRequest(str(folder), quantize="bf16"), SPARK, find, ask=Vllm(stopped))
+    found = plan(folder, quantize="bf16", ask=Vllm(stopped))
     (option,) = found["options"]
     assert option["reason"] == reason and (option["footprint"] or {}).get("sureness") == sureness
     assert any("its pages are odd" in note for note in found["notes"]) is (not certain)
@@ -198,12 +196,11 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
     plain = answer(FULL, blocks=1)
     parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(built))
     vllm = Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),), facts={"layers": built}))
-    question, find = PlanRequest(path, quantize="bf16"), lambda _name: (path, read_checkpoint(path), None)
     if error is None:
-        assert plan(question, SPARK, find, ask=vllm)["layers"] == 4
+        assert plan(path, quantize="bf16", ask=vllm)["layers"] == 4
         return
     with pytest.raises(error, match=rf"\b{built} layers\b.*\b4\b") as caught:
-        plan(question, SPARK, find, ask=vllm)
+        plan(path, quantize="bf16", ask=vllm)
     assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
     monkeypatch.setattr("sparkd.capacity.requirement.evidence_of", lambda *_: Evidence(ask=vllm))
     for keys in ({}, {"quantize": "auto"}, {"max_model_len": "auto"}, {"kv_cache": {"sequences": 1}}):
@@ -217,14 +214,12 @@ def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named
 def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_plan_does_not_know(tmp_path: Path) -> None:
     config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None, max_position_embeddings=None)
     path = str(write(tmp_path / "m", config, [("model.embed.weight", (512, 512), "BF16")]))
-    checkpoint = read_checkpoint(path)
-    find = lambda _name: (path, checkpoint, None)  # noqa: E731
     with pytest.raises(CheckpointError, match="num_hidden_layers") as caught:
-        plan(PlanRequest(path, quantize="bf16"), SPARK, find)
+        plan(path, quantize="bf16")
     assert "memory_gib" in (caught.value.cure or "") and path not in (caught.value.cure or "")
     facts = {"max_model_len": 2048, "layers": 3, "hidden": 512, "heads": 8}
     vllm = Vllm(replace(answer(FULL, blocks=1), facts=facts))
-    found = plan(PlanRequest(path, max_model_len=4096, quantize="bf16"), SPARK, find, ask=vllm)
+    found = plan(path, max_model_len=4096, quantize="bf16", ask=vllm)
     (option,) = found["options"]
     assert (found["layers"], option["footprint"]["sureness"], option["max_model_len"]) == (3, "exact", 4096)
     spec = parse_model("m", {"model": path}, over_admin=False)
@@ -245,7 +240,7 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
 ) -> None:
     path = str(write(tmp_path / "m", dense(head_dim=64, **more), tensors_of(dense())))
     for ask, sureness in (({}, "guess"), ({"ask": Vllm(answer(FULL, blocks=1))}, "exact")):
-        found = plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), **ask)
+        found = plan(path, quantize="bf16", **ask)
         assert found["options"][0]["footprint"]["sureness"] == sureness
         assert any(word in note for note in found["notes"]) is (sureness == "guess")
 
@@ -253,9 +248,7 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
 def test_a_plan_that_vllm_has_answered_in_part_does_not_say_that_vllm_gave_no_answer(tmp_path: Path) -> None:
     path = str(write(tmp_path / "m", dense(head_dim=64, layer_types=["retention"] * 4), tensors_of(dense())))
     found = plan(
-        PlanRequest(path),
-        SPARK,
-        lambda _name: (path, read_checkpoint(path), None),
+        path,
         ask=lambda asks: [answer(FULL, blocks=1) if number == 0 else None for number, _ in enumerate(asks)],
     )
     assert {option["footprint"]["sureness"] for option in found["options"]} == {"exact", "guess"}
@@ -267,10 +260,9 @@ def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) ->
     vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))
     config = dense(layer_types=["retention"] * 4)
     path = str(write(tmp_path / "m", config, tensors_of(config)))
-    find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
-    quoted = [note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
+    quoted = [note for note in plan(path, quantize="bf16", ask=vllm)["notes"] if "retention x" in note]
     assert len(quoted) == 1 and len(quoted[0]) < 500
-    assert not any("asked" in note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find)["notes"])
+    assert not any("asked" in note for note in plan(path, quantize="bf16")["notes"])
 
 
 def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_lends(tmp_path: Path) -> None:
@@ -305,7 +297,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
 
     from sparkd.errors import EngineError
 
-    monkeypatch.setattr("sparkd.cli.plan_run.ask", fails)
+    monkeypatch.setattr("sparkd.inquiry.model_answers.ask", fails)
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["footprint"]["sureness"] == "known" and any("vLLM" in note and "no answer" in note for note in plan["notes"])

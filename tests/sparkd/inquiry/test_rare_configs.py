@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_for_checkpoint import answer as plan
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.vllm_figures import exact_of
 from sparkd.hardware import SPARK as SPARK_MACHINE
 from sparkd.inquiry.model_answers import SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers
 from tests.support.checkpoints import checkpoint_of
+from tests.support.plans import planned as plan
 
 PLAIN = {
     "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -75,11 +74,10 @@ def planned(answer: ModelAnswer, *, asked: bool) -> dict[str, Any]:
     rows = [(one.name, one.shape, DTYPES[one.dtype]) for one in answer.stages[0].parameters if one.purpose == "model"]
     checkpoint = checkpoint_of(rows, CONFIGS["served"])
     facts = answer.facts
-    question = PlanRequest(
-        "nobody/model", quantize="bf16", max_num_seqs=facts["max_num_seqs"], max_num_batched_tokens=facts["max_num_batched_tokens"]
-    )
     roomy = replace(SPARK_MACHINE, memory_bytes=1 << 50)
-    found = plan(question, roomy, lambda name: (name, checkpoint, None), ask=lambda asks: [answer if asked else None for _ in asks])
+    limits = {name: facts[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    ask = lambda asks: [answer if asked else None for _ in asks]  # noqa: E731
+    found = plan("nobody/model", roomy, checkpoint, ask, quantize="bf16", **limits)
     option: dict[str, Any] = found["options"][0]
     return option
 

@@ -20,10 +20,13 @@ import pytest
 from huggingface_hub import constants
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.plan_for_node import checkpoint_here
+from sparkd.capacity.plan_for_node import entry_here
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.config.config import Config
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
+from sparkd.hardware import SPARK
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from tests.support.architectures import write_qwen3_moe
@@ -355,16 +358,16 @@ def test_another_revision_is_not_what_the_cache_has(repository: Repository, snap
 def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ(repository).items():
         monkeypatch.setenv(name, value)
-    source, found, configured = checkpoint_here(ID, None)
+    entry, found = entry_here(ID, None, Config())
 
-    assert (source, configured) == (ID, None) and content(found) == content(read(repository))
+    assert (entry.spec.model, entry.added) == (ID, {"model": ID}) and content(found) == content(read(repository))
 
 
 async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_many_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     may_end, running = threading.Event(), list[str]()
 
-    def answered(question: plan_for_node.QuestionHere, *_: object) -> dict[str, Any]:
+    def answered(question: PlanRequest, *_: object) -> dict[str, Any]:
         running.append(question.model)
         may_end.wait()
         return {"model": question.model}
@@ -374,8 +377,8 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
     asking = []
     try:
         for number in range(20):
-            question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
-            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked)))
+            question = PlanRequest(model=f"owner/{number}", hardware="spark")
+            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())))
             await eventually(lambda number=number: len(running) == min(number + 1, 2))
         await eventually(lambda: sum(task.done() for task in asking) == 16)
 
@@ -395,6 +398,6 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
     monkeypatch.setattr(plan_for_node, "LIMIT_S", 0.0)
 
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        await plan_for_node.planned_here(plan_for_node.QuestionHere(model=ID), None, FakeCluster().unlinked)
+        await plan_for_node.planned_here(PlanRequest(model=ID), None, FakeCluster().unlinked, Config())
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        plan_for_node._answer(plan_for_node.QuestionHere(model=ID), plan_for_node.hardware_here("spark"), None, {})
+        plan_for_node._answer(PlanRequest(model=ID), SPARK, None, {}, Config())

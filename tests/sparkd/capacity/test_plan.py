@@ -18,11 +18,11 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
-from sparkd.capacity import container, plan_for_entry, plan_for_node, requirement
+from sparkd.capacity import container, plan_for_node, planned_entry, requirement
+from sparkd.capacity import plan as plans
 from sparkd.capacity.account import machine
-from sparkd.capacity.plan_for_entry import PlannedEntry
-from sparkd.capacity.plan_report import OWN
 from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.planned_start import OWN
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import Engines, StartId
@@ -70,7 +70,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
-    monkeypatch.setattr(plan_for_entry, "probe", asked)
+    monkeypatch.setattr(planned_entry, "probe", asked)
     monkeypatch.setattr(container, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
 
@@ -156,6 +156,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
     return found
 
 
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
 ENTRIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "auto": {"quantize": "auto", "max_model_len": "auto"},
@@ -163,7 +164,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "quantized": {"quantize": "nvfp4", "max_model_len": 8192, "max_num_seqs": 4, "quantized_cache": False},
     "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
     "stock": {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "trust_remote_code": True},
-    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "-O1"]},
+    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "--optimization-level=1"]},
     "flags": {
         "aliases": ["gpt-4o"],
         "revision": "main",
@@ -173,13 +174,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
         "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
     },
-    "drafting": {"speculative": "ngram", "max_model_len": 4096, "max_num_seqs": 64, "profile": "single-user"},
+    "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
     "ray": {"tensor_parallel": 2, "max_model_len": 4096, "executor": "ray"},
 }
 RECIPES = {
-    "qwen3.6-35b-a3b-nvfp4": {"profile": "balanced"},
-    "qwen3.5-122b-a10b-nvfp4": {"speculative": "ngram"},
+    "qwen3.6-35b-a3b-nvfp4": {"kv_cache": "auto"},
+    "qwen3.5-122b-a10b-nvfp4": {"extra_args": ["--speculative-config", NGRAM]},
 }
 
 
@@ -276,7 +277,8 @@ def test_what_the_command_line_says_goes_before_the_entry(
     folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sparkd.yaml"
-    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5, "speculative": "ngram"}
+    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5}
+    entry |= {"extra_args": ["--speculative-config", NGRAM]}
     file.write_text(json.dumps({"models": {"m": entry}}))
     argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
     chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
@@ -311,9 +313,11 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            question = plan_for_node.QuestionHere.model_validate(asked)
+            question = PlanRequest.model_validate(asked)
             self._say(
-                plan_for_node._answer(question, plan_for_node.hardware_here(question.hardware), config.lookup(question.model), {}, config)
+                plan_for_node._answer(
+                    question, plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model), {}, config
+                )
             )
 
         def _say(self, body: dict[str, Any]) -> None:
@@ -360,7 +364,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
     whose = f"sparkd at {served['url']}"
-    own = plan_for_node.hardware_here("node")
+    own = plan_for_node.hardware_here("node", Config())
     found = plan(capsys, "m")["hardware"]
     assert (found["name"], found["memory_bytes"], found["platform"], found["of"]) == ("node", own.memory_bytes, own.platform, whose)
     found = plan(capsys, "mine", "--config", file)
@@ -421,14 +425,14 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
         return {2: "no cable"}
 
     async def nodes(**asked: Any) -> int:
-        question = plan_for_node.QuestionHere(**asked)
+        question = PlanRequest(**asked)
         found = await plan_for_node.planned_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
         if question.hardware == "node":
             assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
         return int(found["asked"]["nodes"])
 
     assert [await nodes(model="m"), await nodes(model="one"), await nodes(model="m", nodes=3)] == [2, 1, 3]
-    assert [await nodes(model="m", hardware="spark"), await nodes(model=str(folder))] == [1, 1]
+    assert [await nodes(model="m", hardware="spark"), await nodes(model=str(folder))] == [1, 2]
 
 
 def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
@@ -502,8 +506,8 @@ def test_an_image_is_the_recipes_unless_another_is_named(
 PUBLISHED = {
     "gemma-4-31b-it-nvfp4": ("gemma-4-31b-it-nvfp4", "as published"),
     "gpt-oss-120b": ("gpt-oss-120b", "as published"),
-    "nemotron-3-nano-30b-a3b-nvfp4@32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
-    "qwen3.5-27b@nvfp4": ("qwen3.5-27b", "as published"),
+    "nemotron-3-nano-30b-a3b-nvfp4-32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
+    "qwen3.5-27b": ("qwen3.5-27b", "as published"),
     "qwen3.5-397b-a17b-fp8": ("qwen3.5-397b-a17b", "fp8_block"),
 }
 
@@ -517,14 +521,13 @@ def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
     """Counted with the real headers of its model, on as many nodes as it says."""
     book = RecipeLibrary(None, AsWritten())
     spec = parse_model("m", {"recipe": name}, over_admin=False, book=book)
-    found = plan_for_entry.answer(
-        PlannedEntry(spec, Config(), "0.32.0", API_SERVER), PlanRequest("m"), checkpoint_of(*PUBLISHED[name]), SPARK, no_draft, {}
-    )
+    entry = planned_entry.PlannedEntry(spec, Config(), "0.32.0", API_SERVER)
+    found = plans.plan(PlanRequest(model="m"), entry, checkpoint_of(*PUBLISHED[name]), SPARK, read=no_draft)
     choice = found["choice"]
     assert choice is not None, [one["reason"] for one in found["options"]]
     assert choice["nodes"] == book.find(name).recipe.nodes.min
     assert choice["max_model_len"] == spec.max_model_len
-    if name.endswith("@32gb"):
+    if name.endswith("-32gb"):
         # The guide's figures: 4.2 GiB of cache, 32.1 to 32.8 GB in all with the system's part. Its vLLM 0.18 kept two states, 0.32 three.
         parts = choice["footprint"]
         assert parts["kv"] / GIB == pytest.approx(4.2 * 17 / 12, abs=0.1)
@@ -537,8 +540,8 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     entry = {"model": str(folder), "quantize": "auto", "max_model_len": "auto", "env": {"HF_TOKEN": "s3cret"}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     config = load_config(file, environ={})
-    question = plan_for_node.QuestionHere(model="m", hardware="spark")
-    found = plan_for_node._answer(question, plan_for_node.hardware_here("spark"), config.lookup("m"), {}, config)
+    question = PlanRequest(model="m", hardware="spark")
+    found = plan_for_node._answer(question, SPARK, config.lookup("m"), {}, config)
     here = plan(capsys, "m", "--config", file)
     assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
     assert json.loads(json.dumps(found)) == here
