@@ -53,7 +53,7 @@ _OWNED: Mapping[str, str] = {
 _OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
 
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
-_OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
+OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 _OWNED_ENV: Mapping[str, str] = {
@@ -114,7 +114,7 @@ def loader_flags(args: Sequence[str]) -> list[str]:
 
 def cache_flags(args: Sequence[str]) -> list[str]:
     """The flags that have vLLM size its KV cache, or name a worker class but sparkd's."""
-    return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in _OWN_WORKERS]
+    return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in OWN_WORKERS]
 
 
 def trusts_code(args: Sequence[str]) -> bool:
