@@ -27,12 +27,13 @@ from sparkd.models.shape import LAYERS, Shape, shape_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
+from sparkd.vllm.translate import draft_method
 from workers.quantization.recipe import AS_IT_IS
 
 
-def misfits(args: EngineArgs, speculative: str | None, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
+def misfits(args: EngineArgs, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
     """(key, message) of each contradiction. There is none where its config.json is not on this machine, and a guess contradicts no cache.
-    speculative: the entry's key. platform: of engine.platform; `auto` counts as a GPU. evidence: replaces the formulas."""
+    platform: of engine.platform; `auto` counts as a GPU. evidence: replaces the formulas."""
     folder, hardware = folder_of(args.model, args.revision, args.env), _hardware(platform)
     if folder is None:
         return
@@ -47,8 +48,8 @@ def misfits(args: EngineArgs, speculative: str | None, platform: str, evidence: 
             yield from _layers(args, hardware, evidence)
         exact = _exact(args, checkpoint, hardware, evidence)
         yield from _ranks(args, shape, exact)
-        if is_checked(shape) and speculative == "mtp" and not shape.mtp_layers:
-            yield "speculative", f"{shape.architecture} has no layers here that predict tokens ahead: choose off, ngram or suffix."
+        if is_checked(shape) and args.draft is not None and draft_method(args.draft) == "mtp" and not shape.mtp_layers:
+            yield "extra_args", f"{shape.architecture} has no layers here that predict tokens ahead: remove --speculative-config."
         yield from _cache(args, checkpoint, shape, hardware, exact)
         yield from _memory(args, hardware, evidence)
     except (CheckpointError, ConfigError):

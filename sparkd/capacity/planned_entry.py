@@ -15,7 +15,6 @@ from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.models.shape import shape_of
 from sparkd.models.source import name_of
@@ -63,12 +62,11 @@ class PlannedEntry:
 def entry_of(
     spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None, *, made: bool = False
 ) -> PlannedEntry:
-    """The entry with the facts of its runtime, asked as at a start, and with the files of the commit that a start would use.
+    """The entry with the facts of its runtime, asked as at a start.
 
     there: another node's runtime, where this node lacks it. Without any runtime the flags stay as written.
     made: whether `spec` is of made_for.
     """
-    spec = at_trusted_commit(spec, config)
     facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
     with suppress(RankError):
         facts = there.facts if there is not None else probe(runtime_of(spec, config)).to_dict()
@@ -96,13 +94,13 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, checkpoint: Checkpoint, 
         overlay["extra_args"] = without(spec.extra_args, *replaced)
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
-    if request.speculative is not None and request.speculative != spec.speculative:
+    if request.speculative is not None:
         wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(request.speculative, spec.model, shape_of(checkpoint.config), wish, read)
-        overlay |= {"speculative": request.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
+        overlay |= {"extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
         if drafted is not None:
             overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
-            added |= ({} if drafted.recipe is None else {"recipe": drafted.recipe}) | {"speculative": request.speculative}
+            added |= {"extra_args": list(drafted.args)} if drafted.recipe is None else {"recipe": drafted.recipe}
     if overlay:
         spec = _validated(spec.name, {**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
     return PlannedEntry(spec, entry.config, entry.vllm, entry.entrypoint, entry.origin, None if entry.added is None else added)

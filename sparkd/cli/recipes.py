@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
 Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
-Profile = Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")]
-Speculative = Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")]
-Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or NAME@REGISTRY.")]
+Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -80,20 +78,17 @@ def ls(
 def show_(
     ctx: typer.Context,
     name: Name,
-    profile: Profile = None,
-    speculative: Speculative = None,
     vllm: Version = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
-    from sparkd.config.recipe_check import RecipeUse, described, resolve
+    from sparkd.config.recipe_check import described, resolve
     from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
-    recipe, variant = book.split(name)
     file = book.find(name)
-    resolved = resolve(RecipeUse(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
+    resolved = resolve(name, book, _release(vllm))
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
     description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
@@ -104,7 +99,7 @@ def show_(
         from sparkd.render import recipes as show_recipes
 
         show_recipes.described(description, show.terminal())
-        sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(recipe)[1])
+        sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(name)[1])
 
 
 def check(
@@ -115,17 +110,17 @@ def check(
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """Check recipes: every variant, profile and method.
+    """Check recipes.
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
-    from sparkd.config.recipe_check import checked, load, refused_ways
+    from sparkd.config.recipe_check import checked, load, refused_by_parser
     from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
 
     book, release = _book(folder), _release(vllm)
     problems: list[ConfigProblem] = []
-    choices, count = [], 0
+    resolved, count = [], 0
     for path in files or list(book.names().values()):
         file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
@@ -134,18 +129,18 @@ def check(
             book.keep(file)
             result = checked(file, book, release)
             problems += result.problems
-            choices += result.resolved
+            resolved += [result.resolved] if result.resolved is not None else []
     if parser is not None:
         sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
         sys.stderr.flush()
-        problems += refused_ways(choices, *asked(parser, [choice.line for choice in choices]))
+        problems += refused_by_parser(resolved, *asked(parser, [each.line for each in resolved]))
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):
         rows = [_problem(problem) for problem in problems]
-        say_json({"ok": not wrong, "recipes": count, "choices": len(choices), "problems": rows})
+        say_json({"ok": not wrong, "recipes": count, "problems": rows})
     else:
         sys.stdout.writelines(f"{printable(str(problem))}\n" for problem in problems)
-        counts = f"{count} recipe{'s' if count != 1 else ''}, {len(choices)} ways to use them"
+        counts = f"{count} recipe{'s' if count != 1 else ''}"
         sys.stdout.write(f"{counts}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
@@ -172,7 +167,7 @@ def import_(
 
     (raw, shown, origin), release = _raw(file), _release(vllm)
     document = parse(raw, shown, AsWritten())
-    if origin and not document.problems and not is_foreign(document.table):
+    if origin and not document.problems and not is_foreign(document.values):
         converted = Imported({}, raw.decode(), ())
     else:
         converted = imported(raw, shown, _pairs(settings or []), _parser, origin)
@@ -237,12 +232,8 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
     name = str(file)
     if not file.exists() and file.suffix not in SUFFIXES and not name.startswith(FOLDER_SIGNS):
         book = _book(None)
-        recipe, variant = book.split(name)
-        if recipe in book.names():
-            already = f"{recipe} is a recipe of sparkd's already{book.no_registry(variant)}"
-            raise ConfigError(f"{already}: name it in an entry (`recipe: {recipe}`), or import NAME@REGISTRY.")
-        if "@" in recipe and variant is not None:
-            raise ConfigError(f"{name}: a recipe is imported with all of its variants: `sparkd recipes import {recipe}`.")
+        if name in book.names():
+            raise ConfigError(f"{name} is a recipe of sparkd's already: name it in an entry (`recipe: {name}`), or import NAME@REGISTRY.")
         if "@" in name:
             registry, full, text = book.registry_text(name)
             return text.encode(), f"{full}@{registry.name}", registry.origin

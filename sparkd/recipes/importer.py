@@ -1,4 +1,4 @@
-"""Owns the conversion of eugr's (version 1) and sparkrun's (version 2) recipes to sparkd's, with notes on what is lost. Never runs hooks.
+"""Converts eugr's (version 1) and sparkrun's (version 2) recipes to sparkd's, with a note on each loss.
 
 eugr/spark-vllm-docker, run-recipe.py and recipes/README.md; spark-arena/sparkrun, RECIPES.md: fields, placeholders, precedence.
 """
@@ -18,7 +18,7 @@ from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, re
 from sparkd.schema import yaml_file
 from sparkd.schema.overlay import error_of
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import owned_env
 from sparkd.vllm.translate import translated
@@ -131,7 +131,7 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any], parser: Parser, origin: str) -> Imported:
-    table = document.table
+    table = document.values
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
     # sparkrun takes every version but 1 as its own (core/recipe.py).
@@ -156,6 +156,8 @@ def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any
     recipe = _recipe(table, command, model, version, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
     settings = recipe["settings"]
+    if not table.get("command"):
+        notes += _without_unknown(settings, parser)
     missing = tuple(_missing(table, settings, parser))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
@@ -207,6 +209,15 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
             yield f"{refusal.flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
 
 
+def _without_unknown(settings: dict[str, Any], parser: Parser) -> list[str]:
+    """Leave out the defaults that vLLM has no flag for, as sparkrun does for a recipe without a command. Returns a note for each."""
+    answer = parser(parser_flags(settings), settings.get("env", {}))
+    unknown = [refusal.flag[2:] for refusal in answer[1] if refusal.is_unknown] if answer is not None else []
+    if unknown:
+        settings["extra_args"] = without(settings["extra_args"], *unknown)
+    return [f"{name.replace('-', '_')} in defaults is left out: vLLM has no such flag." for name in unknown]
+
+
 def is_fork(image: Any) -> bool:
     """Whether a container image has a changed vLLM."""
     name = str(image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
@@ -226,9 +237,12 @@ def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
 def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str]) -> Command:
     template = table.get("command")
     if isinstance(template, str) and template.strip():
+        # sparkrun's own placeholders, beside the defaults (RECIPES.md).
+        own = {"model_revision": table.get("model_revision"), "resolved_model_path": values.get("model")}
+        known = {**{name: value for name, value in own.items() if value is not None}, **values}
         names = set(_PLACEHOLDER.findall(template)) | {name for value in values.values() for name in _PLACEHOLDER.findall(str(value))}
-        command = read_command(substituted(template, values))
-        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in values})
+        command = read_command(substituted(template, known))
+        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in known})
         if unused := sorted(set(values) - names - {"model", "port", "host", "served_model_name", "distributed_executor_backend"}):
             notes.append(f"{', '.join(unused)} in defaults is left out: the command does not name it.")
         if not command.served and isinstance(values.get("served_model_name"), str):
@@ -301,7 +315,8 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     if isinstance(table.get("container"), str):
         recipe["container"] = {"image": table["container"], "kind": _kind(table["container"])}
     nodes = _nodes(table)
-    if version == "1" and (nodes or {}).get("min", 1) == 1 and not command.divided:
+    alone = (nodes or {}).get("max") == 1 or (version == "1" and (nodes or {}).get("min", 1) == 1)
+    if alone and not command.divided:
         settings.setdefault("tensor_parallel", 1)
     if nodes:
         size = settings.get("tensor_parallel")

@@ -115,7 +115,7 @@ def test_what_tunes_a_model_passes(args: list[str]) -> None:
 
 
 def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
-    assert set(ModelConfig.model_fields) - KEYS == OF_THE_FILE, "a key is in KEYS of sparkd/recipes/admin_policy.py or in OF_THE_FILE here"
+    assert set(ModelConfig.model_fields) - KEYS == OF_THE_FILE, "a key is in TuningKeys of model.py or in OF_THE_FILE here"
     for key in OF_THE_FILE:
         with pytest.raises(ConfigError) as caught:
             parse_model("m", {"model": "o/m", key: VALUES_OF.get(key, "/x")}, over_admin=True)

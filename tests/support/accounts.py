@@ -83,4 +83,4 @@ def fault(spec: ModelConfig, env: Env) -> CheckpointError | None:
 
 
 def misfits(spec: ModelConfig, env: Env, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
-    return entry_check.misfits(engine_args(spec, env), spec.speculative, platform, evidence)
+    return entry_check.misfits(engine_args(spec, env), platform, evidence)

@@ -156,6 +156,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
     return found
 
 
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
 ENTRIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "auto": {"quantize": "auto", "max_model_len": "auto"},
@@ -173,13 +174,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
         "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
     },
-    "drafting": {"speculative": "ngram", "max_model_len": 4096, "max_num_seqs": 64, "profile": "single-user"},
+    "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
     "ray": {"tensor_parallel": 2, "max_model_len": 4096, "executor": "ray"},
 }
 RECIPES = {
-    "qwen3.6-35b-a3b-nvfp4": {"profile": "balanced"},
-    "qwen3.5-122b-a10b-nvfp4": {"speculative": "ngram"},
+    "qwen3.6-35b-a3b-nvfp4": {"kv_cache": "auto"},
+    "qwen3.5-122b-a10b-nvfp4": {"extra_args": ["--speculative-config", NGRAM]},
 }
 
 
@@ -276,7 +277,8 @@ def test_what_the_command_line_says_goes_before_the_entry(
     folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sparkd.yaml"
-    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5, "speculative": "ngram"}
+    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5}
+    entry |= {"extra_args": ["--speculative-config", NGRAM]}
     file.write_text(json.dumps({"models": {"m": entry}}))
     argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
     chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
@@ -504,8 +506,8 @@ def test_an_image_is_the_recipes_unless_another_is_named(
 PUBLISHED = {
     "gemma-4-31b-it-nvfp4": ("gemma-4-31b-it-nvfp4", "as published"),
     "gpt-oss-120b": ("gpt-oss-120b", "as published"),
-    "nemotron-3-nano-30b-a3b-nvfp4@32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
-    "qwen3.5-27b@nvfp4": ("qwen3.5-27b", "as published"),
+    "nemotron-3-nano-30b-a3b-nvfp4-32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
+    "qwen3.5-27b": ("qwen3.5-27b", "as published"),
     "qwen3.5-397b-a17b-fp8": ("qwen3.5-397b-a17b", "fp8_block"),
 }
 
@@ -525,7 +527,7 @@ def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
     assert choice is not None, [one["reason"] for one in found["options"]]
     assert choice["nodes"] == book.find(name).recipe.nodes.min
     assert choice["max_model_len"] == spec.max_model_len
-    if name.endswith("@32gb"):
+    if name.endswith("-32gb"):
         # The guide's figures: 4.2 GiB of cache, 32.1 to 32.8 GB in all with the system's part. Its vLLM 0.18 kept two states, 0.32 three.
         parts = choice["footprint"]
         assert parts["kv"] / GIB == pytest.approx(4.2 * 17 / 12, abs=0.1)

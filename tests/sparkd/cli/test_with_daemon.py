@@ -32,8 +32,12 @@ RECIPE = """
 description: a recipe
 model: {folder}
 sources: {{none: none}}
-settings: {{memory_gib: 1, env: {{VLLM_USE_FLASHINFER_MOE_FP4: 0, B: recipe}}, extra_args: [--seed, "1"]}}
-variants: {{long: {{description: longer, settings: {{max_model_len: 1K}}}}}}
+settings:
+  memory_gib: 1
+  max_model_len: 1K
+  max_num_seqs: 4
+  env: {{VLLM_USE_FLASHINFER_MOE_FP4: 0, B: recipe}}
+  extra_args: [--seed, "1", --speculative-config, '{{"method": "suffix", "num_speculative_tokens": 8}}']
 """
 
 
@@ -185,7 +189,7 @@ def test_run_brings_a_model_in_with_its_arguments_unchanged(cli: Cli) -> None:
 
 
 def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_knows(cli: Cli) -> None:
-    argv = ["run", "mine@long", "--profile", "balanced", "--speculative", "suffix", "-p", "What?", "--", "--seed", "2"]
+    argv = ["run", "mine", "-p", "What?", "--", "--seed", "2"]
     assert cli.run(*argv)[:2] == (0, f"{ANSWER}\n")
     told = json.loads((cli.folder / "record.json").read_text())
     passed = told["argv"][told["argv"].index("--max-model-len") :]
@@ -196,12 +200,12 @@ def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_k
     ]
     assert passed.index("2") > passed.index("1")
 
-    assert cli.run("run", "mine@long", "-p", "Again?")[0] == 0, "it is known by now"
-    assert cli.run("run", "mine@long", "--profile", "throughput")[0] == 5
-    assert cli.run("run", "mine@short")[0] == 2
+    assert cli.run("run", "mine", "-p", "Again?")[0] == 0, "it is known by now"
+    assert cli.run("run", "mine", "--", "--seed", "3")[0] == 5
+    assert cli.run("run", "mine@nobody")[0] == 2
     assert "`sparkd recipes ls`" in cli.run("run", "nobodys-recipe")[2]
-    assert cli.run("rm", "mine-long")[0] == 0
-    until(lambda: "mine-long" not in {model["name"] for model in cli.json("ls")["models"]}, "it is forgotten")
+    assert cli.run("rm", "mine")[0] == 0
+    until(lambda: "mine" not in {model["name"] for model in cli.json("ls")["models"]}, "it is forgotten")
 
 
 def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.recipe_check import RecipeUse, checked, described, load, resolve, summary, unusable
+from sparkd.config.recipe_check import checked, load, resolve, summary, unusable
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
@@ -274,14 +274,10 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     assert file is not None
     book = RecipeLibrary(None, AsWritten())
     book.keep(file)
-    found = resolve(RecipeUse("their"), book)
+    found = resolve("their", book)
     assert found.args[-2:] == ("--speculative-config", config) and found.model.kv_cache_dtype == "fp8"
     assert found.args.count("--attention-backend") == 1 and found.env == {}
-    assert not {"--speculative-config"} & {*resolve(RecipeUse("their", speculative="off"), book).args}
-    method = draft_method(json.loads(config))
-    assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
-    if method == "mtp":
-        assert resolve(RecipeUse("their", speculative="mtp"), book).args == found.args
+    assert summary(file)["speculative"] == draft_method(json.loads(config))
 
 
 def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:
@@ -375,3 +371,18 @@ def test_what_no_release_understands_is_refused_in_the_notes() -> None:
 
     assert [note.partition(":")[0] for note in found.notes] == ["refused", "refused"]
     assert "env" not in found.recipe["settings"] and "extra_args" not in found.recipe["settings"]
+
+
+def test_sparkruns_own_placeholders_are_filled() -> None:
+    text = with_command("vllm serve {resolved_model_path} --revision {model_revision} --max-num-seqs 2", model_revision="abc123")
+    recipe = taken(text).recipe
+    assert (recipe["model"], recipe["settings"]["revision"]) == ("owner/model", "abc123")
+    with pytest.raises(ConfigError, match="model_revision"):
+        taken(with_command("vllm serve {resolved_model_path} --revision {model_revision}"))
+
+
+def test_a_default_that_is_no_flag_is_left_out_with_a_word() -> None:
+    text = TWO + "  cuda_graph_mode_of_another_engine: full\n"
+    found = imported(text.encode(), "their.yaml", parser=parser_of_the_fixture)
+    assert "--cuda-graph-mode-of-another-engine" not in found.recipe["settings"]["extra_args"]
+    assert [note for note in found.notes if "cuda_graph_mode_of_another_engine" in note]
