@@ -13,7 +13,6 @@ from sparkd.capacity.planned_entry import PlannedEntry
 from sparkd.capacity.profiles import FAMILIES
 from sparkd.capacity.requirement import said_to
 from sparkd.config.config import ModelConfig
-from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import pinned
 from sparkd.errors import ConfigError, LoadRefused
