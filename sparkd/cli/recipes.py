@@ -88,7 +88,7 @@ def show_(
     resolved = resolve(name, book)
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
+    description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
     if _json(ctx, json):
         say_json(description)
     else:
