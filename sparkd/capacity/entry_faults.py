@@ -11,7 +11,7 @@ from sparkd.capacity.account import Evidence
 from sparkd.capacity.entry_check import misfits
 from sparkd.capacity.unloadable import fault, too_long, uneven, unmet
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.trusted_commits import at_trusted_commit, refusal
+from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
 from sparkd.models.folder import unusable_of
@@ -42,7 +42,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         return
     if reason := refusal(spec, config):
         yield EntryFault("trust_remote_code", reason)
-    spec, runtime = at_trusted_commit(spec, config), spec.runtime_of(config.engine)
+    runtime = spec.runtime_of(config.engine)
     if folder_of(spec.model, spec.revision, env) is None:
         return
     args = engine_args(spec, env)

@@ -15,7 +15,6 @@ from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.models.shape import shape_of
 from sparkd.models.source import name_of
@@ -63,12 +62,11 @@ class PlannedEntry:
 def entry_of(
     spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None, *, made: bool = False
 ) -> PlannedEntry:
-    """The entry with the facts of its runtime, asked as at a start, and with the files of the commit that a start would use.
+    """The entry with the facts of its runtime, asked as at a start.
 
     there: another node's runtime, where this node lacks it. Without any runtime the flags stay as written.
     made: whether `spec` is of made_for.
     """
-    spec = at_trusted_commit(spec, config)
     facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
     with suppress(RankError):
         facts = there.facts if there is not None else probe(runtime_of(spec, config)).to_dict()

@@ -13,10 +13,9 @@ from sparkd.capacity.planned_entry import PlannedEntry
 from sparkd.capacity.profiles import FAMILIES
 from sparkd.capacity.requirement import said_to
 from sparkd.config.config import ModelConfig
-from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import pinned
-from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable
+from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware
 from sparkd.schema.quantize import AUTO, is_open
@@ -40,7 +39,10 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
 
     Raises ConfigError where the runtime's vLLM would refuse the flags.
     """
-    spec, notes = _pinned(spec, entry)
+    try:
+        spec = pinned(spec, entry.config)
+    except LoadRefused as error:
+        raise ConfigError(error.message, param="model") from None
     if spec.runs_vllm(entry.config.engine):
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
     translation = said_to(spec, entry.config, entry.vllm)
@@ -53,21 +55,8 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
         "config": decided if entry.added is None else {**entry.added, **decided},
         "ranks": _ranks(entry, option, spec, translation, hardware),
         "container": _container(entry),
-        "notes": [*notes, *translation.notes],
+        "notes": list(translation.notes),
     }
-
-
-def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[str]]:
-    """(the entry at the commits whose code it may run, notes where these are unknown on this machine). Raises ConfigError where a start
-    would refuse the code."""
-    try:
-        if spec.trusts_code() and is_absent(spec, entry.env):
-            look(spec, entry.env)
-        return pinned(spec, entry.config), []
-    except (CommitUnknown, HubUnreachable, ModelUnusable) as error:
-        return spec, [error.message]
-    except LoadRefused as error:
-        raise ConfigError(error.message, param="model") from None
 
 
 def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[str, Any]:

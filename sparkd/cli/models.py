@@ -350,10 +350,11 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
     from sparkd.cli.quantized import listing
-    from sparkd.execution.as_owner import as_owner
+    from sparkd.state.folder_owner import refuse_another_users
 
     loaded = config_of(config, os.environ)
-    rows = as_owner(loaded.quantized_path, lambda: listing(loaded))
+    refuse_another_users(loaded.quantized_path)
+    rows = listing(loaded)
     if session.json:
         show.say_json(rows)
     else:
@@ -363,10 +364,11 @@ def _list_cached(session: Session, config: Path | None) -> None:
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
     from sparkd.cli.quantized import remove
-    from sparkd.execution.as_owner import as_owner
+    from sparkd.state.folder_owner import refuse_another_users
 
     loaded = config_of(config, os.environ)
-    removed, swept_bytes = as_owner(loaded.quantized_path, lambda: remove(model, loaded))
+    refuse_another_users(loaded.quantized_path)
+    removed, swept_bytes = remove(model, loaded)
     if session.json:
         show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return

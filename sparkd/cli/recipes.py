@@ -203,8 +203,8 @@ def import_(
 def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """(version, refused arguments) of the vLLM in sparkd's own environment; None where it gives no answer. Takes as long as its import."""
     from sparkd.cli.config_file import config_of
+    from sparkd.inquiry.answer_cache import places
     from sparkd.inquiry.parser_answers import announce, answers
-    from sparkd.vllm.answer_cache import places
     from sparkd.vllm.arg_check import ANOTHER_PARSER
     from sparkd.vllm.installed import full_version_in
 

@@ -94,7 +94,7 @@ def serve(
     from sparkd.daemon import logs
     from sparkd.daemon.daemon import Options
     from sparkd.daemon.daemon import serve as serve_forever
-    from sparkd.execution.as_owner import refuse_another_users
+    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
 
@@ -134,7 +134,7 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
     from sparkd.cluster.ray_node import run_node
     from sparkd.daemon import logs
-    from sparkd.execution.as_owner import refuse_another_users
+    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
@@ -176,13 +176,12 @@ def check(
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
     from sparkd.entry.parser_choice import explained
-    from sparkd.entry.trusted_commits import at_trusted_commit
 
     config = load_config(path, environ=os.environ)
-    book, models = config.book(), [at_trusted_commit(model, config) for model in config.models.values()]
+    book = config.book()
     return {
         model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
-        for model in models
+        for model in config.models.values()
         if model.runs_vllm(config.engine)
     }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sparkd.checkpoint.header import shown
+from sparkd.checkpoint.foreign_json import shown
 from sparkd.nearest import nearest
 from sparkd.vllm.arg_check import ANOTHER_PARSER
 from sparkd.vllm.flag_note import FlagNote

@@ -24,13 +24,14 @@ from sparkd.admin import pull
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
-from sparkd.checkpoint import foreign_file, read_checkpoint
-from sparkd.cli import export, join
+from sparkd.checkpoint import read_checkpoint
+from sparkd.cli import export
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
+from sparkd.execution import bounded_call
 from sparkd.inquiry import model_answers, parser_answers
 from sparkd.recipes import clone
 from tests.support.architectures import PRESETS, write_qwen3_moe
@@ -61,7 +62,6 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/cli/join.py": 1,
     "sparkd/admin/pull.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
@@ -150,7 +150,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
+        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:
@@ -165,7 +165,7 @@ async def _join(python: Path, folder: Path) -> None:
 
 async def _apart(python: Path, folder: Path) -> None:
     with suppress(pickle.UnpicklingError):
-        foreign_file.apart(json.loads, b"{}", "x.json")
+        bounded_call.call(json.loads, "{}", time_s=1)
 
 
 async def _export(python: Path, folder: Path) -> None:
@@ -243,13 +243,6 @@ async def _fix(python: Path, folder: Path) -> None:
     fixes.apply(fixes.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
 
 
-async def _systemctl(python: Path, folder: Path) -> None:
-    (folder / "bin").mkdir()
-    (folder / "bin" / "systemctl").symlink_to(python)
-    os.environ["PATH"] = f"{folder}/bin"
-    join._systemctl("-I")
-
-
 async def _git(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "git").symlink_to(python)
@@ -276,7 +269,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _systemctl, _git, _calibration,
+    _ip, _fix, _git, _calibration,
 )  # fmt: skip
 
 

@@ -96,6 +96,9 @@ async def test_a_hub_that_does_not_answer_is_named_and_may_answer_later(tmp_path
     with pytest.raises(HubUnreachable) as caught:
         await absent(scene, spec_of(tmp_path, GONE))
     assert "this machine" in caught.value.message and caught.value.message.count("owner/name") == 1
+    with pytest.raises(HubUnreachable) as again:
+        await absent(scene, spec_of(tmp_path, GONE))
+    assert again.value is not caught.value, "each client has an error of its own"
     repository.refusals["/revision/main"] = [(503, {})]
     with pytest.raises(HubUnreachable):
         await absent(scene, spec_of(tmp_path, repository.hub))

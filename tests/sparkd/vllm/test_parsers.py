@@ -170,7 +170,7 @@ def test_a_hub_that_is_silent_now_does_not_tell_that_there_is_no_parser(monkeypa
     def silent(name: str) -> bytes:
         raise CheckpointError("the hub does not answer")
 
-    remote = Remote(("config.json", "tokenizer_config.json"), silent)
+    remote = Remote("1" * 40, ("config.json", "tokenizer_config.json"), silent)
     monkeypatch.setattr(parser_choice, "looked_at", lambda spec, env: remote)
     monkeypatch.setattr(parser_choice, "_here", lambda spec, env: None)
     assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}, None) is None

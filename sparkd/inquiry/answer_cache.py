@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import StateError
-from sparkd.execution.as_owner import refuse_another_users
+from sparkd.state.folder_owner import refuse_another_users
 from sparkd.vllm.installed import packages_of
 from workers.host import regular_file
 
