@@ -78,7 +78,6 @@ def ls(
 def show_(
     ctx: typer.Context,
     name: Name,
-    vllm: Version = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
@@ -88,7 +87,7 @@ def show_(
 
     book = _book(folder)
     file = book.find(name)
-    resolved = resolve(name, book, _release(vllm))
+    resolved = resolve(name, book)
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
     description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
@@ -151,7 +150,6 @@ def import_(
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
     settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Replace one of the recipe's defaults.")] = None,
     to: Annotated[Path | None, option("--to", metavar="FILE", help="Write the recipe to FILE instead of stdout.")] = None,
-    vllm: Version = None,
     json: Json = False,
 ) -> None:
     """Convert another launcher's recipe to one of sparkd's.
@@ -165,7 +163,7 @@ def import_(
     from sparkd.recipes.library import AsWritten
     from sparkd.schema.yaml_file import parse
 
-    (raw, shown, origin), release = _raw(file), _release(vllm)
+    raw, shown, origin = _raw(file)
     document = parse(raw, shown, AsWritten())
     if origin and not document.problems and not is_foreign(document.values):
         converted = Imported({}, raw.decode(), ())
@@ -175,7 +173,7 @@ def import_(
     converted = with_risks(converted, recipe)
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)", release)
+    problems = unusable(converted, recipe, f"{file} (imported)", _release(None))
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:

@@ -29,7 +29,7 @@ _FOLDER_RISK = "{} is a folder of the machine that runs the recipe: see that the
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A recipe as it comes out: the model, its flags and variables for one release, and what was translated. file: the recipe's."""
+    """A recipe as it comes out: the model, its flags and variables, and what was translated. file: the recipe's."""
 
     name: str
     model: ModelConfig
@@ -103,18 +103,18 @@ def with_risks(recipe: Imported, name: str) -> Imported:
     return replace(recipe, text=head + recipe.text, risks=tuple(risks))
 
 
-def resolve(name: str, book: RecipeLibrary, release: Release | None = READ_OFF) -> Resolved:
+def resolve(name: str, book: RecipeLibrary) -> Resolved:
     """Raises ConfigError where it does not come to a model."""
     file = book.find(name)
     model = parse_model(file.name.replace(AT, ":"), {"recipe": name}, over_admin=False, book=book)
-    flags = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()}, release)
+    flags = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()})
     return Resolved(name, model, flags.args, flags.env, flags.notes, flags.refused, file.path)
 
 
 def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
     """Resolve the recipe, and gather what is wrong with it."""
     try:
-        resolved = resolve(file.name, book, release)
+        resolved = resolve(file.name, book)
     except ConfigError as error:
         return Checked([ConfigProblem(error.file or file.path, error.line, error.explanation)])
     problems = [ConfigProblem(file.path, None, message) for message in resolved.refused]
