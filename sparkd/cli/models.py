@@ -217,7 +217,8 @@ def rm(
 ) -> None:
     """Unload and remove a model that `sparkd run` added.
 
-    With --cached, removes the model's quantized weights from this node; this needs no daemon, and MODEL may also be a folder or a hub id.
+    With --cached, removes the model's quantized weights from this node, of a configured model those in its own format. This needs no
+    daemon, and MODEL may also be a folder or a hub id.
     """
     if cached:
         _remove_cached(session, model, config)

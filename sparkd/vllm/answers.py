@@ -85,8 +85,8 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
     """vLLM's answer about a model. platform: `cpu` or `cuda:12.1`; stand_in: whether the child imitated that platform. facts: the other
-    fields of workers.vllm.ask.model_answer, up to the step that failed (`architecture`, `max_model_len`, `dtype`, `cache_dtype`,
-    `quantization`, `tasks`, `block_size`, ..). groups: the groups of vLLM's block pool, as JSON."""
+    fields of workers.vllm.ask.model_answer, up to the step that failed (`max_model_len`, `cache_dtype`, `quantization`, `layers`, ..).
+    groups: the groups of vLLM's block pool, as JSON."""
 
     vllm: str
     platform: str

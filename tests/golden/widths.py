@@ -77,8 +77,15 @@ def _models() -> list[dict[str, Any]]:
 def _cached() -> dict[str, Any]:
     row = {"name": "9f86d081884c7d65", "size_bytes": 44 * GIB, "created_s": 0.0, "used_s": 1000.0, "valid": True, "quantize": {}}
     rows = [
-        {**row, "model": LARGE, "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
-        {**row, "model": SMALL, "format": "experts=mxfp4, attention=fp8-block, rest=bf16", "tensor_parallel": None, "source": SMALL},
+        {**row, "model": LARGE, "entries": [], "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
+        {
+            **row,
+            "model": SMALL,
+            "entries": ["chat", "code"],
+            "format": "experts=mxfp4, attention=fp8-block, rest=bf16",
+            "tensor_parallel": None,
+            "source": SMALL,
+        },
     ]
     return {"cached": rows, "swept_bytes": 0, "writing_bytes": 0, "folder": "/var/lib/sparkd/quantized", "limit_bytes": None}
 

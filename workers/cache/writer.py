@@ -74,7 +74,6 @@ class CacheWriter:
         limit_bytes: int | None = None,
         *,
         device: torch.device | None = None,
-        shard_bytes: int = SHARD_BYTES,
         staging: Staging | None = None,
         on_state: Callable[[str, int, str | None], None] = lambda _state, _bytes, _reason: None,
     ) -> None:
@@ -91,11 +90,11 @@ class CacheWriter:
         on_state(self.state, 0, None)
         try:
             self._source = CheckpointIdentity.of(content.checkpoint)
-            self._shards = lay_out(neighbours(content.layout), shard_bytes)
+            self._shards = lay_out(neighbours(content.layout), SHARD_BYTES)
             self._make_folder(limit_bytes)
             staging = staging or (CUDA_STAGING if device is not None and device.type == "cuda" else CPU_STAGING)
             self._writer = ShardWriter(self._writing, self._shards, staging, self._waits)
-        except (CheckpointError, OSError, RuntimeError, _Skipped) as error:
+        except Exception as error:  # noqa: BLE001 - the reason is kept and reported: the model serves without its cache
             self._end(error)
 
     @property
@@ -105,7 +104,7 @@ class CacheWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a copy of a tensor, after a wait for room."""
         if (slot := self._slot(name, tensor)) is not None:
-            self._put([slot], bytes_of(tensor))
+            self._put([slot], tensor)
 
     def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
         """Like `add`, for quantized tensors [names, ..] of one shape; those that are adjacent in the file are taken at once."""
@@ -115,7 +114,7 @@ class CacheWriter:
             before = slots[at - 1]
             if at < len(slots) and (slots[at].shard, slots[at].offset) == (before.shard, before.offset + before.nbytes):
                 continue
-            self._put(slots[start:at], bytes_of(stacked[start:at]))
+            self._put(slots[start:at], stacked[start:at])
             start = at
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
@@ -150,12 +149,12 @@ class CacheWriter:
             return None
         return slot
 
-    def _put(self, slots: Sequence[Slot], view: torch.Tensor, start: int = 0) -> None:
+    def _put(self, slots: Sequence[Slot], tensor: torch.Tensor, start: int = 0) -> None:
         if self._writer is None or self.state != "writing":
             return
         try:
-            self._writer.put(slots, view, start)
-        except (OSError, RuntimeError) as error:
+            self._writer.put(slots, bytes_of(tensor), start)
+        except Exception as error:  # noqa: BLE001 - the reason is kept and reported: the model serves without its cache
             self._end(error)
 
     def _waits(self, seconds: float) -> None:
@@ -211,9 +210,11 @@ class CacheWriter:
         if self.state != "writing":
             return
         self.state = "written" if error is None else "skipped" if isinstance(error, _Skipped) else "failed"
-        if self._writer is not None:
-            self._writer.close()
-        self._turn.close()
+        with contextlib.suppress(Exception):  # a device that has failed refuses to give the ring back, too
+            if self._writer is not None:
+                self._writer.close()
+        with contextlib.suppress(Exception):
+            self._turn.close()
         if error is None:
             waited_s = self._writer.waited_s if self._writer is not None else 0.0
             message = "sparkd: quantized cache of %.2f GiB in %s; the load waited %.1f s for its disk."

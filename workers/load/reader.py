@@ -98,8 +98,7 @@ class Reader:
     stays busy. If it holds all of them it would wait for itself: RingExhausted.
 
     pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
-    file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: a gap of at most so many bytes
-    between two pieces is read and not skipped.
+    file, where the file system has no O_DIRECT; True raises there; False always reads buffered.
 
     Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
     chunk.
@@ -114,7 +113,6 @@ class Reader:
         threads: int = 4,
         pin: bool,
         direct: bool | None = None,
-        gap_bytes: int = GAP_BYTES,
     ) -> None:
         if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:
             raise ValueError(
@@ -123,7 +121,7 @@ class Reader:
         self.blocks = blocks
         self.ring_bytes = block_bytes * blocks
         self._files = {path: SourceFile(path, direct=direct) for path in {piece.path: None for piece in pieces}}
-        self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, gap_bytes)
+        self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, GAP_BYTES)
         self._bytes_wanted = sum(piece.nbytes for piece in pieces)
         self._bytes_planned = 0
         for block in self._plan:

@@ -142,6 +142,7 @@ def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, caps
     assert ours.read_text() == out
     assert "File exists" in run(capsys, "import", str(theirs), "--to", str(ours), code=2)[1]
     assert run(capsys, "check", str(ours))[0].endswith("valid\n")
+    assert as_json(capsys, "import", str(theirs))["recipe"]["settings"]["env"] == {"A": "plain"}
     assert "KEY=VALUE" in run(capsys, "import", str(theirs), "-o", "x", code=2)[1]
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[
     [
         ({"recipe": "./r.yaml"}, ["recipe", "a name"]),
         ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
-        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
+        ({"recipe": "mimo-v2.6-flash", "model": "evil/model"}, ["model", "another", "refused", "admin API"]),
     ],
 )
 def test_an_admin_key_brings_in_no_more_with_a_recipe(folder: Path, keys: dict[str, Any], words: list[str]) -> None:

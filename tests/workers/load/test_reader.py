@@ -53,7 +53,6 @@ def test_chunks_are_the_files_bytes(shards: dict[str, bytes], data: st.DataObjec
         block_bytes=block_bytes,
         blocks=blocks,
         threads=data.draw(st.integers(1, 4)),
-        gap_bytes=data.draw(st.sampled_from([0, 1, 4096, 64 * KIB])),
         direct=data.draw(st.sampled_from([None, False])),
         pin=False,
     )

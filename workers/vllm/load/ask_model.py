@@ -12,8 +12,8 @@ from workers.load.expert_placement import answered, families
 from workers.load.trace import Trace, phantoms
 from workers.load.virtual import VirtualCheckpoint
 from workers.vllm.load.completeness import Check, refuse_unfilled
-from workers.vllm.load.load_errors import refuse_integers, source_of
-from workers.vllm.load.ranks import experts_are_spread
+from workers.vllm.load.load_errors import refuse_integers, refuse_longer, source_of
+from workers.vllm.load.ranks import experts_are_spread, takes_ends
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -63,9 +63,12 @@ def ask(
         return None
     refuse_integers(virtual, trace)
     trace.straight = answered(alike, trace.taken)
-    if check is not None and loaded is not None and fills_all(model, model_config, virtual):
-        experts = None if experts_are_spread() else model_config.get_num_experts()
-        refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
+    if check is not None and fills_all(model, model_config, virtual):
+        if takes_ends():
+            refuse_longer(virtual, trace, type(model).__name__)
+        if loaded is not None:
+            experts = None if experts_are_spread() else model_config.get_num_experts()
+            refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
     return trace
 
 

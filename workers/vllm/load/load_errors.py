@@ -19,6 +19,7 @@ _NO_PLACE = "There is no module or parameter named"
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|STATUS_ALLOC_FAILED|Cannot allocate memory")
 _CURE = "Check that config.json and the shards are of one model, and download them again"
 _QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
+_CUT = "; if the model runs without the rest, `allow_missing_weights: true` on it"
 # The limit of vLLM's message, which may continue with all names that vLLM accepts.
 _TEXT = 160
 
@@ -65,6 +66,19 @@ def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
                 tensor=ref.name,
                 cure=_CURE,
             )
+
+
+def refuse_longer(virtual: VirtualCheckpoint, trace: Trace, model: str) -> None:
+    """Raise CheckpointError for a tensor that goes on behind the part that the model takes: vLLM's linear layers cut it without a word.
+
+    Called on a rank that takes the ends of tensors (ranks.takes_ends).
+    """
+    for name, taken in trace.taken.items():
+        if taken.region is None or all(stop == size for (_, stop), size in zip(taken.region, taken.shape, strict=True)):
+            continue
+        if (ref := source_of(virtual, name)) is not None:
+            problem = f"its shape is {list(ref.shape)}, which is larger than what vLLM's {model} takes by this config.json"
+            raise CheckpointError(problem, file=ref.path, tensor=ref.name, cure=_CURE + _CUT)
 
 
 def source_of(virtual: VirtualCheckpoint, name: str) -> TensorRef | None:

@@ -13,6 +13,13 @@ def experts_are_spread() -> bool:
     return bool(_parallel().enable_expert_parallel)
 
 
+def takes_ends() -> bool:
+    """Whether this rank takes the last part of every tensor that ranks share: it is the last of its tensor-parallel ranks."""
+    parallel = _parallel()
+    ranks = int(parallel.tensor_parallel_size)
+    return parallel.data_parallel_size == 1 and rank_of_world()[0] % ranks == ranks - 1
+
+
 def rank_of_world() -> tuple[int, int]:
     """(this rank, number of ranks) of the whole engine."""
     from torch import distributed
