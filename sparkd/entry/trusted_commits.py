@@ -35,8 +35,8 @@ def pinned(spec: ModelConfig, config: Config) -> ModelConfig:
     draft = speculative_config(spec.extra_args)
     if draft is None or not _runs_code_of_a_hub(spec, config) or _draft_repository(spec, draft) != spec.model:
         return spec
-    flags = {**parsed(spec.extra_args), DRAFTS: json.dumps({**draft, "revision": _commit(spec, draft)})}
-    return spec.model_copy(update={"extra_args": words(flags)})
+    speculation = json.dumps({**draft, "revision": _commit(spec, draft)})
+    return spec.model_copy(update={"extra_args": words({**parsed(spec.extra_args), DRAFTS: speculation})})
 
 
 def refusal(spec: ModelConfig, config: Config) -> str | None:
