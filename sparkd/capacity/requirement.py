@@ -97,7 +97,7 @@ def requirement_of(
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
     spec, parsers = decided(spec, need.args), None
     if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, need.args.env, spec.runtime_of(config.engine))
+        spec, parsers = with_parsers(spec, need.args.env)
     return replace(need, spec=spec, parsers=parsers)
 
 

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from sparkd.recipes.library import RecipeLibrary
     from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import RefusedArg
-    from sparkd.vllm.releases import Release
 
 
 Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
-Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
 Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.")]
 
 
@@ -78,7 +76,6 @@ def ls(
 def show_(
     ctx: typer.Context,
     name: Name,
-    vllm: Version = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
@@ -88,10 +85,10 @@ def show_(
 
     book = _book(folder)
     file = book.find(name)
-    resolved = resolve(name, book, _release(vllm))
+    resolved = resolve(name, book)
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
+    description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
     if _json(ctx, json):
         say_json(description)
     else:
@@ -105,7 +102,6 @@ def show_(
 def check(
     ctx: typer.Context,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
-    vllm: Version = None,
     parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
     folder: Folder = None,
     json: Json = False,
@@ -118,7 +114,7 @@ def check(
     from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
 
-    book, release = _book(folder), _release(vllm)
+    book = _book(folder)
     problems: list[ConfigProblem] = []
     resolved, count = [], 0
     for path in files or list(book.names().values()):
@@ -127,7 +123,7 @@ def check(
         count += 1
         if file is not None:
             book.keep(file)
-            result = checked(file, book, release)
+            result = checked(file, book)
             problems += result.problems
             resolved += [result.resolved] if result.resolved is not None else []
     if parser is not None:
@@ -151,7 +147,6 @@ def import_(
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
     settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Replace one of the recipe's defaults.")] = None,
     to: Annotated[Path | None, option("--to", metavar="FILE", help="Write the recipe to FILE instead of stdout.")] = None,
-    vllm: Version = None,
     json: Json = False,
 ) -> None:
     """Convert another launcher's recipe to one of sparkd's.
@@ -165,7 +160,7 @@ def import_(
     from sparkd.recipes.library import AsWritten
     from sparkd.schema.yaml_file import parse
 
-    (raw, shown, origin), release = _raw(file), _release(vllm)
+    raw, shown, origin = _raw(file)
     document = parse(raw, shown, AsWritten())
     if origin and not document.problems and not is_foreign(document.values):
         converted = Imported({}, raw.decode(), ())
@@ -175,7 +170,7 @@ def import_(
     converted = with_risks(converted, recipe)
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)", release)
+    problems = unusable(converted, recipe, f"{file} (imported)")
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:
@@ -241,19 +236,6 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
         return regular_file.read(file), name, ""
     except OSError as error:
         raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe, or NAME@REGISTRY.") from None
-
-
-def _release(version: str | None) -> Release:
-    """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
-    from sparkd.vllm.installed import release_in
-    from sparkd.vllm.releases import READ_OFF
-    from sparkd.vllm.translate import release_of
-
-    if version is not None:
-        if (release := release_of(version)) is None:
-            raise ConfigError(f"--vllm {version}: a version such as 0.32.0 is expected.")
-        return release
-    return release_in(None) or READ_OFF
 
 
 def _pairs(pairs: list[str]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     config = load_config(path, environ=os.environ)
     book = config.book()
     return {
-        model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
+        model.name: explained(model, model.environment(config.engine), book.settings(model.recipe))
         for model in config.models.values()
         if model.runs_vllm(config.engine)
     }
