@@ -91,7 +91,10 @@ def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         parts = option["footprint"]
         assert option["fits"] and option["reason"] is None and option["format"] == "int4-g32" and option["max_model_len"] == 2048
         assert sum(parts[name] for name in PARTS) == parts["total"]
-        assert parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"] and parts["withheld"] == 0
+        assert (
+            parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"] - parts["upper"]
+            and parts["withheld"] == 0
+        )
         assert sum(parts["by_class"].values()) <= parts["weights"] and parts["requests"] == 3
         assert parts["kv_bytes_per_request"] == parts["kv_bytes_per_token"] * 2048
     choice = found["choice"]
