@@ -68,6 +68,13 @@ def plan(answer: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
         page.line(printable(note), "yellow")
 
 
+def draft(answer: Mapping[str, Any], page: Page) -> None:
+    """The table of a plan whose numbers vLLM has yet to confirm."""
+    with page.draft():
+        _head(answer, page)
+        _options(answer, page, every=False)
+
+
 def _head(answer: Mapping[str, Any], page: Page) -> None:
     hardware, request = answer["hardware"], answer["asked"]
     stored = f"{answer['quantization']}, " if answer["quantization"] else ""
