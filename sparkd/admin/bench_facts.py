@@ -154,15 +154,12 @@ def published_of(library: RecipeLibrary, name: str | None) -> tuple[Published, .
     """The rates and times that the recipe of this name gives, with where each comes from. None of a recipe that cannot be read."""
     if name is None:
         return ()
-    base, variant = library.split(name)
-    file, _ = library.read(base)
+    file, _ = library.read(name)
     if file is None:
         return ()
-    chosen = file.recipe.variants.get(variant) if variant is not None else None
-    figures = [*(chosen.expected if chosen is not None else ()), *file.recipe.expected]
     return tuple(
         Published(what=each.what, value=each.value, to=each.to, unit=unit, when=each.when, source=file.recipe.sources[each.source])
-        for each in figures
+        for each in file.recipe.expected
         if (unit := UNITS.get(each.what)) is not None
     )
 

@@ -12,7 +12,8 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
 from sparkd.schema import kv_cache, quantize
-from sparkd.vllm.translate import Translation, values_of
+from sparkd.vllm.flags import parsed
+from sparkd.vllm.translate import Translation
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 from workers.rank.command import media_flags
 
@@ -56,7 +57,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
 
 def _is_traced(said: Translation, entrypoint: str) -> bool:
     """Whether the engine is vLLM, and its entry sends its spans nowhere else."""
-    return entrypoint in (API_SERVER, COMMAND_LINE) and not any(values_of(said.args, "otlp-traces-endpoint"))
+    return entrypoint in (API_SERVER, COMMAND_LINE) and "otlp-traces-endpoint" not in parsed(said.args)
 
 
 def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:

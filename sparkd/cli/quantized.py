@@ -89,11 +89,9 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
 
     quantize: a recipe as YAML, in place of the configured one.
     """
-    from sparkd.entry.trusted_commits import at_trusted_commit
     from workers.quantization.recipe import QuantizationRecipe
 
     configured = config.lookup(model)
-    configured = configured and at_trusted_commit(configured, config)
     source = source_of(configured.model if configured else model)
     runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
     env = {**environ, **(configured.environment(config.engine) if configured else {})}

@@ -10,20 +10,17 @@ import pytest
 
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
-from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
-from sparkd.capacity.plan_for_checkpoint import _counted, answer
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.speculative import METHODS, drafting, of_config
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import ConfigError
 from sparkd.hardware import SPARK
 from sparkd.models.shape import shape_of
-from sparkd.recipes.file import Speculation
-from sparkd.recipes.speculation import BATCH_LIMIT
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from tests.support import plans
 from tests.support.accounts import account, kv_cost
 from tests.support.checkpoints import Tensor, dense, write
 from tests.support.published_headers import checkpoint_of
@@ -47,17 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(model: Path, **asked: Any) -> dict[str, Any]:
-    def find(name: str) -> tuple[str, Checkpoint, None]:
-        return name, read_checkpoint(name), None
-
     given = {"max_model_len": 4096, "quantize": "bf16", "max_num_seqs": 8, **asked}
-    return json.loads(json.dumps(answer(PlanRequest(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
-
-
-def test_the_methods_are_those_of_the_recipes() -> None:
-    assert set(METHODS) - {"off", "ngram", "suffix"} <= Speculation.model_fields.keys()
-    assert set(METHODS) == set(ModelConfig.model_json_schema()["properties"]["speculative"]["anyOf"][0]["enum"])
-    assert DRAFTED_REQUESTS == BATCH_LIMIT
+    return json.loads(json.dumps(plans.planned(model, **given)))  # type: ignore[no-any-return]
 
 
 def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
@@ -66,7 +54,7 @@ def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
     before, after = plain["choice"]["footprint"], drafted["choice"]["footprint"]
     assert (after["weights"], after["kv"]) == (before["weights"], before["kv"]) and after["peak"] >= before["peak"]
     assert drafted["asked"]["speculative"] == "ngram" and plain["asked"]["speculative"] is None
-    assert drafted["choice"]["config"]["speculative"] == "ngram" and "speculative" not in plain["choice"]["config"]
+    assert drafted["choice"]["config"]["extra_args"][0] == "--speculative-config" and "extra_args" not in plain["choice"]["config"]
     (rank,) = drafted["choice"]["ranks"]
     config = json.loads(rank["command"][rank["command"].index("--speculative-config") + 1])
     assert (config["method"], config["num_speculative_tokens"]) == ("ngram", 4)
@@ -111,9 +99,9 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     ("model", "method", "asked", "told"),
     [
         ("plain", "mtp", {}, "LlamaForCausalLM has"),
-        ("plain", "dflash", {}, "no DFlash drafter"),
+        ("plain", "dflash", {}, "no recipe has such a draft"),
         ("z-lab/none", "dflash", {}, "ngram"),
-        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "BF16 cache only"),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "KV cache in bfloat16"),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
@@ -135,16 +123,6 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
         return
     more = counted.inventory(checkpoint, shape).stored_bytes - inventory(checkpoint, shape).stored_bytes
     assert more == sum(one.nbytes for one in checkpoint.tensors.values() if one.name.startswith("mtp.")) > 1 << 30
-
-
-def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path) -> None:
-    """Quantizers leave them out, and the configuration goes on naming them."""
-    whole = read_checkpoint(write(tmp_path / "whole", PREDICTS, [*tensors_of(PREDICTS), *AHEAD]))
-    bare = read_checkpoint(write(tmp_path / "bare", PREDICTS, tensors_of(PREDICTS)))
-    counted = of_config(MTP, shape_of(PREDICTS), read_checkpoint)
-    there = [("whole", whole), ("bare", bare)]
-    assert [name for name, _ in _counted(there, counted)] == ["whole"]
-    assert [name for name, _ in _counted(there, None)] == ["whole", "bare"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.plan_for_node import checkpoint_here
-from sparkd.config.config import load_config, parse_model
+from sparkd.capacity.plan_for_node import entry_here
+from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.models.folder import unusable, unusable_of
 from sparkd.models.remote_headers import checkpoint_of
@@ -34,7 +34,7 @@ def test_one_wording_for_each_cause(place: Path, name: str) -> None:
     with pytest.raises(CheckpointError) as read:
         checkpoint_of(folder, None, {})
     with pytest.raises(ConfigError) as planned:
-        checkpoint_here(folder, None)
+        entry_here(folder, None, Config())
     assert (read.value.message, planned.value.message) == (fault.message, fault.message)
     assert read.value.param == planned.value.param == "model"
 

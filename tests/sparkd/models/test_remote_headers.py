@@ -20,10 +20,13 @@ import pytest
 from huggingface_hub import constants
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.plan_for_node import checkpoint_here
+from sparkd.capacity.plan_for_node import entry_here
+from sparkd.capacity.plan_request import PlanRequest
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.config.config import Config
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
+from sparkd.hardware import SPARK
 from sparkd.models import hub
 from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from tests.support.architectures import write_qwen3_moe
@@ -110,31 +113,32 @@ def test_it_is_the_checkpoint_of_the_downloaded_folder(tmp_path: Path, source: M
     assert told == [(at, len(here.shards)) for at in range(1, len(here.shards) + 1)]
     assert there.asked[0].path == f"/api/models/{ID}/revision/v1"
     small = 2 * sum((folder / name).stat().st_size for name in ("config.json", INDEX))
-    assert there.sent < small + sum(shard.header_bytes + 8192 for shard in here.shards)
+    assert there.sent < small + len(here.shards) * (FIRST_BYTES + 8192)
 
 
-def test_a_header_takes_one_request_where_the_index_tells_how_long_it_is(tmp_path: Path) -> None:
-    shards = {
-        f"model-0000{number}-of-00004.safetensors": layered(1000, {f"mlp.experts.{number}.up_proj.weight": (4096, 1024)})
-        for number in range(1, 5)
-    }
+def test_a_long_header_takes_a_second_request(tmp_path: Path) -> None:
+    tensors = layered(1000, {"mlp.experts.0.up_proj.weight": (4096, 1024)})
+    text = json.dumps(header_of(tensors), separators=(",", ":")).encode()
+    assert len(text) > FIRST_BYTES
     folder = tmp_path / "there"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    weight_map = {}
-    for file, tensors in shards.items():
-        text = json.dumps(header_of(tensors), separators=(",", ":")).encode()
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(folder / file, 8 + len(text) + 1000 * 2 * 4096 * 1024)
-        weight_map |= dict.fromkeys(tensors, file)
-        assert len(text) > FIRST_BYTES
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=2))
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(folder / "model.safetensors", 8 + len(text) + 1000 * 2 * 4096 * 1024)
     with serving(Repository(folder)) as there:
         found = read(there)
 
     assert content(found) == content(read_checkpoint(folder))
-    assert [len(there.ranges_of(file)) for file in shards] == [1] * 4
+    assert len(there.ranges_of("model.safetensors")) == 2
     assert there.sent < 2_000_000 < found.total_bytes
+
+
+def test_a_server_without_ranges_is_left_once_the_header_is_there(repository: Repository) -> None:
+    repository.ranges = False
+    os.truncate(repository.folder / SECOND, 1 << 26)
+    with pytest.raises(CheckpointError, match="no tensor"):
+        read(repository)
+    assert repository.sent < 1 << 25
 
 
 def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
@@ -222,6 +226,12 @@ def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
     assert (type(error), error.file, lacking(error.cure, "network")) == (HubSilent, ID, [])
     assert lacking(error.reason, "127.0.0.1", "broke off") == []
     assert len(repository.ranges_of(FIRST)) == hub.ATTEMPTS
+
+
+def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "REQUEST_S", -1.0)
+    error = refused(repository)
+    assert (type(error), lacking(error.reason, "127.0.0.1", "still sending")) == (HubSilent, [])
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:
@@ -348,16 +358,16 @@ def test_another_revision_is_not_what_the_cache_has(repository: Repository, snap
 def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ(repository).items():
         monkeypatch.setenv(name, value)
-    source, found, configured = checkpoint_here(ID, None)
+    entry, found = entry_here(ID, None, Config())
 
-    assert (source, configured) == (ID, None) and content(found) == content(read(repository))
+    assert (entry.spec.model, entry.added) == (ID, {"model": ID}) and content(found) == content(read(repository))
 
 
 async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_many_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     may_end, running = threading.Event(), list[str]()
 
-    def answered(question: plan_for_node.QuestionHere, *_: object) -> dict[str, Any]:
+    def answered(question: PlanRequest, *_: object) -> dict[str, Any]:
         running.append(question.model)
         may_end.wait()
         return {"model": question.model}
@@ -367,8 +377,8 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
     asking = []
     try:
         for number in range(20):
-            question = plan_for_node.QuestionHere(model=f"owner/{number}", hardware="spark")
-            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked)))
+            question = PlanRequest(model=f"owner/{number}", hardware="spark")
+            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())))
             await eventually(lambda number=number: len(running) == min(number + 1, 2))
         await eventually(lambda: sum(task.done() for task in asking) == 16)
 
@@ -388,6 +398,6 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
     monkeypatch.setattr(plan_for_node, "LIMIT_S", 0.0)
 
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        await plan_for_node.planned_here(plan_for_node.QuestionHere(model=ID), None, FakeCluster().unlinked)
+        await plan_for_node.planned_here(PlanRequest(model=ID), None, FakeCluster().unlinked, Config())
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        plan_for_node._answer(plan_for_node.QuestionHere(model=ID), plan_for_node.hardware_here("spark"), None, {})
+        plan_for_node._answer(PlanRequest(model=ID), SPARK, None, {}, Config())
