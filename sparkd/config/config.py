@@ -23,7 +23,6 @@ from pydantic import (
 from sparkd.config.api_keys import KeySettings, load_keys
 from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
-from sparkd.config.traces import TraceSettings
 from sparkd.errors import ConfigError
 from sparkd.models.folder import places_of
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
@@ -159,7 +158,6 @@ class Config(Section):
     keys: KeySettings = KeySettings()
     metrics_need_key: bool = False
     web: bool = True
-    traces: TraceSettings = TraceSettings()
     include_aliases_in_list: bool = False
     request_log: bool = True
     wait_for_load_s: Seconds = 300
@@ -388,7 +386,6 @@ def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tup
     yield from ((("models", *location), message) for location, message in chain(_shared_names(config.models), *own))
     names = {name: name for name in others} | config.names()
     yield from config.groups.problems(names)
-    yield from config.traces.problems()
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
             yield (

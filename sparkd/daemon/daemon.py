@@ -32,7 +32,6 @@ from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
-from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster, replaced
 from sparkd.control.supervisor import Supervisor
@@ -53,7 +52,6 @@ from sparkd.gateway.pages import origins_of
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
-from sparkd.gateway.traces import Exporter, Tracer
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store
@@ -185,7 +183,6 @@ class Daemon:
             probe_token=probe_token,
             requests=self._requests,
         )
-        self._traces = TraceSettings()
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
         told = self._supervisor.tell_refused
         self._reloader = Reloader(config, systemd, load=self._load, judge=self._judge, take=self._take, refused=told)
@@ -209,7 +206,6 @@ class Daemon:
 
     async def _serve_until_told(self, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.TaskGroup() as tasks:
-            self._trace(self._registry.config.traces)
             serving = self._boundary.spawn(tasks, "gateway", self._server.run_until_told(self._listening))
             parts: dict[str, Callable[[], Awaitable[None]]] = {
                 "supervisor": self._supervisor.run,
@@ -295,9 +291,6 @@ class Daemon:
             await self._requests.close()
         with self._boundary.around("asker"):
             await self._asker.close()
-        with self._boundary.around("traces"):
-            if self._edge.tracer is not None:
-                await asyncio.to_thread(self._edge.tracer.close)
         with self._boundary.around("cluster"):
             await self._cluster.close(stop_ray=stop_engines)
 
@@ -337,21 +330,10 @@ class Daemon:
         self._edge.settings = self._edge_settings(config)
         self._requests.keeps = config.request_log
         self._server.set_limits(_limits(config))
-        self._trace(config.traces)
         self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
         logging.getLogger().setLevel(config.log_level.upper())
         self._cluster.reconfigure(config)
         return self._supervisor.reconfigure(config)
-
-    def _trace(self, settings: TraceSettings) -> None:
-        """Make spans of the requests that arrive from now on, or none."""
-        if settings == self._traces:
-            return
-        before, url = self._edge.tracer, settings.url
-        self._traces = settings
-        self._edge.tracer = None if url is None else Tracer(partial(_otlp, url), settings.ratio, url)
-        if before is not None:
-            self._boundary.spawn(asyncio.get_running_loop(), "traces", asyncio.to_thread(before.close))
 
     async def _keep_watchdog_quiet(self) -> None:
         """Tell systemd READY once the supervisor has settled, then ping only while the loops of supervisor and gateway really turn: a
@@ -409,12 +391,6 @@ class Daemon:
             return KeyDigests()
         own = digest(self._own_key)
         return KeyDigests((*ring.inference, own), tuple(ring.admin), {**ring.inference, **ring.admin, own: OWN_NAME})
-
-
-def _otlp(url: str) -> Exporter:
-    from sparkd.gateway.otlp import OtlpExporter
-
-    return OtlpExporter(url)
 
 
 class _AdminLater:

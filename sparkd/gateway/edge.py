@@ -52,7 +52,6 @@ from sparkd.gateway.responses import (
     send_whole,
 )
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
-from sparkd.gateway.traces import Tracer
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
 
@@ -118,15 +117,6 @@ class Edge:
         self._settings = settings
         self._proxy.limits = settings.limits
 
-    @property
-    def tracer(self) -> Tracer | None:
-        """Makes spans of forwarded requests; it may be replaced at any time, and applies to requests that arrive afterwards."""
-        return self._proxy.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._proxy.tracer = tracer
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
@@ -152,8 +142,6 @@ class Edge:
             exchange.task = None  # breaks a reference cycle
             exchange.close()
             self._requests.end(exchange)
-            if exchange.trace is not None:
-                exchange.trace.end(exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         page = self._page(scope["path"], headers)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from sparkd import metrics
 from sparkd.errors import SparkdError
 from sparkd.gateway.body import Members
-from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
 
@@ -56,24 +55,14 @@ class AnswerPipe(Protocol):
     def stop(self) -> None: ...
 
 
-class OpenTrace(Protocol):
-    """The part of sparkd.gateway.traces.RequestTrace that the rest of a request uses. See there."""
-
-    asked_s: float | None
-    load_s: float | None
-
-    def headers(self, headers: RawHeaders) -> RawHeaders: ...
-    def end(self, exchange: Exchange) -> None: ...
-
-
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
     `body` is held until an engine has it; `outline` is the part of it that sparkd reads, `members` is what that says; `reserved` is its
     share in bytes of the limit on all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its
     `stop` aborts that work. `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of
-    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace`
-    is set where spans are made of the request. `anthropic` says that the client speaks Anthropic's API, `speaks_responses` that it speaks
+    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it.
+    `anthropic` says that the client speaks Anthropic's API, `speaks_responses` that it speaks
     OpenAI's of /v1/responses.
     """
 
@@ -101,7 +90,6 @@ class Exchange:
         "streamed",
         "task",
         "tokens",
-        "trace",
         "whole",
     )
 
@@ -131,7 +119,6 @@ class Exchange:
         self.pipe: AnswerPipe | None = None
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
-        self.trace: OpenTrace | None = None
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

@@ -36,7 +36,6 @@ from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Pipe
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
-from sparkd.gateway.traces import Tracer
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
@@ -57,7 +56,7 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class EngineLease(Protocol):
-    """The right to use one engine for one request. answered, load_s: see sparkd.control.lease.Lease."""
+    """The right to use one engine for one request. answered: see sparkd.control.lease.Lease."""
 
     answered: bool | None
 
@@ -67,8 +66,6 @@ class EngineLease(Protocol):
     def upstream(self) -> Upstream: ...
     @property
     def parsers(self) -> Parsers | None: ...
-    @property
-    def load_s(self) -> float | None: ...
 
 
 class Leases(Protocol):
@@ -81,11 +78,10 @@ class Leases(Protocol):
 
 
 class Proxy:
-    """Forwards the requests of all clients. `limits` and `tracer` may be replaced at any time."""
+    """Forwards the requests of all clients. `limits` may be replaced at any time."""
 
     def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
         self.limits = limits
-        self.tracer: Tracer | None = None
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
@@ -95,8 +91,6 @@ class Proxy:
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
         """Read the body, wait for an engine and pass its answer on. Raises SparkdError only before the answer has begun."""
-        if self.tracer is not None:
-            exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         _check_content(route.kind, content_type, encoding)
@@ -160,9 +154,6 @@ class Proxy:
         connection.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
-        trace = exchange.trace
-        if trace is not None:
-            trace.asked_s = begun_s
         try:
             waits = partial(self._wait, connection, exchange, route)
             need = _need(route, exchange)
@@ -170,8 +161,6 @@ class Proxy:
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
-                if trace is not None:
-                    trace.load_s = lease.load_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
@@ -222,8 +211,7 @@ class Proxy:
         pipe = Pipe(client, source, exchange)
         exchange.pipe = pipe
         try:
-            headers = scope["headers"] if exchange.trace is None else exchange.trace.headers(scope["headers"])
-            head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
+            head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
             self.release(exchange)
             error = await pipe.over
