@@ -77,7 +77,7 @@ def _log_level(value: Any) -> Any:
 class LimitSettings(Section):
     """The most that one client may cost the gateway; bytes and seconds."""
 
-    max_body_bytes: PositiveCount = 64 * MIB
+    max_body_bytes: PositiveCount = 32 * MIB
     max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
     header_timeout_s: PositiveSeconds = 10
     body_timeout_s: PositiveSeconds = 60

@@ -58,12 +58,17 @@ class AnswerPipe(Protocol):
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
-    `body` is held until an engine has it; `outline` is the part of it that sparkd reads, `members` is what that says; `reserved` is its
-    share in bytes of the limit on all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its
-    `stop` aborts that work. `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of
-    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it.
-    `anthropic` says that the client speaks Anthropic's API, `speaks_responses` that it speaks
-    OpenAI's of /v1/responses.
+    body: held until an engine has it.
+    members: what sparkd reads in the body.
+    reserved: the body's share in bytes of the limit on all bodies.
+    whole: whether the body was read to its end.
+    pipe: there while an engine works on the request; its `stop` aborts that work.
+    heartbeat: set for a stream, once its request waits for a model or an engine has it.
+    key: the name of the client's key.
+    tokens: what the engine counted.
+    task: serves the request.
+    cancelled: whether an operator ended it.
+    anthropic, speaks_responses: whether the client speaks Anthropic's API, or OpenAI's of /v1/responses.
     """
 
     __slots__ = (
@@ -78,7 +83,6 @@ class Exchange:
         "key",
         "members",
         "model",
-        "outline",
         "pipe",
         "queued_s",
         "request_id",
@@ -107,7 +111,6 @@ class Exchange:
         self.queued_s: float | None = None
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
-        self.outline: bytes | bytearray = b""
         self.members = _NO_MEMBERS
         self.reserved = 0
         self.whole = False

@@ -31,7 +31,7 @@ class ClientLimits:
     header_bytes: int = 32 * _KIB
     header_count: int = 128
     header_s: float = 10.0
-    body_bytes: int = 64 * _MIB
+    body_bytes: int = 32 * _MIB
     admin_body_bytes: int = 2 * _MIB
     body_grace_s: float = 60.0
     body_rate: int = _MIB

@@ -25,13 +25,12 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import ENCODINGS, members_of_json, model_of_form, unpacked
+from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_lists, unpacked
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.models_list import find_model, model_meant
-from sparkd.gateway.outline import outline
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Pipe
 from sparkd.gateway.responses import Receive, Scope
@@ -85,7 +84,7 @@ class Proxy:
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
-        self._outlines, self._unpacking = asyncio.Lock(), asyncio.Lock()
+        self._large_bodies, self._unpacking = asyncio.Lock(), asyncio.Lock()
 
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
@@ -99,8 +98,7 @@ class Proxy:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
-            exchange.outline = await outline(body, self._outlines)
-            exchange.members = members_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
+            exchange.members = await self._members(body)
             model = exchange.members.model
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
@@ -142,11 +140,20 @@ class Proxy:
             self._reserve(len(plain) - len(body), exchange)
         return plain
 
+    async def _members(self, body: bytes | bytearray) -> Members:
+        """The members of a JSON body. One large body is read per turn of the loop, so that others go on in between."""
+        if len(body) <= LARGE_BYTES:
+            return members_of_json(body)
+        async with self._large_bodies:
+            refuse_many_lists(body)
+            await asyncio.sleep(0)
+            return members_of_json(body)
+
     def release(self, exchange: Exchange) -> None:
         """Drop the body and its share of the limit on all bodies."""
         self._buffered_bytes -= exchange.reserved
         exchange.reserved = 0
-        exchange.body = exchange.outline = b""
+        exchange.body = b""
 
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
@@ -194,7 +201,7 @@ class Proxy:
     ) -> None:
         """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
-        if route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
+        if route.asks and not any(b'"%b"' % member.encode() in exchange.body for member in route.asks):
             members = " or ".join(f"`{member}`" for member in route.asks)
             raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
         if exchange.members.stream:
