@@ -70,7 +70,6 @@ CONNECTIONS_MAX = Gauge(
 CONNECTIONS_TURNED_AWAY = Counter(
     "sparkd_connections_turned_away", "Idle connections closed for new ones (displaced), and new ones refused.", ("how",), registry=REGISTRY
 )
-ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times that sparkd paused accepting clients for lack of file descriptors.", registry=REGISTRY)
 
 # Models.
 MODEL_STATE = Gauge("sparkd_model_state", "1 for the model's present state, else 0.", ("model", "state"), registry=REGISTRY)

@@ -44,10 +44,9 @@ from sparkd.engine.metrics import Scraper
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
@@ -89,7 +88,7 @@ def serve(config: Config, options: Options) -> None:
     """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
     if not processes.hide():
         log.warning("other processes of this user can read the daemon's keys in its memory: the kernel refused PR_SET_DUMPABLE")
-    _allow_many_files()
+    _allow_many_files(config.limits.max_connections)
     if unlocked := memlock.lock():
         log.warning("the daemon's memory may be swapped out: %s", unlocked)
     with unblocked(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
@@ -422,7 +421,8 @@ def _request_log(config: Config) -> RequestLog:
 
 def _limits(config: Config) -> ClientLimits:
     ours = config.limits
-    requests, any_requests = most_requests(most_connections(ours.max_connections, descriptor_limit()))
+    connections = most_connections(ours.max_connections, descriptor_limit())
+    requests, any_requests = most_requests(connections)
     return replace(
         ClientLimits(),
         header_bytes=ours.max_header_bytes,
@@ -431,17 +431,24 @@ def _limits(config: Config) -> ClientLimits:
         body_grace_s=ours.body_timeout_s,
         keep_alive_s=ours.keep_alive_s,
         client_write_s=ours.client_write_timeout_s,
-        connections=ours.max_connections,
+        connections=connections,
         requests=requests,
         any_requests=any_requests,
         heartbeat_s=config.loading_heartbeat_s,
     )
 
 
-def _allow_many_files() -> None:
+def _allow_many_files(max_connections: int) -> None:
     """A request takes two descriptors, client and engine: the usual soft limit of 1024 would end near 500 streams."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = most_connections(max_connections, descriptor_limit())
+    if most < max_connections:
+        log.warning(
+            "at most %d clients may be connected at one time, not max_connections: %d: this process may have %d open files. "
+            "Raise its limit (LimitNOFILE=, ulimit -n).",
+            *(most, max_connections, descriptor_limit()),
+        )
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

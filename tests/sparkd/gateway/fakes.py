@@ -450,7 +450,7 @@ async def serving(
 def _with_timers(protocol: Any, timers: TurnedLoop) -> Any:
     class Timed(protocol):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, _loop=timers, **named)
+            super().__init__(*arguments, **named | {"_loop": timers})
 
     return Timed
 
