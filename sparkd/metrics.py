@@ -176,12 +176,6 @@ NODE_GUARDED = Gauge(
 ENGINE_HOST_BYTES = Gauge(
     "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
 )
-ENGINE_METRICS_LEFT_OUT = Counter(
-    "sparkd_engine_metrics_left_out",
-    "Metrics pages of engines left out because they would break the scrape, by fault.",
-    ("model", "fault"),
-    registry=REGISTRY,
-)
 ENGINE_METRICS_AGE_SECONDS = Gauge(
     "sparkd_engine_metrics_age_seconds",
     "Age of the engine's own series (vllm:*), or time since the first try; left out after 30 s.",

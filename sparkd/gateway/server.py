@@ -39,7 +39,7 @@ class GatewayServer(uvicorn.Server):
         self._boundary = boundary
         self._clock = clock
         self._ticked_at_s = clock()
-        self.servers = []
+        self.servers: list[asyncio.Server] = []
         self.set_limits(config.http.limits)
 
     async def run_until_told(self, sockets: list[socket.socket]) -> None:
