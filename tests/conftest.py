@@ -41,7 +41,7 @@ SHARED = {
         "e2e/test_serving_page.py",
     ),
     "stage": (
-        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py", "sparkd/daemon/test_traced_requests.py",
+        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py",
         "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
     ),
     "answers": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -13,7 +12,6 @@ import typer
 
 from sparkd.cli.models import POLL_S, Follow, Session, given_options, verb
 from sparkd.cli.options import argument, option
-from sparkd.errors import ConfigError
 from sparkd.render import models as show
 from sparkd.render import requests as show_requests
 from sparkd.units import whole
@@ -42,19 +40,13 @@ def listed(
     ] = 20,
     model: Annotated[str | None, option("--model", metavar="MODEL", help="Only requests for this model, by its name.")] = None,
     failed: Annotated[bool, option("--failed", help="Only requests that ended with an error.")] = False,
-    csv: Annotated[bool, option("--csv", help="Print the finished ones as CSV.")] = False,
 ) -> None:
     """Show the requests for models, or cancel one.
 
     Shows the time, the model, the name of the key, the status and the tokens, as the engine counted them. The daemon keeps the last 10,000
     finished requests (`request_log`), never a prompt or an answer.
     """
-    if csv and (follow or session.json):
-        raise ConfigError("--csv cannot be combined with --follow or --json.")
     chosen: dict[str, Any] = {"limit": lines} | ({"model": model} if model else {}) | ({"state": "failed"} if failed else {})
-    if csv:
-        sys.stdout.write(session.client.csv("/requests", **chosen))
-        return
     answer = session.client.get("/requests", **chosen)
     if not follow:
         if session.json:

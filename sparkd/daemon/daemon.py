@@ -411,9 +411,9 @@ class _AdminLater:
 
 
 def _request_log(config: Config) -> RequestLog:
-    """A file that cannot be opened costs the record of finished requests, never the daemon's start."""
+    """A table that cannot be opened costs the record of finished requests, never the daemon's start."""
     try:
-        return RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
+        return RequestLog(RequestStore(config.state_dir / "state.db"), keeps=config.request_log)
     except StateError as error:
         log.warning("finished requests are not recorded until the next start: %s", error.message)
         return RequestLog(None)

@@ -1,4 +1,4 @@
-"""The record of the requests for models: those in flight, and the finished ones on their way to disk. Never holds a body or a key."""
+"""The record of the requests for models: those in flight, and the finished ones on their way to disk. It holds no body and no key."""
 
 from __future__ import annotations
 
@@ -57,15 +57,11 @@ class RequestLog:
     async def finished(
         self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
     ) -> list[RequestRow]:
-        """Newest first, as RequestStore.read has it, with those that are not on disk yet. Raises StateError."""
+        """Newest first, as RequestStore.read has it. Raises StateError."""
         if self._store is None:
             return []
-        unwritten = list(self._finished)
-        rows = {row.number: row for row in await self._threads.run(self._store.read, before, limit, model, failed)}
-        for row in unwritten:
-            if (before is None or (row.number or 0) < before) and model in (None, row.model) and failed in (None, row.failed):
-                rows[row.number] = row
-        return sorted(rows.values(), key=lambda row: -(row.number or 0))[:limit]
+        await self._write()
+        return await self._threads.run(self._store.read, before, limit, model, failed)
 
     def cancel(self, request_id: str) -> RequestRow:
         """End a request in flight, with an error for its client. Raises UnknownRequest.

@@ -64,7 +64,7 @@ def well() -> tuple[bool, dict[str, Any]]:
 
 async def serve(asked: argparse.Namespace) -> None:
     limits = ClientLimits(**asked.limits)
-    requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("requests.db")))
+    requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("state.db")))
     supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
     edge = Edge(supervisor, admin=no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits), requests=requests)
     server = gateway_server(edge, limits, drain_s=0.0)

@@ -37,7 +37,7 @@ ID = "X-Request-Id: one"
 
 @pytest.fixture
 def log(tmp_path: Path) -> RequestLog:
-    return RequestLog(RequestStore(tmp_path / "requests.db"))
+    return RequestLog(RequestStore(tmp_path / "state.db"))
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ async def test_the_next_daemon_counts_on(gateway: Running, log: RequestLog, tmp_
     monkeypatch.setattr(request_log, "WRITE_EVERY_S", 0.0)
     writing = asyncio.create_task(log.run())
     await gateway.post(CHAT, BODY)
-    other = RequestStore(tmp_path / "requests.db")
+    other = RequestStore(tmp_path / "state.db")
     await soon(lambda: other.last_number() == 1)
     await gateway.post(CHAT, BODY)
     writing.cancel()
