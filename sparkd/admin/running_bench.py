@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from sparkd import __version__
 from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, Kind, Predicted, Published
 from sparkd.control.journal import Ledger
-from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import RankError
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.rates import Sample as Counters
 from sparkd.state.nouns import STARTING, Event, ModelState, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 

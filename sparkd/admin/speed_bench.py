@@ -18,8 +18,8 @@ from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchSample, Cell, CellResult
 from sparkd.bench.tool_process import version_in
-from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, RankError
+from sparkd.gateway.rates import Sample as Counters
 from sparkd.vllm.installed import full_version_in
 
 SAMPLE_EVERY_S = 0.5

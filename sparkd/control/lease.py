@@ -14,7 +14,6 @@ from sparkd.control.registry import Roster
 from sparkd.control.residency import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     ABSENT,
     DoesNotFit,
@@ -30,6 +29,7 @@ from sparkd.errors import (
 )
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Shared
+from sparkd.gateway.upstream import Upstream
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want

@@ -25,10 +25,10 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.engine.metrics import Scraper, page_of
-from sparkd.engine.rates import Rates, Sample, sample_of
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import BadRequest, ConfigError, UnknownModel
+from sparkd.gateway.rates import Rates, Sample, sample_of
+from sparkd.gateway.scraper import Scraper, page_of
+from sparkd.gateway.upstream import Upstream
 from sparkd.models.remote_headers import checkpoint_of as headers_of
 from sparkd.models.source import folder_of
 from sparkd.recipes.library import RecipeLibrary

@@ -40,8 +40,6 @@ from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
 from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
-from sparkd.engine.metrics import Scraper
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.edge import Edge, EdgeSettings
@@ -50,7 +48,9 @@ from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connectio
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
+from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -35,6 +34,7 @@ from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Pipe
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
@@ -208,7 +208,7 @@ class Proxy:
             exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
-        """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
+        """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from time import perf_counter
 
-from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.failures import error_event, failure_event, is_cut
 from sparkd.gateway.headers import response_headers
@@ -109,7 +109,7 @@ class Pipe:
         else:
             self._client.cut()
 
-    # --- sparkd.engine.http.ResponseSink -----------------------------------------------------------------------------------------------
+    # --- sparkd.gateway.connection.ResponseSink -----------------------------------------------------------------------------------
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status

@@ -15,11 +15,13 @@ from typing import Any
 
 import uvloop
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
-from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
+from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.server import gateway_server
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.request_store import RequestStore
 from sparkd.state.snapshot import Snapshot
 

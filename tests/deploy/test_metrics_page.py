@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine.metrics import labelled, merge
+from sparkd.gateway.scraper import labelled, merge
 from tests.stub.metrics import page
 from tests.support.observability import complaints_of
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd import metrics
-from sparkd.gateway import ClientLimits, GatewayServer
-from sparkd.gateway.limits import most_connections, most_requests
+from sparkd.gateway.limits import ClientLimits, most_connections, most_requests
 from sparkd.gateway.protocol import BoundedProtocol
+from sparkd.gateway.server import GatewayServer
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
 from tests.support.waiting import HUNG_S, until
 
@@ -143,10 +143,12 @@ async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEng
 SERVES = """
 import asyncio, socket, sys
 import uvloop
-from sparkd.gateway import ClientLimits, Edge, gateway_server
+from sparkd.gateway.edge import Edge
+from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.server import gateway_server
 from sparkd.gateway.limits import descriptor_limit
 from tests.sparkd.gateway.fakes import FakeSupervisor
-from sparkd.engine.upstream import Upstream
+from sparkd.gateway.upstream import Upstream
 
 async def main():
     def well():

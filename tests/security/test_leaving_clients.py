@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sparkd.engine.http import Connection, ConnectionPool
 from sparkd.errors import LATER
+from sparkd.gateway.connection import Connection, ConnectionPool
 from sparkd.gateway.responses import Receive, Scope, Send
 from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
 

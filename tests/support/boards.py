@@ -9,7 +9,7 @@ from types import ModuleType
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine.metrics import labelled, merge
+from sparkd.gateway.scraper import labelled, merge
 from tests.support.observability import ALERTS, FOLDER, RECORDED, metrics_of
 
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}

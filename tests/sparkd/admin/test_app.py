@@ -23,7 +23,7 @@ from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
-from sparkd.gateway import Edge
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.recipes.registry import CommitSignature, Registries, Registry
 from sparkd.schema.model import ModelConfig

@@ -14,8 +14,8 @@ from sparkd.admin.running_bench import RunningBench, Surroundings, loads_beside
 from sparkd.bench.figures import MOST_ERROR_CHARS, one_line
 from sparkd.bench.result import BenchResult, BenchSubject
 from sparkd.control.journal import Ledger
-from sparkd.engine.rates import Sample
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.rates import Sample
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
 from tests.sparkd.control.test_supervisor import make_ready

@@ -16,11 +16,14 @@ from unittest import mock
 
 import uvicorn.server
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
-from sparkd.gateway import ClientLimits, Edge, EdgeSettings, GatewayServer, KeyDigests, gateway_server
+from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.keys import KeyDigests
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.proxy import Waits
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.server import GatewayServer, gateway_server
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities, RequestNeeds
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.snapshot import ModelView, Snapshot

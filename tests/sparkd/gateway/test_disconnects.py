@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from sparkd.engine.http import Connection
-from sparkd.engine.upstream import Upstream
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.gateway.server import REST_S
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,

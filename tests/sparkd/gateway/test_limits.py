@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.gateway import ClientLimits
+from sparkd.gateway.limits import ClientLimits
 from tests.sparkd.gateway.fakes import (
     DONE,
     EVENT,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import ModelFailed, StateError, UnknownRequest
-from sparkd.gateway import ClientLimits, KeyDigests, request_log
-from sparkd.gateway.keys import digest
+from sparkd.gateway import request_log
+from sparkd.gateway.keys import KeyDigests, digest
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.nouns import ModelState
 from sparkd.state.request_store import RequestRow, RequestStore

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine import metrics as scrape
-from sparkd.engine.metrics import KEEP_S, MAX_BYTES, Scraper, labelled, merge, samples
-from sparkd.engine.upstream import Upstream
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway import scraper as scrape
+from sparkd.gateway.scraper import KEEP_S, MAX_BYTES, Scraper, labelled, merge, samples
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import RawEngine, until_gone
 from tests.support.fakes import FakeClock
 

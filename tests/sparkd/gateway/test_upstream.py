@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.engine.http import Connection
-from sparkd.engine.upstream import (
+from sparkd.errors import EngineError, EngineGone
+from sparkd.gateway.connection import Connection
+from sparkd.gateway.upstream import (
     MAX_MODEL_LIST_BYTES,
     MAX_OPENAPI_BYTES,
     ServedModels,
@@ -18,7 +19,6 @@ from sparkd.engine.upstream import (
     served_models,
     served_routes,
 )
-from sparkd.errors import EngineError, EngineGone
 from sparkd.state.abilities import Abilities
 from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 

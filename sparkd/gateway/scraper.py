@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine.rates import EngineRates, Rates, sample_of
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import EngineError
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.rates import EngineRates, Rates, sample_of
+from sparkd.gateway.upstream import Upstream
 
-_log = logging.getLogger("sparkd.engine.metrics")
+_log = logging.getLogger("sparkd.gateway.scraper")
 
 EVERY_S = 5.0
 # The interval while a client shows the page, for the rates alone.

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sparkd.engine.http import ConnectionPool, RawHeaders
 from sparkd.errors import EngineError
+from sparkd.gateway.connection import ConnectionPool, RawHeaders
 
 MAX_MODEL_LIST_BYTES = 1 << 20
 MAX_OPENAPI_BYTES = 8 << 20
