@@ -39,8 +39,8 @@ class EarlyAnswer(Protocol):
     def refuse(self, error: SparkdError) -> None: ...
 
 
-class AnswerPipe(Protocol):
-    """The part of sparkd.gateway.relay.Pipe that the rest of a request uses.
+class AnswerRelay(Protocol):
+    """The part of sparkd.gateway.relay.Relay that the rest of a request uses.
 
     passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet. pieces: of the answer, as the engine sent them.
     """
@@ -62,7 +62,7 @@ class Exchange:
     members: what sparkd reads in the body.
     reserved: the body's share in bytes of the limit on all bodies.
     whole: whether the body was read to its end.
-    pipe: there while an engine works on the request; its `stop` aborts that work.
+    relay: there while an engine works on the request; its `stop` aborts that work.
     heartbeat: set for a stream, once its request waits for a model or an engine has it.
     key: the name of the client's key.
     tokens: what the engine counted.
@@ -83,8 +83,8 @@ class Exchange:
         "key",
         "members",
         "model",
-        "pipe",
         "queued_s",
+        "relay",
         "request_id",
         "reserved",
         "route",
@@ -119,7 +119,7 @@ class Exchange:
         self.streamed = False
         self.key: str | None = None
         self.tokens: Tokens | None = None
-        self.pipe: AnswerPipe | None = None
+        self.relay: AnswerRelay | None = None
         self.task: asyncio.Task[Any] | None = None
         self.heartbeat: EarlyAnswer | None = None
 

@@ -102,11 +102,11 @@ class Heartbeat:
         """Whether nothing came from the engine since the last beat, and a comment may be written now."""
         if self._loading is not None:
             return True
-        pipe = self._exchange.pipe
-        if pipe is None:
+        relay = self._exchange.relay
+        if relay is None:
             return False
-        before, self._pieces = self._pieces, pipe.pieces
-        return before == self._pieces and pipe.between_events
+        before, self._pieces = self._pieces, relay.pieces
+        return before == self._pieces and relay.between_events
 
     def _begin(self) -> None:
         self.begun = True

@@ -31,7 +31,7 @@ from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.relay import Pipe
+from sparkd.gateway.relay import Relay
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
 from sparkd.gateway.upstream import Upstream
@@ -209,35 +209,35 @@ class Proxy:
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
-        wire = lease.upstream.wire
+        pool = lease.upstream.pool
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
-        source = await wire.connection()
+        connection = await pool.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
-        pipe = Pipe(client, source, exchange)
-        exchange.pipe = pipe
+        relay = Relay(client, connection, exchange)
+        exchange.relay = relay
         try:
-            head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
-            await source.ask(head, exchange.body, pipe)
+            head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            await connection.ask(head, exchange.body, relay)
             self.release(exchange)
-            error = await pipe.over
+            error = await relay.over
             if error is not None:
-                if not pipe.begun:
+                if not relay.begun:
                     raise error
-                pipe.break_off(error)
+                relay.break_off(error)
         except asyncio.CancelledError:
-            if pipe.begun and not pipe.ended and not exchange.gone:
-                pipe.stop()
-                pipe.break_off(interruption(exchange))
+            if relay.begun and not relay.ended and not exchange.gone:
+                relay.stop()
+                relay.break_off(interruption(exchange))
             raise
         finally:
-            exchange.pipe = None  # breaks a reference cycle, which every request would leave to the garbage collector
-            if pipe.pieces:
+            exchange.relay = None  # breaks a reference cycle, which every request would leave to the garbage collector
+            if relay.pieces:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
                 lease.answered = (True if exchange.status == 200 else None) if well else False
-            pipe.stop()
+            relay.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:
         token = headers.get(PROBE_HEADER)
@@ -300,11 +300,11 @@ def leave(exchange: Exchange) -> None:
 
     SDKs close at the last event, before the body ends: such a stream is complete.
     """
-    if exchange.pipe is not None and exchange.pipe.finish():
+    if exchange.relay is not None and exchange.relay.finish():
         return
     exchange.gone = True
-    if exchange.pipe is not None:
-        exchange.pipe.stop()
+    if exchange.relay is not None:
+        exchange.relay.stop()
     if exchange.task is not None:
         exchange.task.cancel()
 

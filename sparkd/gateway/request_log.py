@@ -115,7 +115,7 @@ def _phase(exchange: Exchange) -> str:
 def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
     seconds = perf_counter() - exchange.started_s
     prompt, cached, completion = exchange.tokens or _NO_TOKENS
-    pipe = exchange.pipe
+    relay = exchange.relay
     return RequestRow(
         number,
         exchange.request_id,
@@ -131,8 +131,8 @@ def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
         prompt,
         cached,
         completion,
-        exchange.bytes_out + (0 if pipe is None else pipe.passed_bytes),
+        exchange.bytes_out + (0 if relay is None else relay.passed_bytes),
         exchange.streamed,
         phase,
-        pipe.pieces if pipe is not None and phase == "streaming" else None,
+        relay.pieces if relay is not None and phase == "streaming" else None,
     )

@@ -178,7 +178,7 @@ async def test_a_page_in_another_format_costs_its_own_series_only_and_is_logged_
         assert running(scraper.text()) == {"a": 1.0, "b": 2.0}
 
 
-async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(page: str, model: str, node: str) -> Sequence[Metric]:
         if model == "a":
             raise RuntimeError(page)
@@ -194,6 +194,8 @@ async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyP
 
         assert running(scraper.text()) == {"b": 2.0}
         assert "scraper of a (RuntimeError)" in str(boundary.condition)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    caplog.clear()
 
 
 def ages(scraper: Scraper) -> dict[str, float]:

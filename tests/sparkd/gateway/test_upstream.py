@@ -63,7 +63,7 @@ async def test_it_keeps_no_cookies_and_its_connection(engine: RawEngine, upstrea
 
 async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may take the connection before the task that asked for the page goes on."""
-    pool = upstream.wire
+    pool = upstream.pool
     keep, bodies = pool.keep, []
 
     def keep_and_take(connection: Connection) -> None:
