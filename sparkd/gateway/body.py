@@ -53,11 +53,12 @@ class _Read(msgspec.Struct):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """The members of a JSON body. model: None if it is missing or null. stream, store: whether it is `true`; a value of another kind is
-    for the engine to refuse.
+    """The members of a JSON body.
 
-    functions: whether the model is offered functions, of OpenAI's or Anthropic's APIs. Tools of other types are built into a server; the
-    engine refuses them.
+    model: None if it is missing or null.
+    stream, store: whether it is `true`; the engine refuses a value of another kind.
+    functions: whether the model is offered functions, of OpenAI's or Anthropic's APIs. The engine refuses tools of other types, which are
+        built into a server.
     """
 
     model: str | None = None

@@ -67,8 +67,11 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page. web: whether sparkd's own page
-    is served."""
+    """The settings that `sparkd reload` may change.
+
+    page_origins: in lower case; b"*" allows every page.
+    web: whether sparkd's own page is served.
+    """
 
     keys: KeyDigests = field(default_factory=KeyDigests)
     limits: ClientLimits = field(default_factory=ClientLimits)
@@ -81,8 +84,9 @@ class EdgeSettings:
 class Edge:
     """The ASGI application of the daemon.
 
-    `settings` may be replaced at any time; it applies to requests that arrive afterwards. `admin` gets the requests under /admin/v1, after
-    their key and the size of their body were checked. `requests` records the requests for models.
+    settings: may be replaced at any time; applies to requests that arrive afterwards.
+    admin: gets the requests under /admin/v1, after their key and the size of their body were checked.
+    requests: records the requests for models.
     """
 
     def __init__(

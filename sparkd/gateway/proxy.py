@@ -1,4 +1,4 @@
-"""Forwards a request to an engine and its answer to the client, byte for byte. Never parses an answer or changes a body."""
+"""Forwards a request to an engine and its answer to the client, byte for byte."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Proxy:
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
-            model = self._model_that_runs(scope["query_string"])
+            model = self._ready_model(scope["query_string"])
         else:
             model = await self._model_of_response(name)
         if model is None:
             model = model_meant(self._supervisor.snapshot().models)
         if route.label == _RESPONSES and exchange.members.store:
-            self._refuse_forgetful(model)
+            self._check_store(model)
         del body
         await self._lease(model, scope, route, headers, exchange)
 
@@ -157,12 +157,12 @@ class Proxy:
 
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
-        connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(leave, exchange))
+        client: BoundedProtocol = scope["extensions"][CONNECTION]
+        client.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
-            waits = partial(self._wait, connection, exchange, route)
+            waits = partial(self._wait, client, exchange, route)
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
                 exchange.model = lease.model
@@ -171,7 +171,7 @@ class Proxy:
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
-                    exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s)
+                    exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
@@ -191,13 +191,13 @@ class Proxy:
             if not _refuse_begun(exchange, error):
                 raise
         finally:
-            connection.call_when_gone(None)
+            client.call_when_gone(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
                 exchange.heartbeat = None  # breaks a reference cycle
 
     def _wait(
-        self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
+        self, client: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
         """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
@@ -205,7 +205,7 @@ class Proxy:
             members = " or ".join(f"`{member}`" for member in route.asks)
             raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
         if exchange.members.stream:
-            exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
+            exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
@@ -251,7 +251,7 @@ class Proxy:
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
-    def _refuse_forgetful(self, model: str) -> None:
+    def _check_store(self, model: str) -> None:
         """Raise BadRequest if the engine keeps no responses: vLLM ignores `store: true`, and the id would lead nowhere."""
         view = find_model(self._supervisor.snapshot().models, model)
         if view is not None and not view.stores_responses:
@@ -261,7 +261,7 @@ class Proxy:
                 param="store",
             )
 
-    def _model_that_runs(self, query: bytes) -> str:
+    def _ready_model(self, query: bytes) -> str:
         """The READY model that `?model=` names. A question about an engine must not load a model."""
         models = self._supervisor.snapshot().models
         names = parse_qs(query.decode("latin-1")).get("model")

@@ -1,4 +1,4 @@
-"""Passes one answer from an engine's connection to a client's, without a task in between. Never parses or keeps it."""
+"""Passes one answer from an engine's connection to a client's, without a task in between."""
 
 from __future__ import annotations
 

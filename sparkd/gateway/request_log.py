@@ -20,9 +20,9 @@ _NO_TOKENS = Tokens(None, None, None)
 
 
 class RequestLog:
-    """`begin` and `end` are for the edge. keeps: whether finished requests are recorded; it may be replaced at any time.
+    """`begin` and `end` are for the edge. Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
 
-    Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
+    keeps: whether finished requests are recorded; it may be replaced at any time.
     """
 
     def __init__(self, store: RequestStore | None = None, *, keeps: bool = True) -> None:

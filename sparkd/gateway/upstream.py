@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.errors import EngineError
-from sparkd.gateway.connection import ConnectionPool, RawHeaders
+from sparkd.gateway.connection import ConnectionPool
+from sparkd.gateway.responses import RawHeaders
 
 MAX_MODEL_LIST_BYTES = 1 << 20
 MAX_OPENAPI_BYTES = 8 << 20
