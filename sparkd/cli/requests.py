@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -48,21 +48,12 @@ def listed(
     """
     chosen: dict[str, Any] = {"limit": lines} | ({"model": model} if model else {}) | ({"state": "failed"} if failed else {})
     answer = session.client.get("/requests", **chosen)
-    if not follow:
-        if session.json:
-            show.say_json(answer)
-        else:
-            show_requests.listed(answer, session.out)
-        return
-    shown = 0
-    for row in reversed(answer["finished"]):
-        _write(session, row)
-        shown = row["number"]
-    while True:
-        time.sleep(POLL_S)
-        for row in _since(session, shown, chosen | {"limit": PAGE}):
-            _write(session, row)
-            shown = row["number"]
+    if follow:
+        _follow(session, answer, chosen | {"limit": PAGE})
+    elif session.json:
+        show.say_json(answer)
+    else:
+        show_requests.listed(answer, session.out)
 
 
 def cancel(session: Session, request: Annotated[str, argument(metavar="ID", help="Id of the request, from `sparkd requests`.")]) -> None:
@@ -87,16 +78,16 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
     return group
 
 
-def _since(session: Session, number: int, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The finished requests behind `number`, oldest first."""
-    pages: list[list[dict[str, Any]]] = []
-    before: int | None = None
+def _follow(session: Session, answer: dict[str, Any], chosen: dict[str, Any]) -> None:
+    """Print the finished requests of an answer, and then each one that ends."""
+    shown = 0
     while True:
-        page = session.client.get("/requests", **chosen, **({} if before is None else {"before": before}))
-        pages.append([row for row in page["finished"] if row["number"] > number])
-        before = page["next"]
-        if before is None or len(pages[-1]) < len(page["finished"]):
-            return (row for page in reversed(pages) for row in reversed(page))
+        for row in reversed(answer["finished"]):
+            if row["number"] > shown:
+                shown = row["number"]
+                _write(session, row)
+        time.sleep(POLL_S)
+        answer = session.client.get("/requests", **chosen)
 
 
 def _write(session: Session, row: dict[str, Any]) -> None:
