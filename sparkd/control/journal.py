@@ -15,7 +15,6 @@ from sparkd.control.operations import OperationBook
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Desired, Event, RankHandle, ages_s
-from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import EVENTS_KEPT, History, Store
 
@@ -90,18 +89,6 @@ class Ledger:
         self.feed = EventFeed(store.history)
         self.snapshots = SnapshotFeed()
         self.trouble: Condition | None = None
-
-    def tell_damages(self) -> None:
-        """Once at the start: which rows of the database are left out, an event for each table."""
-        tables: dict[str, list[Damage]] = {}
-        for damage in self._store.damages:
-            tables.setdefault(damage.table, []).append(damage)
-        for table, damages in tables.items():
-            file, shown = str(self._store.path), damages[:DAMAGES_SHOWN]
-            for damage in shown:
-                log.warning("%s: %s; it is left out", file, damage)
-            message = f"{file}: {len(damages)} of its rows cannot be used and are left out: {'; '.join(map(str, shown))}."
-            self.say("store", None, message, file=file, table=table, rows=[damage.row for damage in shown], count=len(damages))
 
     def keep_wish(self, desired: Desired) -> None:
         self._persist(lambda: self._store.wishes.save_desired(desired))

@@ -12,10 +12,8 @@ from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
-from sparkd.schema.fields import is_name
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Desired, ModelState, Want
-from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.store import Store
 from sparkd.unexpected import unexpected
 from sparkd.vllm.logging_args import remark
@@ -89,10 +87,6 @@ class Roster:
         # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
         for name in stored.keys() - models.keys() - added.keys():
             self._forget_wish(name, partial(self._store.wishes.forget_desired, name))
-        for damage in self._damages("desired"):
-            if damage.key not in models and damage.key not in added:
-                log.warning("%s: %s; it is of no model and is removed", self._store.path, damage)
-                self._forget_wish(damage.handle, partial(self._store.forget_damage, damage))
         for name, spec in models.items():
             if name not in self.records:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self.wall())
@@ -182,14 +176,10 @@ class Roster:
         self._take(self.config.without_model(record.name))
 
     def forget_left_out(self, name: str) -> bool:
-        """Forget an added model that cannot be used, and damaged rows by their name or handle; False where `name` is none of those."""
-        damages = [damage for damage in self._damages("specs", "desired") if name in (self._name_of(damage), damage.handle)]
-        if name not in self._left_out and not damages:
+        """Forget an added model that cannot be used; False where `name` is none."""
+        if name not in self._left_out:
             return False
-        for damage in damages:
-            self._store.forget_damage(damage)
-        if name in self._left_out:
-            self._forget_added(name)
+        self._forget_added(name)
         self._take(self.config)
         return True
 
@@ -197,10 +187,6 @@ class Roster:
         self._store.wishes.forget_spec(name)
         self._added.pop(name, None)
         self._left_out.pop(name, None)
-
-    def has_lost_wish(self, record: Record) -> bool:
-        """Whether what was wished for it stands in a damaged row: then its default is no wish, and is to be written."""
-        return any(damage.key == record.name for damage in self._damages("desired"))
 
     def check_added(self, name: str, cure: str = "take it out there and reload sparkd") -> None:
         """Raise Conflict for a model that was not added by `add`. cure: for one of the configuration file."""
@@ -225,12 +211,8 @@ class Roster:
 
     @property
     def conditions(self) -> list[Condition]:
-        """Added models and damaged rows that are left out, and why; models whose engines write what is said to them into their logs, or
-        fetch whatever a request names."""
-        rows = [
-            Condition("StateRowLeftOut", f"{self._store.path}, {damage}. {self._cure(damage)}")
-            for damage in self._damages("desired", "specs")
-        ]
+        """Added models that are left out, and why; models whose engines write what is said to them into their logs, or fetch whatever a
+        request names."""
         left_out = [
             Condition(
                 "ModelLeftOut",
@@ -248,7 +230,7 @@ class Roster:
             if self._fetches_anything(record)
         ]
         loud = [Condition("LogsAnswers", f"{name}: {remark}") for name, remark in self._loud.items()]
-        return [*rows[:DAMAGES_SHOWN], *left_out, *loud, *unguarded]
+        return [*left_out, *loud, *unguarded]
 
     def _fetches_anything(self, record: Record) -> bool:
         """A release that wrote no parsers into its handles gave its engines no rule for media either."""
@@ -289,21 +271,6 @@ class Roster:
         for name, reason in self._left_out.items():
             log.warning("the model %s, added earlier, is left out: %s", name, reason)
         return config
-
-    def _damages(self, *tables: str) -> list[Damage]:
-        """Rows of these tables that were left out. Both are wishes, which no observation restores."""
-        return [damage for damage in self._store.damages if damage.table in tables]
-
-    def _name_of(self, damage: Damage) -> str:
-        """The name that `sparkd rm` takes for the row: its model's name; its handle where that is none, or a model that is there has it."""
-        standing = damage.table == "desired" and damage.key in self.records
-        return damage.key if isinstance(damage.key, str) and is_name(damage.key) and not standing else damage.handle
-
-    def _cure(self, damage: Damage) -> str:
-        if damage.table == "desired" and damage.key in self.records:
-            return f"`sparkd load {damage.key}` or `sparkd unload {damage.key}` replaces the row."
-        again = ", and the model can be added again" if damage.table == "specs" else ""
-        return f"`sparkd rm {self._name_of(damage)}` removes the row{again}."
 
     def _forget_wish(self, name: str, forget: Callable[[], None]) -> None:
         try:

@@ -84,7 +84,6 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.registry = registry
         self.ledger = journal
-        self.ledger.tell_damages()
         self.tasks = Tasks(self.boundary)
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)

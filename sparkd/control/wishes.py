@@ -30,7 +30,7 @@ class Wishes:
         record = self._registry.find(name, configured=want is Want.RUNNING)
         kind = "load" if want is Want.RUNNING else "unload"
         running = self._journal.operations.running(record, kind)
-        renews = record.desired.want is not want or record.is_taken_over(want, by) or self._registry.has_lost_wish(record)
+        renews = record.desired.want is not want or record.is_taken_over(want, by)
         if running and not renews:
             return running
         if renews:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkd.errors import StateError
+from sparkd.state.store import state_errors
 
 REQUESTS_KEPT = 10_000
 _MOST_NUMBER = (1 << 63) - 1  # SQLite's integers
@@ -81,10 +81,10 @@ class RequestStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._translated():
+        with state_errors(self.path, "requests"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
         try:
-            with self._translated():
+            with state_errors(self.path, "requests"):
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self._db.execute("PRAGMA cache_size=-256")
                 self._db.execute(_TABLE)
@@ -96,14 +96,14 @@ class RequestStore:
         self._db.close()
 
     def last_number(self) -> int:
-        with self._translated():
+        with state_errors(self.path, "requests"):
             return int(self._db.execute("SELECT ifnull(max(number), 0) FROM requests").fetchone()[0])
 
     def write(self, rows: Sequence[RequestRow]) -> None:
         """Add requests, and remove those that are more than REQUESTS_KEPT behind the last one."""
         places = ", ".join("?" * len(_COLUMNS))
         values = [row[: len(_COLUMNS)] for row in rows]
-        with self._translated(), self._db:
+        with state_errors(self.path, "requests"), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", values)
             self._db.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (REQUESTS_KEPT,))
@@ -120,16 +120,6 @@ class RequestStore:
             values.append(model)
         if failed is not None:
             query += f" AND {'' if failed else 'NOT '}(code IS NOT NULL OR ifnull(status, 0) >= 400)"
-        with self._translated():
+        with state_errors(self.path, "requests"):
             rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", [*values, limit]).fetchall()
         return [RequestRow._make((*row[:-1], bool(row[-1]), "done", None)) for row in rows]
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise StateError(
-                f"The record of requests in {self.path} cannot be used: {error}. Check that its disk has free space, or set "
-                "request_log: false."
-            ) from error

@@ -79,8 +79,6 @@ def test_it_shares_state_db_with_the_supervisor(tmp_path: Path) -> None:
         others.wishes.save_spec("m", {"model": "o/m"})
         store.write([ROW])
         assert (store.read(), others.wishes.specs()) == ([ROW], {"m": {"model": "o/m"}})
-    with closing(Store(tmp_path / "state.db")) as others:
-        assert others.damages == []
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

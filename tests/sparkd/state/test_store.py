@@ -5,13 +5,11 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sparkd.errors import StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
-from sparkd.state.rows import noun_of
 from sparkd.state.store import Store
 from tests.sparkd.control.test_plan import HANDLE
 
@@ -75,33 +73,6 @@ def test_events_are_read_in_slices_behind_a_place(store: Store) -> None:
     assert store.history.events_behind(7, 2) == (events[7:9], 9)
     assert store.history.events_behind(9, 2) == (events[9:], 10)
     assert store.history.events_behind(10, 2) == ([], 10)
-
-
-def test_an_event_is_examined_once_however_often_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examined: list[Any] = []
-
-    def counted(noun: Any, raw: Any) -> Any:
-        examined.append(noun)
-        return noun_of(noun, raw)
-
-    monkeypatch.setattr("sparkd.state.store.noun_of", counted)
-    store = Store(tmp_path / "state.db")
-    written = [store.history.add_event(1.5, "k", "m", "it", {"a": [number]}) for number in range(20)]
-    for _ in range(3):
-        assert store.history.events() == written
-        assert store.history.events_behind(0, 50) == (written, 20)
-    assert len(examined) == 20
-    store.close()
-
-    again = Store(tmp_path / "state.db")
-    assert again.history.events() == again.history.events_behind(0, 50)[0] == written
-    assert len(examined) == 40
-    monkeypatch.setattr("sparkd.state.store.EVENTS_KEPT", 300)
-    for number in range(500):
-        again.history.add_event(float(number), "k", None, "", {})
-    again.history.events(1, 10**6)
-    assert len(again._examined) <= 300 + 100
-    again.close()
 
 
 def test_only_the_last_operations_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A state database that is damaged, newer or cannot be written: a start says so by file, table and row, and never with a traceback."""
+"""A state database that is damaged, newer or cannot be written: a start says so by file and table, and never with a traceback."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.condition import Condition
-from sparkd.control.journal import Ledger
-from sparkd.errors import Conflict, StateError
+from sparkd.errors import StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.store import SCHEMA_MAJOR, SCHEMA_VERSION, Store
 from tests.sparkd.control.test_plan import HANDLE
@@ -44,94 +41,28 @@ def change(path: Path, sql: str, *values: Any) -> None:
     db.close()
 
 
-def everything(store: Store) -> list[Any]:
-    """All that a daemon reads of the store. It must be fit for an answer of the admin API."""
-    found = [
-        store.wishes.desired(),
-        store.ranks.handles(),
-        store.history.operations(),
-        store.history.events(),
-        store.history.events(1),
-        store.history.events(0, 9, kind="failed"),
-    ]
-    nouns = [noun for part in found for noun in (part.values() if isinstance(part, dict) else part)]
-    json.dumps([asdict(noun) for noun in nouns], ensure_ascii=False, allow_nan=False).encode()
-    return [*found, store.wishes.specs(), store.ranks.answered("m")]
-
-
-def started(folder: Path) -> list[Condition]:
-    """The conditions of a supervisor that starts with this state folder; it is asked for all that a daemon shows."""
-    made = scene(folder)
-    try:
-        return list(made.supervisor.snapshot().conditions)
-    finally:
-        made.store.close()
-
-
 # Rows
 
-DAMAGED: dict[str, tuple[str, str, Any]] = {
-    "a wish of another release": ("desired", "want", "PAUSED"),
-    "an event with a number that is none": ("events", "data", '{"reason": NaN}'),
-}
 
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Path, name: str) -> None:
-    table, column, value = DAMAGED[name]
+@pytest.mark.parametrize(
+    ("table", "column", "value"), [("desired", "want", "PAUSED"), ("operations", "operation", "[]"), ("events", "data", "{")]
+)
+def test_a_row_that_cannot_be_read_is_logged_and_dropped_and_the_others_stay(
+    tmp_path: Path, table: str, column: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "state" / "state.db"
     filled(path)
     change(path, f"UPDATE {table} SET {column}=? WHERE rowid=1", value)
 
     store = Store(path)
-    (damage,) = store.damages
-    assert (damage.table, damage.row) == (table, 1) and damage.why
-    lost = [len(part) for part in everything(store)[:4]]
-    assert store.history.events_behind(0, 1)[1] == 1, "a reader goes on behind a row that is left out"
-    kept = {"desired": 2, "handles": 1, "operations": 2, "events": 2}
-    assert lost == [count - (table == name) for name, count in kept.items()]
-    ledger = Ledger(store, lambda: 99.0)
-    ledger.tell_damages()
-    event = store.history.events()[-1]
-    assert (event.kind, event.data["file"], event.data["table"], event.data["rows"]) == ("store", str(path), table, [1])
+    left = {"desired": len(store.wishes.desired()), "operations": len(store.history.operations()), "events": len(store.history.events())}
+    assert left == {name: 2 - (name == table) for name in left}
+    (record,) = caplog.records
+    assert str(path) in record.getMessage() and f"table {table}" in record.getMessage()
     store.close()
-
-    conditions = started(tmp_path)
-    assert [one.reason for one in conditions] == (["StateRowLeftOut"] if table in ("desired", "specs") else [])
-    assert all(str(path) in one.message and f"table {table}, row 1" in one.message for one in conditions)
-
-
-@pytest.mark.parametrize("want", [Want.RUNNING, Want.STOPPED])
-def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(want: Want, tmp_path: Path) -> None:
-    """STOPPED is the default, which is no wish: another start would find the damaged row again."""
-    path = tmp_path / "state" / "state.db"
-    filled(path)
-    change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
-    made = scene(tmp_path)
-    assert len(made.supervisor.snapshot().conditions) == 1
-    with pytest.raises(Conflict):
-        made.operator.remove("m")
-    made.supervisor.want("m", want, "admin")
-    assert made.supervisor.snapshot().conditions == () and made.store.wishes.desired()["m"].by == "admin"
-    made.store.close()
-    assert started(tmp_path) == []
-
-
-async def test_a_damaged_row_goes_by_what_its_condition_names_and_one_of_no_model_by_itself(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "state.db"
-    filled(path)
-    change(path, "UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'")
-    change(path, "UPDATE specs SET spec='[]' WHERE model='other'")
-    change(path, "UPDATE specs SET model=CAST(x'fffe' AS TEXT) WHERE model='m'")
-    async with stage(tmp_path) as made:
-        named = {"@specs:1", "other"}
-        while conditions := made.supervisor.snapshot().conditions:
-            assert len(conditions) == len(named) and {one.reason for one in conditions} == {"StateRowLeftOut"}
-            (name,) = (name for name in named if f"`sparkd rm {name}`" in conditions[0].message)
-            made.operator.remove(name)
-            named.remove(name)
-        assert named == set()
-    assert started(tmp_path) == []
+    caplog.clear()
+    Store(path).close()
+    assert not caplog.records, "it is said once"
 
 
 async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_is_removed(tmp_path: Path) -> None:
@@ -165,8 +96,8 @@ def test_a_database_of_the_next_release_starts_and_is_left_as_new_as_it_is(tmp_p
         change(path, f"UPDATE {table} SET {column}=json_set({column}, '$.of_the_next_release', json('{{\"a\": [1]}}'))")
 
     made = scene(tmp_path)
-    assert (made.store.damages, made.supervisor.snapshot().conditions) == ([], ())
-    assert [len(part) for part in everything(made.store)[:3]] == [2, 1, 2]
+    assert made.supervisor.snapshot().conditions == ()
+    assert [len(made.store.wishes.desired()), len(made.store.ranks.handles()), len(made.store.history.operations())] == [2, 1, 2]
     made.supervisor.want("m", Want.STOPPED, "admin")
     made.store.close()
     with sqlite3.connect(path) as db:
@@ -191,7 +122,7 @@ def test_a_database_of_another_major_number_is_refused_and_left_alone(tmp_path: 
 # Files
 
 
-def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
+def test_a_damaged_page_ends_the_start_with_the_file_and_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.db"
     filled(path)
     with sqlite3.connect(path) as db:
@@ -202,11 +133,9 @@ def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
         file.seek((page - 1) * size)
         file.write(b"\xff" * size)
 
-    made = scene(tmp_path)
-    assert [(damage.table, damage.row) for damage in made.store.damages] == [("operations", None)]
-    assert set(made.store.wishes.desired()) == {"m", "other"}
-    made.supervisor.want("m", Want.STOPPED, "admin")
-    made.store.close()
+    with pytest.raises(StateError) as refused:
+        Store(path)
+    assert f"mv {path}" in refused.value.message
 
 
 READ_ONLY = """
