@@ -52,6 +52,7 @@ from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
+from sparkd.state.series import Series
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd
 from sparkd.web.files import page_files
@@ -166,7 +167,7 @@ class Daemon:
         self._requests = _request_log(config)
         self._live_page = Live(
             *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
-            path=config.state_dir / "history.bin",
+            series=Series(config.state_dir / "state.db"),
             boundary=self._boundary,
         )
         # llama-benchy, which others wrote, gets the key that opens models alone.

@@ -10,6 +10,9 @@ from typing import Any
 from sparkd.errors import StateError
 from workers.rank.signatures import Diagnosis
 
+# The name of a node's address in the admin API, for pydantic, which takes a field's metadata as its own.
+AS_NODE: Mapping[str, Any] = {"serialization_alias": "node"}
+
 
 class Want(StrEnum):
     """The wish for a model."""
@@ -72,7 +75,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class RankHandle:
-    """Enough to find one rank again after everything else was restarted.
+    """Enough to find one rank again after everything else was restarted. The admin API shows it, but for the path of its key.
 
     pid is the rank's shim, start_ticks its start time in clock ticks since boot (field 22 of /proc/PID/stat), boot_id the
     kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
@@ -84,7 +87,7 @@ class RankHandle:
     rank_id: str
     model: str
     generation: int
-    node_id: str
+    node_id: str = field(metadata=AS_NODE)
     rank: int
     pid: int
     start_ticks: int
@@ -92,7 +95,7 @@ class RankHandle:
     socket_path: str | None
     host: str | None
     port: int | None
-    api_key_path: str | None
+    api_key_path: str | None = field(metadata={"exclude": True})
     config_hash: str
     log_path: str
     started_at_s: float
@@ -191,7 +194,7 @@ class Reading:
     (workers.guard.gpu_meter), empty where nothing does.
     """
 
-    node_id: str
+    node_id: str = field(metadata=AS_NODE)
     at_s: float
     mem_total_bytes: int
     mem_available_bytes: int

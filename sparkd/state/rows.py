@@ -14,7 +14,7 @@ N = TypeVar("N")
 def noun_of(noun: type[N], raw: Mapping[str, Any]) -> N:
     """`raw` as a dataclass; members that it does not know are left out. Raises ValueError."""
     try:
-        return _adapter(noun).validate_python(raw)
+        return _adapter(noun).validate_python(raw)  # type: ignore[arg-type]
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

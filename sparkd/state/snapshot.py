@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Want
+from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ModelView:
 class NodeView:
     """One node of the cluster. `agent` is false while its agent does not answer. machine: None before the agent has looked."""
 
-    node_id: str
+    node_id: str = field(metadata=AS_NODE)
     address: str
     local: bool
     agent: bool

@@ -4,7 +4,7 @@ soon a change is drawn and how its heap grows.
 The page is served by the daemon's parts over made-up nodes (page_target.py), in a process of its own. CPU is that of the process, percent
 of a core, and memory its VmRSS, before the stream begins and with ten clients that read it. First paint and transferred bytes: an empty
 cache each time, the median. A change's delay: from the moment that the document shows (at_s) until it is painted, with many nodes and
-models. Heap: changes that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
+models. Heap: documents that were recorded are sent as fast as the page draws them, the user going from page to page meanwhile; what is
 measured after a forced collection, on the overview, is compared with the same after one walk through all pages. Exit code 1: a bar is
 missed; 2: there is no Chromium.
 """
@@ -42,25 +42,25 @@ FEW = {"nodes": 2, "models": 10, "loaded": 4}
 LOADED = "model-0"
 ADDRESSES = ("", "models", f"models/{LOADED}/live", f"models/{LOADED}/load", f"models/{LOADED}/log", "requests", "playground", "events")
 RECORDED_S = 20
-# A frame is drawn before it is asked for the next change.
+# A frame is drawn before it is asked for the next document.
 _FAST = ("--disable-frame-rate-limit", "--disable-gpu-vsync")
 
 _DRAWN = "() => document.querySelectorAll('article h2').length > 0"
-_FEED = """({ snapshot, changes }) => {
+_FEED = """(documents) => {
   const real = window.fetch;
   const encoder = new TextEncoder();
-  const event = (kind, number, data) => encoder.encode(`event: ${kind}\\nid: fed-${number}\\ndata: ${JSON.stringify(data)}\\n\\n`);
+  const event = (data) => encoder.encode(`event: snapshot\\ndata: ${JSON.stringify(data)}\\n\\n`);
   window.fed = 0;
   window.wanted = 0;
   window.fetch = (path, options) => {
     if (!String(path).endsWith("/live")) return real(path, options);
     const feed = {
-      start: (controller) => controller.enqueue(event("snapshot", 0, snapshot)),
+      start: (controller) => controller.enqueue(event(documents[0])),
       pull: async (controller) => {
         while (window.fed >= window.wanted) await new Promise((resolve) => setTimeout(resolve, 20));
         await new Promise(requestAnimationFrame);
         window.fed += 1;
-        controller.enqueue(event("change", window.fed, { ...changes[window.fed % changes.length], at_s: snapshot.at_s + window.fed }));
+        controller.enqueue(event({ ...documents[window.fed % documents.length], at_s: documents[0].at_s + window.fed }));
       },
     };
     const body = new ReadableStream(feed, { highWaterMark: 0 });
@@ -183,9 +183,9 @@ def few(asked: Any) -> list[Figure]:
         with chromium() as browser:
             loads = [cold(browser, made.url) for _ in range(asked.rounds)]
         paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
-        snapshot, changes = recorded(made.url, min(RECORDED_S, asked.seconds))
+        documents = recorded(made.url, min(RECORDED_S, asked.seconds))
         with chromium(*_FAST, "--js-flags=--expose-gc") as browser:
-            before, after, changes_s = heap(browser, made.url, snapshot, changes, asked.changes)
+            before, after, changes_s = heap(browser, made.url, documents, asked.changes)
     return [
         Figure("first paint, cold: s", paint_s, 2, PAINT_S),
         Figure("the overview with its figures: s", drawn_s, 2, PAINT_S),
@@ -218,29 +218,22 @@ def cold(browser: Browser, url: str) -> tuple[float, float, float]:
     return paint_ms / 1000, drawn_ms / 1000, sum(sizes)
 
 
-def recorded(url: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The stream's first document, and the changes of some seconds."""
-    until_s, snapshot, changes = time.monotonic() + seconds, {}, []
+def recorded(url: str, seconds: float) -> list[dict[str, Any]]:
+    """The stream's documents of some seconds."""
+    until_s, documents = time.monotonic() + seconds, []
     with httpx.stream("GET", f"{url}/admin/v1/live", timeout=30, trust_env=False) as answer:
-        kind = ""
         for line in answer.iter_lines():
-            if line.startswith("event: "):
-                kind = line.removeprefix("event: ")
-            elif line.startswith("data: "):
-                data = json.loads(line.removeprefix("data: "))
-                if kind == "snapshot":
-                    snapshot = data
-                else:
-                    changes.append(data)
-            if changes and time.monotonic() > until_s:
-                return snapshot, changes
+            if line.startswith("data: "):
+                documents.append(json.loads(line.removeprefix("data: ")))
+            if documents and time.monotonic() > until_s:
+                return documents
     raise RuntimeError("The target's stream has ended.")
 
 
-def heap(browser: Browser, url: str, snapshot: dict[str, Any], changes: list[dict[str, Any]], number: int) -> tuple[float, float, float]:
+def heap(browser: Browser, url: str, documents: list[dict[str, Any]], number: int) -> tuple[float, float, float]:
     """Megabytes before and after so many changes, and how many were drawn in a second."""
     page = context_of(browser).new_page()
-    page.add_init_script(f"({_FEED})({json.dumps({'snapshot': snapshot, 'changes': changes})})")
+    page.add_init_script(f"({_FEED})({json.dumps(documents)})")
     page.goto(f"{url}/ui/")
     page.wait_for_function(_DRAWN)
     walk(page, number // 8)

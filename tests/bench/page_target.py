@@ -28,6 +28,7 @@ from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.rates import Rates
 from sparkd.gateway.server import gateway_server
 from sparkd.state.nouns import EngineMemory, Reading
+from sparkd.state.series import Series
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store
 from tests.support.fakes import FakeCluster, supervised
@@ -114,7 +115,7 @@ async def serve(asked: argparse.Namespace) -> None:
     supervisor: Any = MadeUp(real, asked.loaded, list(cluster.agents))
     controlled: Any = (supervisor, real.registry, real.ledger, cluster)
     scraper: Any = MadeUpScraper(asked.loaded, chance)
-    live = Live(*controlled, scraper, list, path=config.state_dir / "history.bin", boundary=boundary)
+    live = Live(*controlled, scraper, list, series=Series(config.state_dir / "state.db"), boundary=boundary)
     limits = ClientLimits()
     edge = Edge(supervisor, admin=admin_app(*controlled, Parts(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
     edge.settings = EdgeSettings(limits=limits)

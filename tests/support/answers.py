@@ -18,6 +18,8 @@ def check_answer(app: FastAPI, method: str, path: str, status: int, body: Any) -
         return
     if route.path.endswith("/log") and "cursor" not in body:
         return  # a model that is called so
+    if route.response_model is not None:
+        return  # it is what has made the body
     model = route.responses[status]["model"]
     adapter: TypeAdapter[Any] = TypeAdapter(model)
     shown = adapter.dump_python(adapter.validate_python(body), mode="json", exclude_unset=True)

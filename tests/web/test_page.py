@@ -261,7 +261,7 @@ def test_where_no_model_is_loaded_the_overview_offers_some_and_foretells_no_end(
         model |= {"state": "STOPPED", "want": "STOPPED", "ranks": [], "operation": None, "message": None, "reason": None}
     for node in document["nodes"].values():
         node["reading"] |= {"level": "ok", "floor_in_s": 75.0, "slope_bytes_per_s": -4.0e9}
-    event = f"id: {document['boot']}-1\nevent: snapshot\ndata: {json.dumps(document)}\n\n"
+    event = f"event: snapshot\ndata: {json.dumps(document)}\n\n"
     tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
     tab.open()
 
@@ -556,7 +556,7 @@ def test_a_card_tells_the_slope_that_its_time_to_the_floor_is_of(
     node["limits"]["floor"] = 2 * GIB
     node["reading"] |= {"level": "tight", "mem_available_bytes": 10 * GIB, "slope_bytes_per_s": slope, "floor_in_s": floor_in_s}
     tab = Tab(context, served.url, ADMIN)
-    body = f"id: 1-1\nevent: snapshot\ndata: {json.dumps(now)}\n\n"
+    body = f"event: snapshot\ndata: {json.dumps(now)}\n\n"
     tab.page.route("**/admin/v1/live", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     tab.open()
     figures = tab.page.get_by_role("article").locator("dl > div")

@@ -1,9 +1,9 @@
-// Owns the series of a chart: the daemon's history, and what the live document adds to it.
+// The series of a chart: the daemon's history, and what the live document adds to it.
 
 import { ADMIN, get } from "./api.js";
 import { effect, signal, untracked, useEffect, useMemo } from "./lib.js";
 import { freshness } from "./live.js";
-import { daemon, models, nodes, now } from "./store.js";
+import { models, nodes, now } from "./store.js";
 
 /** The spans that the daemon keeps: 15 minutes at 1 s, and 24 h at 30 s. */
 export const SHORT_S = 900;
@@ -25,7 +25,6 @@ const OF_READING = {
  */
 export function useHistory(names, spanS) {
   const made = useMemo(() => ({ data: signal(/** @type {(number | null)[][]} */ ([[], ...names.map(() => [])])), refused: signal("") }), [names.join("|")]);
-  const boot = daemon.value?.boot;
   const fresh = freshness.value === "live";
   useEffect(() => {
     const abort = new AbortController();
@@ -52,7 +51,7 @@ export function useHistory(names, spanS) {
     });
     return () => (stop(), abort.abort());
     // After a gap the history has what was missed.
-  }, [names.join("|"), spanS, boot, fresh]);
+  }, [names.join("|"), spanS, fresh]);
   return made;
 }
 

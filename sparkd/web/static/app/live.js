@@ -1,19 +1,19 @@
-// Owns the connection to the live stream: resumes it, waits longer after each failure, and says how old the figures are.
+// The connection to the live stream: waits longer after each failure, and says how old the figures are.
 
 import { ADMIN, access, narrowAccess, Refused, request } from "./api.js";
 import { signal } from "./lib.js";
 import { eventsOf } from "./sse.js";
-import { takeChange, takeSnapshot } from "./store.js";
+import { takeSnapshot } from "./store.js";
 
 const STALE_S = 5;
 const FIRST_WAIT_S = 1;
 const LONGEST_WAIT_S = 5;
-// The daemon writes at least a comment every 15 s.
+// The daemon writes every second, and every other one while it waits for a node.
 const SILENT_S = 20;
 
 /** `old`: the figures are older than 5 s. @type {Signal<"connecting" | "live" | "old">} */
 export const freshness = signal("connecting");
-/** Whole seconds since the last change came; 0 while figures are fresh. */
+/** Whole seconds since the last document came; 0 while figures are fresh. */
 export const ageS = signal(0);
 /** The sentence of a refusal that waiting does not end, such as a foreign Host. */
 export const liveRefusal = signal("");
@@ -21,7 +21,6 @@ export const liveRefusal = signal("");
 /** Why the stream does not come just now, as the daemon says it. */
 export const liveProblem = signal("");
 
-let lastId = "";
 let changedAt = 0;
 let heardAt = 0;
 /** @type {AbortController | null} */
@@ -53,20 +52,13 @@ async function follow(whole) {
       if (Date.now() - heardAt > SILENT_S * 1000) one.abort();
     }, 1000);
     try {
-      const response = await request("GET", `${ADMIN}/live`, {
-        headers: { accept: "text/event-stream", ...(lastId ? { "last-event-id": lastId } : {}) },
-        signal: one.signal,
-      });
+      const response = await request("GET", `${ADMIN}/live`, { headers: { accept: "text/event-stream" }, signal: one.signal });
       access.value = "admin";
       liveProblem.value = "";
-      for await (const { event, data, id } of eventsOf(response)) {
-        heardAt = Date.now();
-        if (event === "comment") continue;
-        if (event === "snapshot") takeSnapshot(JSON.parse(data));
-        else if (event === "change") takeChange(JSON.parse(data));
-        lastId = id ?? lastId;
+      for await (const { data } of eventsOf(response)) {
+        takeSnapshot(JSON.parse(data));
         waitS = FIRST_WAIT_S;
-        changedAt = Date.now();
+        heardAt = changedAt = Date.now();
         look();
       }
     } catch (error) {
@@ -83,10 +75,7 @@ async function follow(whole) {
 
 /** Whether another try would end the same. @param {unknown} error */
 async function ends(error) {
-  if (!(error instanceof Refused)) {
-    if (!(error instanceof DOMException) && !(error instanceof TypeError)) lastId = "";
-    return false;
-  }
+  if (!(error instanceof Refused)) return false;
   liveProblem.value = error.message;
   if (error.status === 401) return true;
   if (error.status !== 403) return false;

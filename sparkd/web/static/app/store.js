@@ -1,4 +1,4 @@
-// Owns the live document as signals: one for each node, model and operation, so that a change draws only what shows it.
+// The live document as signals: one for each node, model and operation, so that a change draws only what shows it.
 
 import { batch, signal } from "./lib.js";
 
@@ -31,38 +31,19 @@ class Collection {
 
   /** @param {Record<string, T>} members */
   replace(members) {
-    for (const [key, entry] of this.entries) if (!(key in members)) this.#drop(key, entry);
-    for (const [key, value] of Object.entries(members)) this.of(key).value = value;
-    this.#order(Object.keys(members));
-  }
-
-  /** @param {Record<string, unknown>} changes */
-  change(changes) {
-    let keys = this.keys.peek();
-    for (const [key, change] of Object.entries(changes)) {
-      if (change === null) {
-        this.#drop(key, this.of(key));
-        keys = keys.filter((known) => known !== key);
-      } else {
-        const entry = this.of(key);
-        if (entry.peek() === null) keys = [...keys, key];
-        entry.value = /** @type {T} */ (merged(entry.peek(), change));
-      }
+    for (const [key, entry] of this.entries) {
+      if (key in members) continue;
+      entry.value = null;
+      this.entries.delete(key);
     }
-    this.#order(keys);
+    for (const [key, value] of Object.entries(members)) set(this.of(key), value);
+    set(this.keys, Object.keys(members));
   }
+}
 
-  /** @param {string} key @param {Signal<T | null>} entry */
-  #drop(key, entry) {
-    entry.value = null;
-    this.entries.delete(key);
-  }
-
-  /** @param {string[]} keys */
-  #order(keys) {
-    const old = this.keys.peek();
-    if (old.length !== keys.length || keys.some((key, place) => key !== old[place])) this.keys.value = keys;
-  }
+/** Give a signal a value, unless it has an equal one: then nothing that shows it is drawn again. @template T @param {Signal<T>} target @param {T} value */
+function set(target, value) {
+  if (JSON.stringify(target.peek()) !== JSON.stringify(value)) target.value = value;
 }
 
 /** @type {Collection<LiveNode>} */
@@ -71,9 +52,9 @@ export const nodes = new Collection();
 export const models = new Collection();
 /** @type {Collection<Operation>} */
 export const operations = new Collection();
-/** The daemon's clock in seconds, with each change. */
+/** The daemon's clock in seconds, with each document. */
 export const now = signal(Date.now() / 1000);
-/** @type {Signal<{boot: string, version: string, settled: boolean, draining: boolean} | null>} */
+/** @type {Signal<{version: string, settled: boolean, draining: boolean} | null>} */
 export const daemon = signal(null);
 /** @type {Signal<Condition[]>} */
 export const conditions = signal([]);
@@ -84,58 +65,20 @@ export const lastEvent = signal(null);
 /** @type {Signal<string | null>} */
 export const lastIncident = signal(null);
 
-/** @type {Record<string, any>} */
-let rest = {};
-
 /** @param {Record<string, any>} document */
 export function takeSnapshot(document) {
   batch(() => {
-    const { nodes: someNodes, models: someModels, operations: someOperations, ...others } = document;
-    nodes.replace(someNodes ?? {});
-    models.replace(someModels ?? {});
-    operations.replace(someOperations ?? {});
-    rest = others;
-    spread();
+    nodes.replace(document.nodes);
+    models.replace(document.models);
+    operations.replace(document.operations);
+    now.value = document.at_s;
+    set(daemon, { version: document.version, settled: document.settled, draining: document.draining });
+    set(conditions, document.conditions);
+    set(cables, document.cables);
+    lastEvent.value = document.last_event;
+    lastIncident.value = document.last_incident;
   });
 }
 
-/** @param {Record<string, any>} patch a JSON merge patch (RFC 7396) against the document before */
-export function takeChange(patch) {
-  batch(() => {
-    const { nodes: someNodes, models: someModels, operations: someOperations, ...others } = patch;
-    if (someNodes) nodes.change(someNodes);
-    if (someModels) models.change(someModels);
-    if (someOperations) operations.change(someOperations);
-    rest = merged(rest, others);
-    spread();
-  });
-}
-
-function spread() {
-  now.value = rest.at_s ?? now.value;
-  const old = daemon.peek();
-  if (!old || ["boot", "version", "settled", "draining"].some((name) => rest[name] !== /** @type {any} */ (old)[name])) {
-    daemon.value = { boot: rest.boot, version: rest.version, settled: rest.settled, draining: rest.draining };
-  }
-  // A member that did not change is the same object, and its signal stays quiet.
-  conditions.value = rest.conditions ?? conditions.peek();
-  cables.value = rest.cables ?? cables.peek();
-  lastEvent.value = rest.events?.last_seq ?? null;
-  lastIncident.value = rest.incidents?.last_id ?? null;
-}
-
-/**
- * A value after a merge patch; parts that the patch does not name are the same objects.
- * @param {any} value
- * @param {any} patch
- * @returns {any}
- */
-export function merged(value, patch) {
-  if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
-  const result = value !== null && typeof value === "object" && !Array.isArray(value) ? { ...value } : {};
-  for (const [key, change] of Object.entries(patch)) {
-    if (change === null) delete result[key];
-    else result[key] = merged(result[key], change);
-  }
-  return result;
-}
+/** The name of a node, as its own host has it. @param {LiveNode} node */
+export const hostOf = (node) => node.machine?.host ?? node.node;

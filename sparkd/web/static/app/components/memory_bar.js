@@ -1,6 +1,7 @@
 // Owns the unified memory of a node as one bar: who holds it, what is free, and where the guard acts.
 
 import { html } from "../lib.js";
+import { hostOf } from "../store.js";
 import { GIB } from "../units.js";
 import { Bar } from "./bar.js";
 
@@ -27,7 +28,7 @@ export function memoryParts(node) {
     return part;
   };
   let driver = reading.unaccounted_bytes ?? Infinity;
-  const engines = (node.engines ?? []).flatMap((engine, place) => {
+  const engines = node.engines.flatMap((engine, place) => {
     const kind = `engine-${place % ENGINE_COLOURS}`;
     const device = take(Math.min(engine.device_bytes ?? 0, driver));
     driver -= device;
@@ -37,9 +38,9 @@ export function memoryParts(node) {
     ];
   });
   const held = engines.reduce((sum, part) => sum + part.bytes, 0);
-  const returning = take(Math.min(node.released_bytes ?? 0, Number.isFinite(driver) ? driver : 0));
+  const returning = take(Math.min(node.returning_bytes, Number.isFinite(driver) ? driver : 0));
   const unaccounted = take(Number.isFinite(driver) ? driver - returning : 0);
-  const reserved = Math.max(0, Math.min(free, (node.reserved_bytes ?? (node.reserved_gib ?? 0) * GIB) - held));
+  const reserved = Math.max(0, Math.min(free, node.reserved_gib * GIB - held));
   return [
     { kind: "system", label: "system", bytes: room },
     ...engines,
@@ -60,5 +61,5 @@ export function MemoryBar({ node }) {
   const marks = /** @type {[string, number | null | undefined][]} */ ([["soft", soft], ["hard", hard], ["floor", floor]]).flatMap(([label, bytes]) =>
     bytes == null ? [] : [{ kind: label, label, bytes, at: total - bytes }],
   );
-  return html`<${Bar} label="Memory of ${node.host ?? node.address}" total=${total} segments=${memoryParts(node)} marks=${marks} />`;
+  return html`<${Bar} label="Memory of ${hostOf(node)}" total=${total} segments=${memoryParts(node)} marks=${marks} />`;
 }

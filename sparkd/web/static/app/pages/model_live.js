@@ -30,8 +30,8 @@ export function ModelLive({ name }) {
     <div class="charts">
       ${CHARTS.map(([title, series, text, most]) => html`<${OneChart} key=${title + span.value} title=${title} names=${series.map(([figure]) => `model.${name}.${figure}`)} labels=${series.map(([, label]) => label)} text=${text} most=${most} span=${span.value} />`)}
       <${Memory} key=${`memory${span.value}`} name=${name} span=${span.value} />
-      ${addresses.length > 0 && html`<${OneChart} key=${`power${span.value}${place}`} title="GPU power" names=${addresses.map((address) => `node.${address}.gpu_power_w`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${watts} span=${span.value} optional />
-        <${OneChart} key=${`heat${span.value}${place}`} title="GPU temperature" names=${addresses.map((address) => `node.${address}.gpu_celsius`)} labels=${addresses.map((address) => nodes.of(address).peek()?.host ?? address)} text=${celsius} span=${span.value} optional />`}
+      ${addresses.length > 0 && html`<${OneChart} key=${`power${span.value}${place}`} title="GPU power" names=${addresses.map((address) => `node.${address}.gpu_power_w`)} labels=${addresses.map((address) => nodes.of(address).peek()?.machine?.host ?? address)} text=${watts} span=${span.value} optional />
+        <${OneChart} key=${`heat${span.value}${place}`} title="GPU temperature" names=${addresses.map((address) => `node.${address}.gpu_celsius`)} labels=${addresses.map((address) => nodes.of(address).peek()?.machine?.host ?? address)} text=${celsius} span=${span.value} optional />`}
     </div>
   </div>`;
 }
@@ -72,7 +72,7 @@ function Figures({ name }) {
     ["KV cache use", percent(rates.kv_usage)],
     ["prefix hits", percent(rates.prefix_hit_ratio)],
     ["GPU power", watts(power)],
-    ["per token", joules(rates.joules_per_token)],
+    ["per token", joules(model.joules_per_token)],
   ];
   return html`<dl class="figures wide-figures">${pairs.map(([label, value]) => html`<div key=${label}><dt>${label}</dt><dd class="figure">${value}</dd></div>`)}</dl>
     ${rates.acceptance?.length ? html`<p>Draft tokens accepted, by position: ${rates.acceptance.map((/** @type {number | null} */ share, /** @type {number} */ place) => html`<span class="figure" key=${place}>${place + 1}: ${percent(share)} </span>`)}</p>` : null}`;
@@ -83,7 +83,7 @@ function powerOf(model) {
   const addresses = [...new Set(model.ranks.map((rank) => rank.node))];
   const some = addresses.map((address) => {
     const node = nodes.of(address).value;
-    return node?.gpu?.power_w ?? node?.reading?.gpu_power_w ?? null;
+    return node?.reading?.gpu_power_w ?? null;
   });
   return some.length && some.every((power) => power !== null) ? some.reduce((sum, power) => (sum ?? 0) + (power ?? 0), 0) : null;
 }

@@ -169,7 +169,7 @@ export function Pull({ name, onClose }) {
       ${!!refusal && !atRevision && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Revision" value=${revision} onInput=${setRevision} error=${atRevision ? sentence(refusal) : null} hint="A branch, a tag or a commit of the hub; empty for the model's own." />
       <fieldset><legend>Nodes</legend>
-        ${nodes.keys.value.map((address) => html`<${Check} key=${address} label=${nodes.of(address).value?.host ?? address} checked=${chosen.includes(address)}
+        ${nodes.keys.value.map((address) => html`<${Check} key=${address} label=${nodes.of(address).value?.machine?.host ?? address} checked=${chosen.includes(address)}
           onChange=${(/** @type {boolean} */ checked) => setChosen(checked ? [...chosen, address] : chosen.filter((one) => one !== address))} />`)}
         <p class="hint">None chosen: all nodes.</p>
       </fieldset>

@@ -7,7 +7,7 @@ import { isStarting, LastFailure, Since, State, Tries, Word } from "../component
 import { Table } from "../components/table.js";
 import { html, signal, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { to } from "../router.js";
-import { cables, conditions, lastIncident, models, nodes } from "../store.js";
+import { cables, conditions, hostOf, lastIncident, models, nodes } from "../store.js";
 import { bandwidth, celsius, count, duration, gib, GIB, megahertz, moment, percent, rate, size, stage, UNKNOWN, watts } from "../units.js";
 import { useVisible } from "../visibility.js";
 
@@ -52,10 +52,10 @@ function NodeCard({ address }) {
   const overMinute = useSlope(node?.reading);
   if (!node) return html`<article class="card" ref=${ref}></article>`;
   const reading = node.reading;
-  return html`<article class="card" ref=${ref} aria-label="Node ${node.host ?? address}">
+  return html`<article class="card" ref=${ref} aria-label="Node ${hostOf(node)}">
     <header class="card-head">
-      <h2>${node.host ?? address}</h2>
-      <span class="quiet-text">${node.host ? address : ""}${node.local ? " · head" : ""}</span>
+      <h2>${hostOf(node)}</h2>
+      <span class="quiet-text">${node.machine ? address : ""}${node.local ? " · head" : ""}</span>
       ${node.agent ? html`<${Word} word=${reading?.level ?? "no reading"} />` : html`<${Word} word="its agent does not answer" tone="bad" />`}
     </header>
     <${MemoryBar} node=${node} />
@@ -66,15 +66,15 @@ function NodeCard({ address }) {
       <${Pair} name="slope" value=${slope(reading?.level === "ok" ? overMinute : slopeOf(node))} />
       <${Pair} name="to the floor" value=${reading?.level === "ok" || reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
       <${Pair} name="PSI some / full" value=${`${psi(reading?.psi_some_avg10)} / ${psi(reading?.psi_full_avg10)}`} />
-      <${Pair} name="GPU" value=${percent(fractionOf(node.gpu?.busy_percent ?? reading?.gpu_busy_percent))} />
-      <${Pair} name="power" value=${watts(node.gpu?.power_w ?? reading?.gpu_power_w)} />
-      <${Pair} name="temperature" value=${celsius(node.gpu?.celsius ?? reading?.gpu_celsius)} />
-      <${Pair} name="clock" value=${megahertz(node.gpu?.clock_mhz)} />
-      <${Pair} name="disk free" value=${node.disk ? `${count(Math.round(node.disk.free_bytes / GIB))} GiB, ${percent(node.disk.free_bytes / node.disk.total_bytes)}` : UNKNOWN} />
-      <${Pair} name="up" value=${duration(node.uptime_s)} />
-      ${node.gpu?.name && html`<${Pair} name="device" value=${node.gpu.name} />`}
+      <${Pair} name="GPU" value=${percent(fractionOf(reading?.gpu_busy_percent))} />
+      <${Pair} name="power" value=${watts(reading?.gpu_power_w)} />
+      <${Pair} name="temperature" value=${celsius(reading?.gpu_celsius)} />
+      <${Pair} name="clock" value=${megahertz(reading?.gpu_clock_mhz)} />
+      <${Pair} name="disk free" value=${diskOf(node.machine)} />
+      <${Pair} name="up" value=${duration(node.machine?.uptime_s)} />
+      ${reading?.gpu_name && html`<${Pair} name="device" value=${reading.gpu_name} />`}
     </dl>
-    ${node.gpu?.throttled?.length ? html`<p class="error">The GPU is throttled: ${node.gpu.throttled.join(", ")}.</p>` : null}
+    ${reading?.gpu_throttled?.length ? html`<p class="error">The GPU is throttled: ${reading.gpu_throttled.join(", ")}.</p>` : null}
     ${reading?.device_trouble && html`<p class="error">${reading.device_trouble}</p>`}
     <${Past} address=${address} />
   </article>`;
@@ -118,8 +118,14 @@ function slopeOf({ reading, limits }) {
 /** @param {number | null | undefined} bytesPerS */
 const slope = (bytesPerS) => (bytesPerS == null ? UNKNOWN : `${bytesPerS < 0 ? "−" : "+"}${size(Math.abs(bytesPerS))}/s`);
 
+/** @param {LiveNode["machine"]} machine */
+const diskOf = (machine) => (machine?.disk_total_bytes && machine.disk_free_bytes != null ? `${count(Math.round(machine.disk_free_bytes / GIB))} GiB, ${percent(machine.disk_free_bytes / machine.disk_total_bytes)}` : UNKNOWN);
+
 /** @param {string} address */
-const hostOf = (address) => nodes.of(address).value?.host ?? address;
+const endOf = (address) => {
+  const node = nodes.of(address).value;
+  return node ? hostOf(node) : address;
+};
 
 function Cables() {
   return html`<ul class="cables" aria-label="Cables">
@@ -127,7 +133,7 @@ function Cables() {
       const problem = cable.problem ?? cable.rails.map((rail) => rail.problem).find(Boolean);
       const verdict = cable.verdict ?? (problem ? "warn" : "ok");
       return html`<li key=${[cable.a, cable.a_cage, cable.b, cable.b_cage].join(" ")} class="cable ${verdict}">
-        <span class="ends">${hostOf(cable.a)} cage ${cable.a_cage} – ${hostOf(cable.b)} cage ${cable.b_cage}</span>
+        <span class="ends">${endOf(cable.a)} cage ${cable.a_cage} – ${endOf(cable.b)} cage ${cable.b_cage}</span>
         <${Word} word=${verdict} /> <span class="figure">${count(cable.rails.length)} rails</span>
         <span class="figure">${cable.rate_gb_s == null ? "not measured" : bandwidth(cable.rate_gb_s * 1e9)}</span>
         ${problem && html`<span class="error">${problem}</span>`}
