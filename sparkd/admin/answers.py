@@ -1,72 +1,50 @@
-"""Owns the types of the admin API's answers, route by route, of which its OpenAPI document is made. They check no answer.
-
-`node` is always a node's address in the cluster. `node_id` and `address` have the same value; the next release removes them.
-"""
+"""The types of the admin API's answers that are no nouns themselves. `node` is always a node's address in the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
+from sparkd.cluster.ray_head import RayProcess
 from sparkd.condition import Condition
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import Setting
 from sparkd.fabric.rates import Rate
 from sparkd.hardware import Hardware
-from sparkd.state.nouns import Event, ModelState, Operation, RankHandle, Reading
+from sparkd.state.nouns import Event, ModelState, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
 
-# A private path: no answer shows it.
-_HIDDEN = ("api_key_path",)
+PREFIX = "/admin/v1"
 
 
-def body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
-    """The body of a dataclass: its fields but for the hidden ones, and more, each a type."""
-    hints = get_type_hints(noun)
-    members = {field.name: (hints[field.name], ...) for field in fields(noun) if field.name not in hidden}
-    members |= {member: (kind, ...) for member, kind in more.items()}
-    return create_model(name, __doc__=doc, **members)  # type: ignore[call-overload]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(Operation):
+    """A long action that has begun, and where to ask for it. operation is its id."""
+
+    operation: str
+    href: str
 
 
-ReadingBody = body_of("Reading", Reading, "A reading of a node's memory, bytes.", node=str)
-RankBody = body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
-NodeBody = body_of(
-    "Node", NodeView, "One node of the cluster. `agent` is false while its agent does not answer.", reading=ReadingBody | None, node=str
-)
-ModelBody = body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
-
-
-def reading_body(reading: Reading) -> dict[str, Any]:
-    return {**asdict(reading), "node": reading.node_id}
-
-
-def node_body(view: NodeView) -> dict[str, Any]:
-    return {**asdict(view), "reading": view.reading and reading_body(view.reading), "node": view.node_id}
-
-
-def model_body(view: ModelView) -> dict[str, Any]:
-    """A model as the API gives it; handles without the paths of key files."""
-    ranks = [{name: value for name, value in asdict(rank).items() if name not in _HIDDEN} | {"node": rank.node_id} for rank in view.ranks]
-    return {**asdict(view), "ranks": ranks}
+def accepted(operation: Operation) -> Accepted:
+    members = {member.name: getattr(operation, member.name) for member in fields(operation)}
+    return Accepted(**members, operation=operation.id, href=f"{PREFIX}/operations/{operation.id}")
 
 
 class Cost(BaseModel):
-    """Anonymous memory and CPU seconds of one process of this node."""
+    """Anonymous memory and CPU seconds of the daemon."""
 
     anonymous_bytes: int
     cpu_s: float
-    name: str | None = None
-    pid: int | None = None
 
 
 class Costs(BaseModel):
     """The cost of the daemon and of Ray on this node. ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's."""
 
     daemon: Cost
-    ray: list[Cost]
+    ray: list[RayProcess]
     ray_anonymous_bytes: int
     ray_listeners: list[str]
 
@@ -80,7 +58,7 @@ class Status(BaseModel):
     conditions: list[str] = Field(description="Each begins with its reason and a colon")
     typed_conditions: list[Condition] = Field(description="The same; node is null for one that is not about a single node")
     models: dict[str, ModelState]
-    nodes: list[NodeBody]  # type: ignore[valid-type]
+    nodes: list[NodeView]
     costs: Costs
 
 
@@ -95,14 +73,14 @@ class Offered(BaseModel):
 
 
 class Nodes(BaseModel):
-    nodes: list[NodeBody]  # type: ignore[valid-type]
+    nodes: list[NodeView]
     offered: list[Offered]
     head: str | None
     hardware: Hardware
 
 
 class Memory(BaseModel):
-    readings: list[ReadingBody]  # type: ignore[valid-type]
+    readings: list[Reading]
 
 
 class Interface(BaseModel):
@@ -156,7 +134,16 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-RateBody = body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+# What is measured, and what that says.
+RateBody = create_model(
+    "Rate",
+    __doc__="The rate measured between two nodes.",
+    **{name: (kind, ...) for name, kind in get_type_hints(Rate).items()},  # type: ignore[call-overload]
+    normal_gb_s=(str | None, ...),
+    holds=(bool, ...),
+    verdict=(str, ...),
+    told=(str, ...),
+)
 
 
 class TensorParallel(BaseModel):
@@ -221,19 +208,14 @@ class Incident(IncidentSummary, extra="allow"):
 
 
 class Models(BaseModel):
-    models: list[ModelBody]  # type: ignore[valid-type]
-
-
-Accepted = body_of(
-    "Accepted", Operation, "A long action that has begun, and where to ask for it. operation is its id.", operation=str, href=str
-)
+    models: list[ModelView]
 
 
 class TakenIn(BaseModel):
     """A model that was added or changed and is not to be loaded now."""
 
     operation: None = None
-    model: ModelBody  # type: ignore[valid-type]
+    model: ModelView
 
 
 class LogPage(BaseModel):
@@ -416,7 +398,7 @@ class Reloaded(BaseModel):
 
 
 def answers(model: Any, status: int = 200, *, media_type: str | None = None, description: str = "As asked") -> dict[str, Any]:
-    """The arguments of a route that answers with `model`. The route's value is sent unchecked: it was checked where it was made.
+    """The arguments of a route whose answer is made elsewhere, as a dict or a text that `model` describes. It is sent unchecked.
 
     media_type: the type that it streams instead, on request.
     """

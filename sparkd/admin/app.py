@@ -17,6 +17,7 @@ from starlette.routing import Match
 
 from sparkd import __version__
 from sparkd.admin.answers import (
+    PREFIX,
     Accepted,
     Events,
     FabricReport,
@@ -24,20 +25,18 @@ from sparkd.admin.answers import (
     LogPage,
     Meaning,
     Memory,
-    ModelBody,
     Models,
     NextActions,
     Nodes,
+    Offered,
     Operations,
     RecipeChoice,
     Recipes,
     Status,
     TakenIn,
+    accepted,
     answers,
     described_document,
-    model_body,
-    node_body,
-    reading_body,
 )
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bench_routes import register_benches
@@ -70,7 +69,6 @@ from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
 
-PREFIX = "/admin/v1"
 MAX_WAIT_S = 3600.0
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
@@ -124,24 +122,21 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
 
-    @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
-    async def status() -> dict[str, Any]:
-        snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(cluster.costs)}
+    @api.get("/status", summary="The daemon, its cluster and its conditions")
+    async def status() -> Status:
+        return _status(supervisor.snapshot(), await asyncio.to_thread(cluster.costs))
 
     @api.get(
         "/nodes",
-        **answers(Nodes),
         summary="Nodes, their agents and their last reading, and machines at the end of a cable that could join",
     )
-    async def nodes() -> dict[str, Any]:
+    async def nodes() -> Nodes:
         snapshot = supervisor.snapshot()
         hardware = await asyncio.to_thread(planning_hardware, "node", registry.config)
-        head = {"head": snapshot.cluster.get("address"), "hardware": asdict(hardware)}
         # One that has just left is among the nodes until Ray has forgotten it.
-        listed = {node.address for node in snapshot.nodes}
-        others = [machine for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
-        return {"nodes": [node_body(node) for node in snapshot.nodes], "offered": others} | head
+        listed = {node.node_id for node in snapshot.nodes}
+        others = [Offered(**machine) for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
+        return Nodes(nodes=[*snapshot.nodes], offered=others, head=snapshot.cluster.get("address"), hardware=hardware)
 
     @api.get(
         "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
@@ -149,61 +144,56 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def fabric() -> dict[str, Any]:
         return await fabric_of(registry, cluster, measures.rates() if measures else ())
 
-    @api.post(
-        "/fabric/measure", **answers(Accepted, 202), summary="Measure the rate between each two nodes, with at most 512 MiB for each pair"
-    )
-    async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> dict[str, Any]:
+    @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
+    async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
         if measures is None:
             raise UnknownRoute("This daemon measures nothing.")
-        return _accepted(measures.start(between.nodes, force=between.force))
+        return accepted(measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests, registry)
     register_live(api, parts.live)
     disk = Disk(supervisor, registry, journal, cluster)
-    register_disk(api, disk, f"{PREFIX}/operations")
+    register_disk(api, disk)
     register_benches(api, parts.benches, f"{PREFIX}/operations")
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
-    @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
-    async def memory() -> dict[str, Any]:
-        readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]
-        return {"readings": [reading_body(reading) for reading in readings]}
+    @api.get("/memory", summary="The last memory reading of every node, bytes")
+    async def memory() -> Memory:
+        return Memory(readings=[node.reading for node in supervisor.snapshot().nodes if node.reading])
 
-    @api.get("/models", **answers(Models), summary="Every known model")
-    async def models() -> dict[str, Any]:
-        return {"models": [model_body(view) for view in supervisor.snapshot().models.values()]}
+    @api.get("/models", summary="Every known model")
+    async def models() -> Models:
+        return Models(models=[*supervisor.snapshot().models.values()])
 
-    @api.post("/models", **answers(Accepted | TakenIn, 202), summary="Add a model that the configuration file does not have, and load it")
-    async def add(new: NewModel) -> dict[str, Any]:
+    @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
+    async def add(new: NewModel) -> Accepted | TakenIn:
         return await take_in(new.name, new.spec, load=new.load, replace=False)
 
-    async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
+    async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> Accepted | TakenIn:
         await operator.take_in(name, spec, replace=replace)
         if not load:
-            return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
-        return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
+            return TakenIn(model=supervisor.snapshot().models[name])
+        return accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Load a model, with the recipe that the body names")
-    async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
+    @api.post("/models/{name:path}/load", status_code=202, summary="Load a model, with the recipe that the body names")
+    async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> Accepted:
         model = await operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
-        return _accepted(supervisor.want(model, Want.RUNNING, "admin"))
+        return accepted(supervisor.want(model, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Unload a model; requests in flight may finish")
-    async def unload(name: str) -> dict[str, Any]:
-        return _accepted(supervisor.want(name, Want.STOPPED, "admin"))
+    @api.post("/models/{name:path}/unload", status_code=202, summary="Unload a model; requests in flight may finish")
+    async def unload(name: str) -> Accepted:
+        return accepted(supervisor.want(name, Want.STOPPED, "admin"))
 
-    @api.post(
-        "/models/{name:path}/pull", **answers(Accepted, 202), summary="Bring a model's files to the nodes; a known model, or a hub id"
-    )
-    async def pull(name: str, where: Annotated[Pulling, Body(default_factory=Pulling)]) -> dict[str, Any]:
+    @api.post("/models/{name:path}/pull", status_code=202, summary="Bring a model's files to the nodes; a known model, or a hub id")
+    async def pull(name: str, where: Annotated[Pulling, Body(default_factory=Pulling)]) -> Accepted:
         if pulls is None:
             raise UnknownRoute("This daemon pulls nothing.")
-        return _accepted(pulls.start(name, where.nodes, where.revision))
+        return accepted(pulls.start(name, where.nodes, where.revision))
 
     @api.get(
         "/models/{name:path}/log",
-        **answers(LogPage, media_type="text/plain"),
+        **answers(LogPage, media_type="text/plain") | {"response_model": LogPage | ModelView},
         summary="The engine's log; follow=true streams it as plain text",
     )
     async def log(
@@ -212,41 +202,41 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         follow: bool = False,
         max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536,
         rank: Annotated[int, Query(ge=0)] = 0,
-    ) -> dict[str, Any] | Endless:
+    ) -> dict[str, str] | ModelView | Endless:
         if not _known(registry, name) and _known(registry, f"{name}/log"):
-            return model_body(supervisor.snapshot().models[registry.find(f"{name}/log").name])
+            return supervisor.snapshot().models[registry.find(f"{name}/log").name]
         if not follow:
             return await log_of(registry, cluster, name, cursor, max_bytes, rank)
         registry.find(name)
         return Endless(followed_log(registry, cluster, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
-    @api.get("/models/{name:path}", **answers(ModelBody), summary="One model")
-    async def model(name: str) -> dict[str, Any]:
-        return model_body(supervisor.snapshot().models[registry.find(name).name])
+    @api.get("/models/{name:path}", summary="One model")
+    async def model(name: str) -> ModelView:
+        return supervisor.snapshot().models[registry.find(name).name]
 
-    @api.put("/models/{name:path}", **answers(Accepted | TakenIn, 202), summary="Change a model that was added here, or add it")
-    async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> dict[str, Any]:
+    @api.put("/models/{name:path}", status_code=202, summary="Change a model that was added here, or add it")
+    async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> Accepted | TakenIn:
         return await take_in(name, unmasked(changed.spec, registry, name), load=changed.load, replace=True)
 
-    @api.delete("/models/{name:path}", **answers(Accepted, 202), summary="Unload and forget a model that was added here")
-    async def remove(name: str) -> dict[str, Any]:
-        return _accepted(operator.remove(name))
+    @api.delete("/models/{name:path}", status_code=202, summary="Unload and forget a model that was added here")
+    async def remove(name: str) -> Accepted:
+        return accepted(operator.remove(name))
 
-    @api.get("/operations", **answers(Operations), summary="Long actions, newest first")
-    async def operations() -> dict[str, Any]:
-        return {"operations": [asdict(operation) for operation in reversed(list(supervisor.snapshot().operations.values()))]}
+    @api.get("/operations", summary="Long actions, newest first")
+    async def operations() -> Operations:
+        return Operations(operations=[*supervisor.snapshot().operations.values()][::-1])
 
-    @api.get("/operations/{operation_id}", **answers(Operation), summary="One long action; wait_s waits for its end")
-    async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:
+    @api.get("/operations/{operation_id}", summary="One long action; wait_s waits for its end")
+    async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> Operation:
         current = operator.operation(operation_id)
         if wait_s and current.state is OperationState.RUNNING:
             current = await _wait(operator, journal, operation_id, wait_s)
-        return asdict(current)
+        return current
 
-    @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
-    async def cancel(operation_id: str) -> dict[str, Any]:
+    @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
+    async def cancel(operation_id: str) -> Operation:
         ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
-        return asdict(next(filter(None, ended), None) or operator.cancel(operation_id))
+        return next(filter(None, ended), None) or operator.cancel(operation_id)
 
     @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
     async def entry(
@@ -319,22 +309,19 @@ def _runs(view: ModelView) -> str:
     return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
 
 
-def _status(snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "version": __version__,
-        "settled": snapshot.settled,
-        "draining": snapshot.draining,
-        "tick_age_s": round(snapshot.tick_age_s, 3),
-        "cluster": dict(snapshot.cluster),
-        "conditions": [str(condition) for condition in snapshot.conditions],
-        "typed_conditions": [asdict(condition) for condition in snapshot.conditions],
-        "models": {name: view.state.value for name, view in snapshot.models.items()},
-        "nodes": [node_body(node) for node in snapshot.nodes],
-    }
-
-
-def _accepted(operation: Operation) -> dict[str, Any]:
-    return {"operation": operation.id, "href": f"{PREFIX}/operations/{operation.id}", **asdict(operation)}
+def _status(snapshot: Snapshot, costs: Any) -> Status:
+    return Status(
+        version=__version__,
+        settled=snapshot.settled,
+        draining=snapshot.draining,
+        tick_age_s=round(snapshot.tick_age_s, 3),
+        cluster=dict(snapshot.cluster),
+        conditions=[str(condition) for condition in snapshot.conditions],
+        typed_conditions=[*snapshot.conditions],
+        models={name: view.state for name, view in snapshot.models.items()},
+        nodes=[*snapshot.nodes],
+        costs=costs,
+    )
 
 
 async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: float) -> Operation:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
-from sparkd.admin.answers import Accepted, answers
+from sparkd.admin.answers import Accepted, accepted, answers
 from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
@@ -168,17 +167,14 @@ def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:
     return same and quantize is not None
 
 
-def register_disk(api: APIRouter, disk: Disk, href: str) -> None:
-    """href: of the operations."""
-
+def register_disk(api: APIRouter, disk: Disk) -> None:
     @api.get("/disk", **answers(DiskAnswer), summary="What the nodes keep of models: the hub's cache, quantized weights, profiles")
     async def stored() -> dict[str, Any]:
         return await disk.listing()
 
-    @api.post("/disk/verify", **answers(Accepted, 202), summary="Verify what the nodes keep; the hub's files are read whole")
-    async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> dict[str, Any]:
-        operation = disk.verify(which.kind, which.id)
-        return {"operation": operation.id, "href": f"{href}/{operation.id}", **asdict(operation)}
+    @api.post("/disk/verify", status_code=202, summary="Verify what the nodes keep; the hub's files are read whole")
+    async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> Accepted:
+        return accepted(disk.verify(which.kind, which.id))
 
     @api.delete(
         "/disk/{kind}/{id}", **answers(RemovedEntry), summary="Remove one entry of a node, the daemon's own unless `node` names another"

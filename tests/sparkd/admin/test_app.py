@@ -158,7 +158,7 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
 
         assert (await made.ask("GET", "/status"))["settled"] is True
         nodes = await made.ask("GET", "/nodes")
-        assert ([node["node_id"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
+        assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/decision") == {"actions": [{"action": "Place", "model": "m"}]}

@@ -48,7 +48,7 @@ def test_a_wrong_token_joins_nothing_and_says_where_the_right_one_is(pair: Pair,
 def test_a_model_has_a_rank_on_each_node_and_one_that_is_killed_ends_both_and_both_come_back(pair: Pair, tmp_path: Path) -> None:
     before = pair.ready()
     first, second = before
-    assert [(rank["node_id"], rank["rank"], rank["world"]) for rank in before] == [(pair.here.address, 0, 2), (pair.there.address, 1, 2)]
+    assert [(rank["node"], rank["rank"], rank["world"]) for rank in before] == [(pair.here.address, 0, 2), (pair.there.address, 1, 2)]
     assert second["attempt"] == first["rank_id"]
     assert pair.answers()
 

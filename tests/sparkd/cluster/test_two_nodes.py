@@ -55,7 +55,7 @@ class Stage(Pair):
         self.both()
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        return {node["node_id"]: node for node in (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]}
+        return {node["node"]: node for node in (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]}
 
     def loaded(self, name: str) -> dict[str, Any]:
         if self.daemon.model(name)["state"] != "READY":

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.app import model_body
 from sparkd.admin.readings import fabric_of
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
 from sparkd.fabric.nccl_log import parse
@@ -178,7 +177,7 @@ async def test_the_verdict_is_an_event_and_stands_in_the_model_and_in_the_fabric
         assert made.cluster.log.count(f"transport n {B}") == 1, "once"
         (event,) = [one for one in made.supervisor.ledger.events(0, 100) if one.kind == "transport"]
         assert (event.data["verdict"], event.message) == (FAIL, f"fail, {B}, network: network Socket. 2.1 GB/s instead of 20 to 24.")
-        (told,) = model_body(made.supervisor.snapshot().models["m"])["transport"]
+        (told,) = made.supervisor.snapshot().models["m"].transport
         assert (told["verdict"], told["about"]) == (FAIL, "NCCL of m")
         found = await fabric_of(made.supervisor.registry, made.cluster)  # type: ignore[arg-type]
         assert found["verdict"] == FAIL
