@@ -134,7 +134,7 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-# What is measured, and what that says.
+# A measured rate, and its verdict.
 RateBody = create_model(
     "Rate",
     __doc__="The rate measured between two nodes.",

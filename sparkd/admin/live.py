@@ -97,7 +97,7 @@ class Live:
         self._scraper = scraper
         self._measured = rates
         self._boundary = boundary
-        # What the nodes answered, when they were asked, and the number of the newest event by then.
+        # The nodes' answers, the moment of the question, and the number of the newest event by then.
         self._answers = NodeAnswers()
         self._asked_s, self._asked_seq = float("-inf"), -1
         self._asking = False

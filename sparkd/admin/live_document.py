@@ -45,7 +45,7 @@ class LiveCable(Cable):
 
 @dataclass(frozen=True, slots=True)
 class NodeAnswers:
-    """What every node was asked lately."""
+    """Values that the daemon asks of every node, and so not every second."""
 
     cables: Sequence[LiveCable] = ()
     last_incident: str | None = None

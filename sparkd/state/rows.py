@@ -1,4 +1,4 @@
-"""What was read from the database or came from a node, as a noun with the types that its fields have."""
+"""Checks a row of the database, or a value from a node, against the types of a noun's fields."""
 
 from __future__ import annotations
 
