@@ -1,4 +1,4 @@
-"""Owns how each model's last start went: its phases one after another, as the supervisor's looks show them. Never decides.
+"""How each model's last start went, phase by phase, as its rank reports them.
 
 A start is kept in memory only: after a restart of the daemon it is unknown until the model starts again.
 """
@@ -12,9 +12,8 @@ from sparkd.hardware import GIB
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
 
-# In the order in which a start goes through them; it may leave some out, and never goes back. A loader that quantizes reads while it does,
-# so all bytes of its load are those of `quantize`, and there is no `read`.
-PHASES = MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
+# A loader that quantizes reads while it does, so all bytes of its load are those of `quantize`, and there is no `read`.
+MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
     *("memory back", "engine", "measuring inputs", "read", "quantize"),
     *("compile", "rehearse", "graphs", "first answer"),
 )
@@ -24,53 +23,41 @@ AS_STORED = "bf16"
 
 
 @dataclass(slots=True)
-class _Phase:
-    """Times are wall-clock seconds. read_bytes: from the disk."""
-
-    name: str
-    begin_s: float
-    end_s: float | None = None
-    read_bytes: int | None = None
-
-    def to_dict(self, began_s: float) -> dict[str, Any]:
-        seconds = None if self.end_s is None else self.end_s - self.begin_s
-        rate = self.read_bytes / seconds if self.read_bytes and seconds else None
-        return {
-            "name": self.name,
-            "begin_s": round(self.begin_s - began_s, 3),
-            "seconds": None if seconds is None else round(seconds, 3),
-            "bytes": self.read_bytes,
-            "bytes_per_s": rate,
-        }
-
-
-@dataclass(slots=True)
 class _Start:
+    """phases: when each began. Times are wall-clock seconds. read_bytes: from the disk."""
+
     began_s: float
-    phases: list[_Phase] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    read_bytes: int | None = None
     ended: str | None = None
     end_s: float | None = None
 
-    def look(self, phase: str, read_bytes: int | None, now_s: float) -> None:
-        last = self.phases[-1] if self.phases else None
-        if phase in (MEASURE, QUANTIZE) and last is not None and last.name == READ:
-            last.name = phase  # its loader had not said yet what it does
-        if last is None or PHASES.index(phase) > PHASES.index(last.name):
-            self._close(now_s)
-            last = _Phase(phase, now_s)
-            self.phases.append(last)
-        # The last bytes are known, and vLLM's own loader tells any, when the reading has ended.
-        reading = next((each for each in reversed(self.phases) if each.name in (READ, QUANTIZE)), None)
-        if reading is not None and read_bytes is not None:
-            reading.read_bytes = read_bytes
+    def look(self, view: ModelView, now_s: float) -> None:
+        if view.state is ModelState.PLANNED:
+            self.phases.setdefault(MEMORY, now_s)
+            return
+        waited = {MEMORY: self.phases[MEMORY]} if MEMORY in self.phases else {}
+        self.phases = waited | _begun(view, self.phases.get(ENGINE, now_s))
+        self.began_s = min(self.began_s, *self.phases.values())
+        self.read_bytes = _read_bytes(view)
 
-    def end(self, how: str, now_s: float) -> None:
-        self._close(now_s)
-        self.ended, self.end_s = how, now_s
-
-    def _close(self, now_s: float) -> None:
-        if self.phases and self.phases[-1].end_s is None:
-            self.phases[-1].end_s = now_s
+    def rows(self) -> list[dict[str, Any]]:
+        rows = []
+        begun = sorted(self.phases.items(), key=lambda phase: phase[1])
+        ends = [*(begin_s for _, begin_s in begun[1:]), self.end_s]
+        for (name, begin_s), end_s in zip(begun, ends, strict=True):
+            seconds = None if end_s is None else max(0.0, end_s - begin_s)
+            nbytes = self.read_bytes if name in (READ, QUANTIZE) else None
+            rows.append(
+                {
+                    "name": name,
+                    "begin_s": round(begin_s - self.began_s, 3),
+                    "seconds": None if seconds is None else round(seconds, 3),
+                    "bytes": nbytes,
+                    "bytes_per_s": nbytes / seconds if nbytes and seconds else None,
+                }
+            )
+        return rows
 
 
 class Starts:
@@ -83,13 +70,15 @@ class Starts:
         """With each look of the supervisor, which come each quarter of a second while a model starts."""
         for name, view in snapshot.models.items():
             start = self._starts.get(name)
-            if view.state in STARTING:
-                # An adopted start began before this daemon's first observation.
-                if start is None or start.ended is not None:
-                    start = self._starts[name] = _Start(snapshot.at_s)
-                start.look(_phase_of(view), _read_bytes(view), snapshot.at_s)
-            elif start is not None and start.ended is None:
-                start.end("READY" if view.state is ModelState.READY else _end_of(view), snapshot.at_s)
+            starting = view.state in STARTING
+            if starting and (start is None or start.ended is not None):
+                start = self._starts[name] = _Start(snapshot.at_s)
+            if start is None or start.ended is not None:
+                continue
+            if starting or view.state is ModelState.READY:
+                start.look(view, snapshot.at_s)
+            if not starting:
+                start.ended, start.end_s = "READY" if view.state is ModelState.READY else _end_of(view), snapshot.at_s
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 
@@ -99,7 +88,7 @@ class Starts:
         start = self._starts.get(model)
         if start is None:
             return {"model": model, "began_s": None, "seconds": None, "ended": None, "phases": [], "disk_bytes_per_s": disk_bytes_s}
-        phases = [phase.to_dict(start.began_s) for phase in start.phases]
+        phases = start.rows()
         return {
             "model": model,
             "began_s": start.began_s,
@@ -124,22 +113,22 @@ def _end_of(view: ModelView) -> str:
     return "FAILED" if view.state is ModelState.FAILED else "STOPPED"
 
 
-def _phase_of(view: ModelView) -> str:
-    """The phase of a start, from the model's state and the progress that the engine's log, loader and worker report."""
+def _begun(view: ModelView, engine_s: float) -> dict[str, float]:
+    """When the phases of the engine's start began, from what its log, its loader and its worker report. engine_s: before it has a rank."""
     progress = view.progress
-    if view.state is ModelState.PLANNED:
-        return MEMORY
+    engine_s = view.ranks[0].started_at_s if view.ranks else engine_s
     if progress is None:
-        return ENGINE
-    if progress.server_up or progress.phase == "serving":
-        return ANSWER
-    if progress.phase == "starting":
-        return ENGINE
-    if progress.phase == "loading" and progress.source == "calibration":
-        return MEASURE
-    if progress.phase == "loading":
-        # The loader of a format quantizes while it reads; from the cache, and without a format, it only reads.
-        return QUANTIZE if progress.format not in (None, AS_STORED) and progress.source == "checkpoint" else READ
-    if progress.phase == "warming":
-        return COMPILE
-    return REHEARSE if progress.kv is not None and progress.kv.get("phase") == "rehearsing" else GRAPHS
+        return {ENGINE: engine_s}
+    began_s = progress.began_s
+    # The loader of a format quantizes while it reads; from the cache, and without a format, it only reads.
+    weights = QUANTIZE if progress.format not in (None, AS_STORED) and progress.source == "checkpoint" else READ
+    begun = {
+        ENGINE: engine_s,
+        MEASURE: began_s.get("calibration"),
+        weights: began_s.get("checkpoint", began_s.get("cache", began_s.get("loading"))),
+        COMPILE: began_s.get("warming"),
+        REHEARSE: began_s.get("rehearsing"),
+        GRAPHS: began_s.get("sized") if "rehearsing" in began_s else began_s.get("sizing"),
+        ANSWER: began_s.get("serving"),
+    }
+    return {name: at_s for name, at_s in begun.items() if at_s is not None}

@@ -120,7 +120,8 @@ class Progress:
     cache_why is the reason of the latter two, or why the load waits for its disk. failure is why the load ended, failure_at_s when, and
     failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. error_at_s: when last_error came,
     by the node's wall clock, as line_at_s is of its last line. kv is how the KV cache was sized, as the worker says
-    (workers.rank.report.cache_of), or where vLLM sized it its log; None before.
+    (workers.rank.report.cache_of), or where vLLM sized it its log; None before. began_s: when each part of the start began, by the node's
+    wall clock (workers.rank.report.began_of).
     """
 
     phase: str = "starting"
@@ -141,6 +142,7 @@ class Progress:
     lost: str | None = None
     error_at_s: float | None = None
     line_at_s: float | None = None
+    began_s: Mapping[str, float] = field(default_factory=dict)
     units_done: int | None = None
     units_total: int | None = None
     bytes_per_s: float | None = None

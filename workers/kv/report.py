@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from workers.host import rank_report
@@ -12,9 +13,9 @@ class Report:
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._path = path
-        self._known: dict[str, Any] = {"rank": rank}
+        self._known: dict[str, Any] = {"rank": rank, "began_s": {}}
 
     def tell(self, phase: str, **values: Any) -> None:
         """Add values and write the section. phase: rehearsing, sized, ready, refused, or stock where vLLM sized the cache."""
-        self._known |= {"phase": phase, **values}
+        self._known |= {"phase": phase, "began_s": {phase: time.time()} | self._known["began_s"], **values}
         rank_report.tell(self._path, self._known["rank"], "cache", self._known)

@@ -43,10 +43,12 @@ class ProgressFile:
             "cache_why": None,
             "failure": None,
             "failure_lasts": False,
+            "began_s": {},
         }
 
     def begin(self, bytes_total: int, units_total: int, form: str, source: str) -> None:
         self._section |= {"bytes_total": bytes_total, "units_total": units_total, "format": form or None, "source": source}
+        self._section["began_s"] = {**self._section["began_s"], source: time.time()}
         self._began_s = time.monotonic()
         self._points.clear()
         self._points.append((self._began_s, 0))

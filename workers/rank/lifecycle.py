@@ -26,7 +26,7 @@ from workers.rank import shared_memory
 from workers.rank.command import build_command, build_environment, ipc_dir
 from workers.rank.log import NON_DEFAULT, STARTED, lines_since, read_log
 from workers.rank.log_parser import Parser
-from workers.rank.report import cache_of, load_of, progress_of, remove_reports, report_path
+from workers.rank.report import began_of, cache_of, load_of, progress_of, remove_reports, report_path
 from workers.rank.spec import RankSpec, checked_rank_id
 from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
@@ -166,7 +166,8 @@ def forget(rank_id: str, run_dir: str) -> None:
 def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
     """The progress from the rank's log, its loader and its worker. log: from the shim's file; None before it has written one."""
     path = report_path(run_dir, rank_id)
-    return progress_of(log or Parser().progress, load_of(path, time.time()), cache_of(path))
+    log = log or Parser().progress
+    return {**progress_of(log, load_of(path, time.time()), cache_of(path)), "began_s": began_of(log, path)}
 
 
 def _cause_age_s(epoch_s: float | None, progress: Mapping[str, Any]) -> float | None:

@@ -87,14 +87,15 @@ class Parser:
     """Feed it every line of a rank's log in order; `progress` has the fields of sparkd.state.nouns.Progress.
 
     fraction belongs to the current phase: shards while loading, graphs while sizing. weights_gib and kv_gib are this rank's. phase moves
-    forward only. kv_requests is requests of full length at once, where vLLM says it. diagnosis is what the weightiest known line means, the
-    first among equals.
+    forward only; began_s is when each began. kv_requests is requests of full length at once, where vLLM says it. diagnosis is what the
+    weightiest known line means, the first among equals.
     """
 
     def __init__(self) -> None:
         self.diagnosis: Diagnosis | None = None
         self._known: dict[str, Any] = {"phase": PHASES[0]} | dict.fromkeys(_FIELDS) | {"server_up": False} | dict.fromkeys(_ERROR_FIELDS)
         self._line_at_s: float | None = None
+        self._began_s: dict[str, float | None] = {}
         self._error_weight = 0
         self._error_at_s = 0.0
 
@@ -109,7 +110,7 @@ class Parser:
 
     @property
     def progress(self) -> dict[str, Any]:
-        return {**self._known, "line_at_s": self._line_at_s}
+        return {**self._known, "line_at_s": self._line_at_s, "began_s": dict(self._began_s)}
 
     def feed(self, line: str, now_s: float) -> bool:
         """Takes one line, without its end. now_s: seconds, any clock that does not jump. True when more than line_at_s changed."""
@@ -157,6 +158,7 @@ class Parser:
     def _enter(self, phase: str) -> None:
         if PHASES.index(phase) > PHASES.index(self._known["phase"]):
             self._known.update(phase=phase, fraction=None)
+            self._began_s[phase] = self._line_at_s
 
     def _take_diagnosis(self, process: str, level: str, diagnosis: Diagnosis | None) -> None:
         if diagnosis is None or (level in _REMARKS and diagnosis.weight > HINT):

@@ -86,6 +86,15 @@ def load_of(path: Path, now_s: float) -> dict[str, Any]:
 _SUMS = ("bytes_done", "bytes_total", "units_done", "units_total", "bytes_per_s", "read_bytes", "cache_bytes")
 
 
+def began_of(log: Section, path: Path) -> dict[str, float]:
+    """When each part of the start began on this node, seconds since 1970: the log's phases, the loader's sources, the worker's phases.
+
+    The first process tells, and a part is there however short it was.
+    """
+    told = [section.get("began_s", {}) for name in ("load", "cache") for section in sections(path, name)[:1]]
+    return {name: at_s for began_s in (log.get("began_s") or {}, *told) for name, at_s in began_s.items()}
+
+
 def cache_of(path: Path) -> dict[str, Any]:
     """The KV caches of a rank's processes as one; empty where none has told.
 

@@ -23,7 +23,7 @@ def read(*lines: str, step_s: float = 1.0, parser: Parser | None = None) -> Pars
 
 
 def known(parser: Parser) -> dict[str, Any]:
-    told = {name: value for name, value in parser.progress.items() if name not in ("line_at_s", "error_at_s", "kv_requests")}
+    told = {name: value for name, value in parser.progress.items() if name not in ("line_at_s", "began_s", "error_at_s", "kv_requests")}
     return {name: value for name, value in told.items() if value is not None and value is not False}
 
 
@@ -50,6 +50,15 @@ def test_captured_logs(file: str, expected: dict[str, Any], concurrency: float |
     parser = read(*(FIXTURES / file).read_text(encoding="utf-8").splitlines())
     assert known(parser) == expected
     assert parser.progress["kv_requests"] == concurrency
+
+
+def test_a_phase_has_the_time_of_its_first_line_however_short_it_was() -> None:
+    lines = (
+        "Starting to load model /m...",
+        "Model loading took 1.00 GiB memory and 0.10 seconds",
+        "INFO:     Application startup complete.",
+    )
+    assert read(*lines, *lines, step_s=0.01).progress["began_s"] == {"loading": 1000.0, "warming": 1000.01, "serving": 1000.02}
 
 
 @pytest.mark.parametrize(

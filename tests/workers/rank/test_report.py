@@ -16,7 +16,7 @@ from workers.kv.report import Report
 from workers.load.progress import ProgressFile
 from workers.rank import report
 from workers.rank.log_parser import Parser
-from workers.rank.report import cache_of, load_of, over_nodes, progress_of, remove_reports, report_path
+from workers.rank.report import began_of, cache_of, load_of, over_nodes, progress_of, remove_reports, report_path
 
 GIB = 1 << 30
 AT_S = 5000.0
@@ -77,6 +77,8 @@ def test_what_one_process_writes_of_both_is_read(path: Path) -> None:
     assert loaded.keys() == LOAD_READ.keys()
     assert (loaded["bytes_total"], loaded["units_total"], loaded["read_bytes"], loaded["direct"]) == (2000, 16, 512, True)
     assert (loaded["cache_state"], loaded["cache_bytes"], loaded["format"], loaded["failure"]) == ("written", 70, "nvfp4", None)
+    began_s = began_of({"began_s": {"loading": 1.0}}, path)
+    assert sorted(began_s, key=began_s.__getitem__) == ["loading", "checkpoint", "rehearsing", "sized", "ready"]
 
 
 def test_a_report_that_is_cut_off_says_nothing(path: Path) -> None:
