@@ -229,8 +229,8 @@ def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[st
     if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
         return
     if all(flag_name(flag) == BYTES for flag in flags):
-        effect = f"{flags[0]} in extra_args sets the cache in vLLM: on a GPU sparkd reserves all that a node lends, on a CPU that size"
-        yield f"{effect}, its weights and processes. Better use kv_cache (bytes) of the entry, or set memory_gib."
+        effect = f"{flags[0]} in extra_args sets the cache in vLLM: sparkd reserves all that a node lends"
+        yield f"{effect}. Better use kv_cache (bytes) of the entry, or set memory_gib."
         return
     named = {flag.strip("-").replace("-", "_") for flag in flags}
     better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
