@@ -21,7 +21,7 @@ help:
 	echo "make serve                install, load a model, ask it one question, serve it on 127.0.0.1:4000 (Ctrl-C ends it)"
 	echo "     MODEL=X              a folder or a hub id instead of the embedded SmolLM2-135M-Instruct"
 	echo "     PORT=N PYTHON=X      another port, another Python 3.11 to 3.13"
-	echo "     ENGINE=X             auto, cpu, cuda or a requirement such as vllm==0.32.0"
+	echo "     ENGINE=X             auto, cpu, cuda or a requirement such as vllm==0.33.0"
 	echo "make test                 install what the tests need, check style and types, run the tests"
 	echo "make test-all             the same, and every test that takes long: formats, two nodes, chaos, benches at their smallest"
 	echo "make test-repeat          make test again and again in new orders, and a table of what failed"

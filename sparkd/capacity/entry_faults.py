@@ -13,7 +13,7 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups, uneven_heads
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.trusted_commits import at_trusted_commit, refusal
+from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
 from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
@@ -50,7 +50,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         return
     if reason := refusal(spec, config):
         yield EntryFault("trust_remote_code", reason)
-    spec, runtime = at_trusted_commit(spec, config), spec.runtime_of(config.engine)
+    runtime = spec.runtime_of(config.engine)
     if folder_of(spec.model, spec.revision, env) is None:
         return
     args = engine_args(spec, env)

@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,12 +137,10 @@ def _answer_of_process(
         raise Unavailable(f"{request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def _answer_hidden(_: bytes, *arguments: Any) -> dict[str, Any]:
-    """The work of the separate process. It hides its memory, because the entry may hold a token. A second thread makes the plan, so that
-    large headers are parsed within limits (sparkd.checkpoint.foreign_file)."""
+def _answer_hidden(*arguments: Any) -> dict[str, Any]:
+    """The work of the separate process. It hides its memory, because the entry may hold a token."""
     processes.hide()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_answer, *arguments).result()
+    return _answer(*arguments)
 
 
 def _answer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,11 @@ from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.models.source import name_of
 from sparkd.schema.engine_args import at_any_length
 from sparkd.schema.quantize import AUTO
-from sparkd.vllm.translate import SPECULATIVE, flag_name, without
+from sparkd.vllm.flags import DRAFTS, parsed, without
 from workers.host.runtime import API_SERVER, probe
 
 # By key of the question: the keys of the entry that it replaces.
@@ -62,12 +61,11 @@ class PlannedEntry:
 def entry_of(
     spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None, *, made: bool = False
 ) -> PlannedEntry:
-    """The entry with the facts of its runtime, asked as at a start, and with the files of the commit that a start would use.
+    """The entry with the facts of its runtime, asked as at a start.
 
     there: another node's runtime, where this node lacks it. Without any runtime the flags stay as written.
     made: whether `spec` is of made_for.
     """
-    spec = at_trusted_commit(spec, config)
     facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
     with suppress(RankError):
         facts = there.facts if there is not None else probe(runtime_of(spec, config)).to_dict()
@@ -90,17 +88,18 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Ch
     spec = at_any_length(entry.spec)
     overlay = _requested(spec, request)
     added = {} if entry.added is None else {**entry.added, **{key: value for key, value in overlay.items() if value != AUTO}}
-    if (args := _free_of(spec.extra_args, overlay)) != list(spec.extra_args):
-        overlay["extra_args"] = args
+    # extra_args come last, and vLLM takes the last flag.
+    if replaced := parsed(spec.extra_args).keys() & set(_flags_of(overlay)):
+        overlay["extra_args"] = without(spec.extra_args, *replaced)
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
-    if request.speculative is not None and request.speculative != spec.speculative:
+    if request.speculative is not None:
         wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(request.speculative, spec.model, wish, read)
-        overlay |= {"speculative": request.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
+        overlay |= {"extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
         if drafted is not None:
             overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
-            added |= ({} if drafted.recipe is None else {"recipe": drafted.recipe}) | {"speculative": request.speculative}
+            added |= {"extra_args": list(drafted.args)} if drafted.recipe is None else {"recipe": drafted.recipe}
     if overlay:
         spec = _validated(spec.name, {**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
     return PlannedEntry(spec, entry.config, entry.vllm, entry.entrypoint, entry.origin, None if entry.added is None else added)
@@ -124,17 +123,8 @@ def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
     return {key: value for key, value in requested.items() if value is not None}
 
 
-def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
-    """extra_args without the flags that these keys replace: extra_args come last, and vLLM takes the last flag."""
-    # A switch has no value to remove with it.
-    switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in keys else ()
-    left = [arg for arg in args if flag_name(arg) not in switch]
-    for flag in _flags_of(key for key in keys if key != "enforce_eager"):
-        left = without(left, flag)
-    return left
-
-
 def _flags_of(keys: Iterable[str]) -> Iterator[str]:
+    """The flags that these keys replace."""
     for key in keys:
         yield from (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ()))
 

@@ -13,10 +13,9 @@ from sparkd.capacity.planned_entry import PlannedEntry
 from sparkd.capacity.profiles import FAMILIES
 from sparkd.capacity.requirement import said_to
 from sparkd.config.config import ModelConfig
-from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import pinned
-from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable
+from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware
 from sparkd.schema.quantize import AUTO, is_open
@@ -40,9 +39,12 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
 
     Raises ConfigError where the runtime's vLLM would refuse the flags.
     """
-    spec, notes = _pinned(spec, entry)
+    try:
+        spec = pinned(spec, entry.config)
+    except LoadRefused as error:
+        raise ConfigError(error.message, param="model") from None
     if spec.runs_vllm(entry.config.engine):
-        spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
+        spec, _ = with_parsers(spec, entry.env)
     translation = said_to(spec, entry.config, entry.vllm)
     if translation.refused:
         raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")
@@ -53,21 +55,8 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
         "config": decided if entry.added is None else {**entry.added, **decided},
         "ranks": _ranks(entry, option, spec, translation, hardware),
         "container": _container(entry),
-        "notes": [*notes, *translation.notes],
+        "notes": list(translation.notes),
     }
-
-
-def _pinned(spec: ModelConfig, entry: PlannedEntry) -> tuple[ModelConfig, list[str]]:
-    """(the entry at the commits whose code it may run, notes where these are unknown on this machine). Raises ConfigError where a start
-    would refuse the code."""
-    try:
-        if spec.trusts_code() and is_absent(spec, entry.env):
-            look(spec, entry.env)
-        return pinned(spec, entry.config), []
-    except (CommitUnknown, HubUnreachable, ModelUnusable) as error:
-        return spec, [error.message]
-    except LoadRefused as error:
-        raise ConfigError(error.message, param="model") from None
 
 
 def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[str, Any]:
@@ -123,11 +112,9 @@ def _is_shown(name: str, own: Mapping[str, str]) -> bool:
 
 
 def _container(entry: PlannedEntry) -> dict[str, Any] | None:
-    """The container image of the entry's recipe; the variant's image overrides the recipe's."""
+    """The container image of the entry's recipe."""
     if entry.spec.recipe is None:
         return None
-    book = entry.config.book()
-    name, variant = book.split(entry.spec.recipe)
-    file, _ = book.read(name)
-    container = None if file is None else file.container(variant)
+    file, _ = entry.config.book().read(entry.spec.recipe)
+    container = None if file is None else file.recipe.container
     return None if container is None else {**container.model_dump(), "recipe": entry.spec.recipe}

@@ -33,8 +33,7 @@ from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.releases import READ_OFF
-from sparkd.vllm.translate import Translation, release_of, translated
-from sparkd.vllm.unknown_names import unknown_parsers
+from sparkd.vllm.translate import Translation, translated
 from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
 
@@ -103,7 +102,7 @@ def requirement_of(
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
     spec, parsers = decided(spec, need.args), None
     if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, need.args.env, spec.runtime_of(config.engine))
+        spec, parsers = with_parsers(spec, need.args.env)
     return replace(need, spec=spec, parsers=parsers)
 
 
@@ -204,12 +203,10 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import.
     """
     env = without_cpu_space(spec, spec.environment(config.engine))
-    said = translated(spec.vllm_flags(), env, release_of(vllm))
+    said = translated(spec.vllm_flags(), env)
     if said.refused or not _is_ours(spec, config, vllm):
         return said
     runtime = spec.runtime_of(config.engine)
-    if unknown := tuple(unknown_parsers(said.args, env, runtime)):
-        return replace(said, refused=unknown)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     ask = ask and bool(spec.extra_args)
     return replace(said, refused=refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask))

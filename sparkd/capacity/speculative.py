@@ -1,6 +1,6 @@
 """Owns what speculative decoding adds to a model's account: tokens ahead, layers with a cache, weights of a draft. Never reads a weight.
 
-Which flags a method has is sparkd.recipes.speculation's; here its configuration, as vLLM takes it, is counted.
+Its configuration is counted as vLLM takes it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inv
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.models.shape import Shape, shape_of
-from sparkd.vllm.translate import draft_method
+from sparkd.vllm.translate import draft_method, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
-    from sparkd.schema.fields import Method
 
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
+FLAG = "--speculative-config"
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
 # vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
 _SUFFIX_DEPTH = 24
+# vLLM's configuration of the methods that need no draft of their own (config/speculative.py).
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +86,20 @@ def drafting(method: str, model: str, wish: Mapping[str, Any], read: Callable[[s
 
     Raises ConfigError and CheckpointError.
     """
-    from sparkd.recipes.speculation import speculating
-
     if method == "off":
         return None
-    recipe, variant = recipe_for(model) if method not in _OF_TEXT else (None, None)
-    offered = recipe.speculation(variant) if recipe is not None else None
-    if method == "mtp" and offered is not None and offered.mtp is None:
-        offered = None
-    kind: Method = method  # type: ignore[assignment]  # one of METHODS
-    try:
-        found = speculating(kind, offered, model, wish.get("max_num_seqs"), wish.get("quantize") is not None)
-    except ValueError as error:
-        raise ConfigError(f"speculative {error}.", param="speculative") from None
+    recipe = recipe_for(model, method) if method not in _OF_TEXT else None
+    config = _CONFIGS.get(method) if recipe is None else speculative_config(recipe.arguments)
+    if config is None:
+        raise ConfigError(f"speculative {method}: no recipe has such a draft for it: choose off, ngram or suffix.", param="speculative")
+    needed = recipe.settings.get("kv_cache_dtype") if recipe is not None and method == "dflash" else None
     dtype = wish.get("kv_cache_dtype") or "auto"
-    allowed = found.fixed.get("kv_cache_dtype")
-    if allowed is not None and dtype != "auto" and dtype not in allowed:
-        needs = " or ".join(map(str, allowed))
-        raise ConfigError(
-            f"speculative {method} needs a KV cache in {needs}, because {found.why}: leave {dtype} out.", param="kv_cache_dtype"
-        )
-    name = None if recipe is None or offered is None else recipe.name if variant is None else f"{recipe.name}@{variant}"
-    return replace(of_config(json.loads(found.args[-1]), read), args=found.args, env=found.env, settings=found.settings, recipe=name)
+    if needed is not None and dtype not in ("auto", needed):
+        raise ConfigError(f"speculative {method} needs a KV cache in {needed}: leave {dtype} out.", param="kv_cache_dtype")
+    settings = {"kv_cache_dtype": needed} if needed is not None else {}
+    env = (recipe.settings.get("env") or {}) if recipe is not None else {}
+    name = recipe.name if recipe is not None else None
+    return replace(of_config(config, read), args=(FLAG, json.dumps(config)), env=env, settings=settings, recipe=name)
 
 
 def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
@@ -130,16 +128,16 @@ def _beside(draft: Inventory) -> Iterator[WeightPart]:
         yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
 
 
-def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
-    """The recipe for this folder or hub id, and its variant."""
+def recipe_for(model: str, method: str | None = None) -> RecipeFile | None:
+    """The recipe for this folder or hub id; with `method`, one that drafts by it."""
     from sparkd.recipes.library import RecipeLibrary
 
     book = RecipeLibrary(None, os.environ)
     name = model.rstrip("/").rpartition("/")[2].lower()
     for each in book.names():
         file, _ = book.read(each)
-        for variant in (None, *file.recipe.variants) if file is not None else ():
-            known = file.model(variant) if file is not None else ""
-            if model == known or (model.startswith("/") and known.rpartition("/")[2].lower() == name):
-                return file, variant
-    return None, None
+        if file is None or (method is not None and draft_method(speculative_config(file.arguments) or {}) != method):
+            continue
+        if model == file.recipe.model or (model.startswith("/") and file.recipe.model.rpartition("/")[2].lower() == name):
+            return file
+    return None

@@ -10,7 +10,6 @@ from sparkd.capacity.layers import Consult, LayerListing, layers_of
 from sparkd.capacity.mixes import mix_of
 from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import Unavailable
 from sparkd.models.remote_headers import Progress, checkpoint_of
 from sparkd.schema.engine_args import engine_args, recipe_of
@@ -37,7 +36,7 @@ def listing_of(
     Raises ConfigError, CheckpointError.
     """
     named = configured(model, config_file, environ) or of_hub(model, config_file, environ) or _of_daemon(model, config_file, environ, ask)
-    spec = at_trusted_commit(named.spec, named.config)
+    spec = named.spec
     env = {**environ, **spec.environment(named.config.engine)}
     wanted = spec.quantize if quantize is None else value_of(quantize)
     checkpoint = checkpoint_of(spec.model, spec.revision, env, progress)

@@ -217,7 +217,8 @@ def rm(
 ) -> None:
     """Unload and remove a model that `sparkd run` added.
 
-    With --cached, removes the model's quantized weights from this node; this needs no daemon, and MODEL may also be a folder or a hub id.
+    With --cached, removes the model's quantized weights from this node, of a configured model those in its own format. This needs no
+    daemon, and MODEL may also be a folder or a hub id.
     """
     if cached:
         _remove_cached(session, model, config)
@@ -349,11 +350,12 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 
 def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import listing
-    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    rows = as_owner(loaded.quantized_path, lambda: listing(loaded))
+    refuse_another_users(loaded.quantized_path)
+    rows = listing(loaded)
     if session.json:
         show.say_json(rows)
     else:
@@ -362,11 +364,12 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import remove
-    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    removed, swept_bytes = as_owner(loaded.quantized_path, lambda: remove(model, loaded))
+    refuse_another_users(loaded.quantized_path)
+    removed, swept_bytes = remove(model, loaded)
     if session.json:
         show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return

@@ -46,7 +46,7 @@ def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) 
     book = config.book()
     if not book.has(model):
         return None
-    name = book.split(model)[0].replace("@", ":")
+    name = model.replace("@", ":")
     return NamedEntry(parse_model(name, {"recipe": model}, over_admin=False, book=book), config, f"the recipe {model}")
 
 

@@ -324,6 +324,6 @@ def _container_for(model: str) -> dict[str, Any] | None:
     """The image that the recipe for this very model names; an entry that names the recipe takes its settings."""
     from sparkd.capacity.speculative import recipe_for
 
-    recipe, variant = recipe_for(model)
-    container = recipe.container(variant) if recipe is not None else None
+    recipe = recipe_for(model)
+    container = recipe.recipe.container if recipe is not None else None
     return None if container is None or recipe is None else {**container.model_dump(), "recipe": recipe.name}

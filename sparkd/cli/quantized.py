@@ -12,12 +12,12 @@ from sparkd.models.folder import refuse_unusable
 from sparkd.models.source import name_of, snapshot_of, source_of
 from sparkd.schema.quantize import is_open
 from workers.cache import store
-from workers.cache.manifest import model_name
+from workers.cache.manifest import CacheManifest, model_name
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config
+    from sparkd.schema.model import ModelConfig
     from workers.quantization.recipe import QuantizationRecipe
-
 
 _AS_ITS_USER = "Run this as the user that sparkd runs as."
 
@@ -45,7 +45,7 @@ def listing(config: Config) -> dict[str, Any]:
     return {
         "folder": folder,
         "limit_bytes": None if limit_gib is None else int(limit_gib * store.GIB),
-        "cached": [_row(entry) for entry in entries],
+        "cached": [_row(entry, config) for entry in entries],
         "writing_bytes": store.written_now(folder),
         "swept_bytes": swept_bytes,
         "sweep_fault": sweep_fault,
@@ -53,7 +53,8 @@ def listing(config: Config) -> dict[str, Any]:
 
 
 def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
-    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry; and what earlier loads have left of any.
+    """Removes every entry of a model: a folder, a hub id, the name of one entry, or a configured name, of which only the entries in its
+    own formats are removed; and what earlier loads have left of any.
 
     Returns what it removed, and the bytes of the latter. Raises ConfigError where there is nothing, Conflict where an engine reads one;
     the others are removed all the same.
@@ -88,11 +89,9 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
 
     quantize: a recipe as YAML, in place of the configured one.
     """
-    from sparkd.entry.trusted_commits import at_trusted_commit
     from workers.quantization.recipe import QuantizationRecipe
 
     configured = config.lookup(model)
-    configured = configured and at_trusted_commit(configured, config)
     source = source_of(configured.model if configured else model)
     runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
     env = {**environ, **(configured.environment(config.engine) if configured else {})}
@@ -121,11 +120,12 @@ def _entries(config: Config) -> list[store.CacheEntry]:
         raise ConfigError(f"{folder}: {error.strerror}. Run this as the user that sparkd runs as, or set quantized_cache.dir.") from None
 
 
-def _row(entry: store.CacheEntry) -> dict[str, Any]:
+def _row(entry: store.CacheEntry, config: Config) -> dict[str, Any]:
     manifest, fault = entry.manifest, store.fault_of(entry)
     return {
         "name": entry.name,
         "model": model_name(manifest.source.folder) if manifest else None,
+        "entries": [name for name, model in config.models.items() if manifest and model.quantize and _is_for(manifest, model)],
         "format": manifest.format if manifest else None,
         "quantize": dict(manifest.recipe) if manifest else None,
         "tensor_parallel": list(manifest.tp_slice) if manifest and manifest.tp_slice else None,
@@ -141,20 +141,30 @@ def _row(entry: store.CacheEntry) -> dict[str, Any]:
 
 def _is_of(entry: store.CacheEntry, model: str, config: Config) -> bool:
     """Whether an entry is what a user means by `model`."""
-    if entry.name == model or entry.manifest is None:
-        return entry.name == model
-    folder = entry.manifest.source.folder
+    source = source_of(model)
+    if entry.name == model or (source.startswith("/") and os.path.realpath(source) == entry.folder):
+        return True
+    if entry.manifest is None:
+        return False
     configured = config.lookup(model)
-    for source in {source_of(model), source_of(configured.model) if configured else source_of(model)}:
-        if source.startswith("/"):
-            same = os.path.realpath(source) in (folder, entry.folder)
-        elif "/" in source:
-            same = f"/models--{source.replace('/', '--')}/" in folder
-        else:
-            same = model_name(folder) == name_of(source)
-        if same:
-            return True
-    return False
+    return _is_for(entry.manifest, configured) if configured else _is_made_of(entry.manifest.source.folder, source)
+
+
+def _is_for(manifest: CacheManifest, model: ModelConfig) -> bool:
+    """Whether the quantized weights are of a configured model: in its own format, or in any where it names none."""
+    from workers.quantization.recipe import QuantizationRecipe
+
+    if not _is_made_of(manifest.source.folder, source_of(model.model)):
+        return False
+    own = None if is_open(model.quantize) else model.quantize
+    return own is None or QuantizationRecipe.parse(own).canonical().items() <= manifest.recipe.items()
+
+
+def _is_made_of(folder: str, source: str) -> bool:
+    """Whether a checkpoint's folder is that of a source: a folder, a hub id, or a bare name."""
+    if source.startswith("/"):
+        return os.path.realpath(source) == folder
+    return f"/models--{source.replace('/', '--')}/" in folder if "/" in source else model_name(folder) == name_of(source)
 
 
 def _value(text: str) -> Any:

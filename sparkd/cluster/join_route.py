@@ -1,4 +1,4 @@
-"""Owns by which of its addresses a node reaches a head, and whether that is a cable between Sparks. Pure; never opens a socket."""
+"""By which of its addresses a node reaches a head, and whether that is a cable between Sparks."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from sparkd.fabric.interfaces import LAN, QSFP, WIFI, Cage, Fabric, NetworkInter
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """node_ip: this node's address in the cluster. why: where it comes from, one sentence. doubts: what is wrong with that way, each with
-    its cure."""
+class Route:
+    """The address by which a node reaches a head.
+
+    node_ip: this node's address in the cluster
+    why: where it comes from, one sentence
+    doubts: faults of that route, each with its cure
+    """
 
     node_ip: str
     why: str
     doubts: tuple[str, ...]
 
 
-def way_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = None) -> Way:
-    """head: the head's IPv4 address. routed: the address that the kernel would talk to it from. fabric: this node, None where its network
-    cannot be read. choice: the operator's choice. Raises ConfigError for a choice that this node does not have.
+def route_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = None) -> Route:
+    """The route to a head. Raises ConfigError for a choice that this node does not have.
+
+    head: the head's IPv4 address
+    routed: the address that the kernel would talk to it from
+    fabric: this node, None where its network cannot be read
+    choice: the operator's choice
     """
     if choice is not None:
         _checked(choice)
     if fabric is None:
-        return Way(choice or routed, f"{choice or routed} comes from " + ("--node-ip." if choice else "the kernel's route."), ())
+        return Route(choice or routed, f"{choice or routed} comes from " + ("--node-ip." if choice else "the kernel's route."), ())
     own = fabric.holding(IPv4Address(choice or routed))
     if own is None:
         if choice:
             had = ", ".join(f"{address.ip} ({each.name})" for each in fabric.interfaces if each.linked for address in each.addresses)
             raise ConfigError(f"--node-ip {choice}: this node has no such address; it has {had or 'none'}.")
-        return Way(routed, f"{routed} comes from the kernel's route; sparkd knows no interface of this node with it.", ())
+        return Route(routed, f"{routed} comes from the kernel's route; sparkd knows no interface of this node with it.", ())
     near = next((address.network for address in own.addresses if IPv4Address(head) in address.network), None)
     via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
     reason = f"{choice or routed} is {_named(own, fabric)}, {via}{', set by --node-ip' if choice else ''}."
-    return Way(choice or routed, reason, tuple(_doubts(head, own, fabric)))
+    return Route(choice or routed, reason, tuple(_doubts(head, own, fabric)))
 
 
 def _checked(address: str) -> None:

@@ -1,40 +1,36 @@
-"""Downloads what an engine needs of a hub's repository into this node's hub cache. Never runs inside the daemon: a download is ended by
-ending its process.
+"""Downloads what an engine needs of a hub's repository into this node's hub cache, by huggingface_hub.
 
-A program: `python -m sparkd.models.download` reads one line of JSON from stdin, {"hub_id", "revision", "branch"}; HF_* come by its
-environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note", "head"} or {"error"},
-with "unasked" where it was the hub that said nothing, and ends when stdin does. head: the commit that `branch` is at, null where the hub
-does not say or none is given.
+A program of its own, so that a download is ended by ending its process: `python -m sparkd.models.download` reads one line of JSON from
+stdin, {"hub_id", "revision"}; HF_* come by its environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end
+{"ended": true, "commit", "note"} or {"error"}, with "unasked" where it was the hub that said nothing, and ends when stdin does.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import CheckpointError, SparkdError
-from sparkd.models.hub import Hub, RepositoryListing
+from sparkd.models.hub import Hub, client_errors
 from sparkd.models.remote_headers import complete
-from workers.files.chunks import Buffer, sha256_of
 from workers.files.manifest import File, ModelManifest, lacking, refuse_without_room
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
 
 THREADS = 4
 PROGRESS_S = 0.3
-SHA256_DIGITS = 64
 # Files that no engine reads where the same weights are there as safetensors, and folders of other programs' copies.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 OTHER_FOLDERS = ("original/*", "metal/*", "onnx/*", "openvino/*", "coreml/*", ".*")
 # Mistral's repositories have the same weights twice.
 CONSOLIDATED = "consolidated*.safetensors"
+_RESUME = "Check the network and the disk, then run the same command again to resume"
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -58,80 +54,70 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 
 def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: Tell) -> tuple[str, str]:
-    """(commit, a note) once all of it is in the cache. Files that are there already are not fetched again; where the hub cannot be asked,
-    what is in the cache will do if it is whole. Raises SparkdError; NotAsked where the hub said nothing and it is not."""
+    """(commit, a note) once all of it is in the cache. Where the hub cannot be asked, what is in the cache will do if it is whole.
+
+    Raises SparkdError; NotAsked where the hub said nothing and the cache is not whole.
+    """
+    from huggingface_hub import snapshot_download
+
     try:
         hub = Hub(hub_id, revision, environ)
-        listing = hub.listing(nested=True)
+        listing = hub.listing()
     except CheckpointError as error:
-        commit = _whole(hub_id, revision, environ)
-        if commit is None:
+        snapshot = snapshot_of(hub_id, revision, environ)
+        if snapshot is None or complete(snapshot) is None:
             raise NotAsked(error) from None
-        return commit, f"The hub was not contacted ({error.reason}); what is in the cache is whole."
+        return snapshot.name, f"The hub was not contacted ({error.reason}); what is in the cache is whole."
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / listing.commit
-    names = wanted(listing.sizes)
-    missing = [name for name in names if not _is_there(snapshot / name, listing.sizes[name])]
-    _refuse_without_room(hub_id, listing, missing, environ)
-    total = sum(listing.sizes[name] or 0 for name in names)
-    done = {name: listing.sizes[name] or 0 for name in names if name not in missing}
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(PROGRESS_S):
-            begun = [*(folder / "blobs").glob("*.incomplete")]
-            partial = sum(_size(path) for path in begun)
-            for path in begun:
-                _drop(path)
-            tell({"done_bytes": min(total, sum(done.values()) + partial), "total_bytes": total})
-
-    threading.Thread(target=report, name="fetch progress", daemon=True).start()
-    pool = ThreadPoolExecutor(THREADS)
+    sizes = {name: listing.sizes[name] or 0 for name in wanted(listing.sizes)}
+    missing = tuple(File(name, size, 0) for name, size in sizes.items() if not (snapshot / name).exists())
+    refuse_without_room(hub_id, lacking(ModelManifest(hub_id, None, listing.commit, "", missing), environ))
     try:
-        download = partial(_download, hub, environ.get("HF_TOKEN"), listing.commit, folder)
-        for name in pool.map(download, missing):
-            done[name] = listing.sizes[name] or 0
-    finally:
-        ended.set()
-        # After an error the other downloads are not awaited: they end with the process.
-        pool.shutdown(wait=False, cancel_futures=True)
+        with _progress(folder, snapshot, sizes, tell):
+            snapshot_download(
+                hub_id,
+                revision=listing.commit,
+                cache_dir=folder.parent,
+                endpoint=hub.endpoint,
+                token=environ.get("HF_TOKEN"),
+                allow_patterns=list(map(glob.escape, sizes)),
+                max_workers=THREADS,
+            )
+    except client_errors() as error:
+        # Its message may hold an address with a signature.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise CheckpointError(f"it could not be downloaded: {reason}", file=hub_id, cure=_RESUME) from None
+    # The library is content with a part of it where the hub fails in between.
+    if lost := [name for name in sizes if not (snapshot / name).exists()]:
+        raise CheckpointError(f"{lost[0]} could not be downloaded", file=hub_id, cure=_RESUME)
     _name_revision(folder, revision or "main", listing.commit)
     return listing.commit, ""
 
 
-def head_of(hub_id: str, branch: str, environ: Mapping[str, str]) -> str | None:
-    """The commit that a branch or tag is at on the hub; None where the hub does not say."""
+@contextmanager
+def _progress(folder: Path, snapshot: Path, sizes: Mapping[str, int], tell: Tell) -> Iterator[None]:
+    """Tell how much of the files is on the disk, and keep it out of the page cache: CUDA cannot use memory that files fill."""
+    ended = threading.Event()
+
+    def look() -> None:
+        begun = [*(folder / "blobs").glob("*.incomplete")]
+        done = sum(size for name, size in sizes.items() if (snapshot / name).exists())
+        tell({"done_bytes": min(sum(sizes.values()), done + sum(map(_size, begun))), "total_bytes": sum(sizes.values())})
+        for path in begun:
+            _drop(path)
+
+    def watch() -> None:
+        while not ended.wait(PROGRESS_S):
+            look()
+
+    threading.Thread(target=watch, name="fetch progress", daemon=True).start()
     try:
-        return Hub(hub_id, branch, environ).listing().commit
-    except SparkdError:
-        return None
-
-
-def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str) -> str:
-    """One file into the cache, held against the SHA-256 that the hub names, and out of the page cache again."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    cache = str(folder.parent)
-    try:
-        path = Path(hf_hub_download(hub.hub_id, name, revision=commit, cache_dir=cache, endpoint=hub.endpoint, token=token))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        # Its message may hold an address with a signature.
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        cure = "Check the network and the disk, then run the same command again to resume."
-        raise CheckpointError(f"{name} could not be downloaded: {reason}", file=hub.hub_id, cure=cure) from None
-    blob = Path(os.path.realpath(path))
-    if len(blob.name) == SHA256_DIGITS:
-        buffer = Buffer()
-        if sha256_of(blob, buffer) != blob.name:
-            for file in (path, blob):
-                with suppress(OSError):
-                    file.unlink()
-            problem = f"{name} does not have the SHA-256 that the hub names and was removed"
-            raise CheckpointError(problem, file=hub.hub_id, cure="Run the same command again; if the error stays, check memory and disk")
-        buffer.close()
-    _drop(blob, wait=True)
-    return name
+        yield
+    finally:
+        ended.set()
+    for name in sizes:
+        _drop(snapshot / name, wait=True)
 
 
 def _drop(path: Path, *, wait: bool = False) -> None:
@@ -142,19 +128,9 @@ def _drop(path: Path, *, wait: bool = False) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _whole(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> str | None:
-    snapshot = snapshot_of(hub_id, revision, environ)
-    return snapshot.name if snapshot is not None and complete(snapshot) is not None else None
-
-
-def _refuse_without_room(hub_id: str, listing: RepositoryListing, missing: list[str], environ: Mapping[str, str]) -> None:
-    files = tuple(File(name, listing.sizes[name] or 0, 0) for name in missing)
-    refuse_without_room(hub_id, lacking(ModelManifest(hub_id, None, listing.commit, "", files), environ))
-
-
 def _name_revision(folder: Path, revision: str, commit: str) -> None:
     """Write the ref of a revision, after all files: until then no reader finds an incomplete snapshot."""
-    if revision == commit or ".." in revision:
+    if revision == commit:
         return
     ref = folder / "refs" / revision
     ref.parent.mkdir(parents=True, exist_ok=True)
@@ -167,25 +143,20 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _is_there(path: Path, size: int | None) -> bool:
-    return path.exists() and size in (None, _size(path))
-
-
 def _size(path: Path) -> int:
     """The bytes of it that are on the disk: a file may be made with its whole length at once."""
     try:
         status = path.stat()
     except OSError:
         return 0
-    return min(status.st_size, status.st_blocks * 512) if path.suffix == ".incomplete" else status.st_size
+    return min(status.st_size, status.st_blocks * 512)
 
 
 def main() -> None:
     order, tell = ordered("fetch end")
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
-        head = head_of(order["hub_id"], order["branch"], os.environ) if order.get("branch") else None
-        tell({"ended": True, "commit": commit, "note": note, "head": head})
+        tell({"ended": True, "commit": commit, "note": note})
     except NotAsked as unasked:
         tell({"error": unasked.error.message, "unasked": unasked.error.reason})
     except SparkdError as error:

@@ -1,4 +1,4 @@
-"""Owns whether a folder on this node can be a model's at all, by a look at the names in it, and how that is said. Never reads a file."""
+"""Whether a folder on this node can be a model's at all, by the names in it, and how that is said."""
 
 from __future__ import annotations
 

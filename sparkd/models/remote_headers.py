@@ -1,4 +1,4 @@
-"""Owns reading a checkpoint wherever it is: a folder, the hub cache, or a hub, which sends the headers alone. Never fetches a weight.
+"""Reads a checkpoint's headers wherever they are: in a folder, in the hub cache, or on a hub.
 
 Nothing is written to the hub cache either: a folder there with some files of a newer commit would keep an engine from starting offline.
 """
@@ -6,15 +6,12 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from sparkd.checkpoint import (
-    CONFIG,
     MAX_JSON_BYTES,
-    MODELOPT,
-    PARAMS,
     Checkpoint,
     Folder,
     Selection,
@@ -24,17 +21,18 @@ from sparkd.checkpoint import (
     read_checkpoint,
     selected,
 )
-from sparkd.checkpoint.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
+from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.index import INDEX
-from sparkd.checkpoint.tensors import FileTensors
+from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError
 from sparkd.models.folder import unusable
-from sparkd.models.hub import Hub, RepositoryListing, in_parallel
+from sparkd.models.hub import Hub, RepositoryListing
 from sparkd.models.source import snapshot_of, source_of
 
 # The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
 FIRST_BYTES = 100_000
+THREADS = 16
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
 
 # (headers that were read, headers to read)
@@ -89,44 +87,38 @@ def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
     if not there.issuperset(selection.files):
         return None
     # `selected` has read what an index says.
-    return (folder, selection) if selection.index is not None or not lacking_weights(there, folder.content) else None
+    return (folder, selection) if selection.index or not lacking_weights(there, folder.content) else None
 
 
 class _Repository:
-    """A repository at one commit as a Source."""
+    """A repository at one commit as a Source. Files in its folders are left out."""
 
     def __init__(self, hub: Hub, listing: RepositoryListing, progress: Progress | None) -> None:
         self.place = f"hf://{hub.hub_id}@{listing.commit}"
-        self.names = listing.sizes.keys()
+        self.names = {name for name in listing.sizes if "/" not in name}
         self._hub = hub
         self._listing = listing
         self._progress = progress
-        self._small: dict[str, bytes] = {}
 
     def path(self, name: str) -> str:
         return f"{self.place}/{name}"
 
     def content(self, name: str) -> bytes:
-        if not self._small:
-            wanted = [each for each in (CONFIG, PARAMS, INDEX, MODELOPT) if each in self.names]
-            read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
-            self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
-        return self._small.pop(name)
+        return self._hub.whole(self._listing.commit, name, MAX_JSON_BYTES)
 
-    def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        for file in files.keys() - self.names:
+    def headers(self, files: Sequence[str]) -> Iterator[tuple[Shard, list[TensorRef]]]:
+        for file in set(files) - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
-        found: dict[int, tuple[Shard, FileTensors]] = {}
-        jobs = [partial(self._header, file, PREFIX_BYTES + expected if expected else FIRST_BYTES) for file, expected in files.items()]
-        for at, (file, header, size_bytes) in in_parallel(jobs):
-            found[at] = parse_header(header, self.path(file), size_bytes, 0)
-            if self._progress is not None:
-                self._progress(len(found), len(jobs))
-        return [found[at] for at in range(len(jobs))]
+        # Its threads do not keep the process from ending, so an interrupt need not wait for a server.
+        with ThreadPool(min(THREADS, len(files))) as pool:
+            for done, (file, header, size_bytes) in enumerate(pool.imap(self._header, files), 1):
+                if self._progress is not None:
+                    self._progress(done, len(files))
+                yield parse_header(header, self.path(file), size_bytes, 0)
 
-    def _header(self, file: str, expected: int) -> tuple[str, bytes, int]:
-        """(file, its header without the length, bytes of the file), by one request where the header is as long as expected, else by two."""
-        raw, size = self._hub.part(self._listing.commit, file, 0, min(expected, MAX_HEADER_BYTES))
+    def _header(self, file: str) -> tuple[str, bytes, int]:
+        """(file, its header without the length, bytes of the file), by one request where the header is short, else by two."""
+        raw, size = self._hub.part(self._listing.commit, file, 0, FIRST_BYTES)
         listed = self._listing.sizes[file]
         size_bytes = listed if size is None else size
         if size_bytes is None:
@@ -135,8 +127,7 @@ class _Repository:
             raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
         if end > len(raw):
-            more, again = self._hub.part(self._listing.commit, file, len(raw), end)
-            raw += more
-            if again not in (None, size_bytes) or len(raw) < end:
-                raise CheckpointError(f"it was {size_bytes} bytes long and has changed since", file=self.path(file))
+            raw += self._hub.part(self._listing.commit, file, len(raw), end)[0]
+            if len(raw) < end:
+                raise CheckpointError("the hub sends less of it than its header", file=self.path(file))
         return file, raw[PREFIX_BYTES:end], size_bytes

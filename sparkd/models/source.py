@@ -1,4 +1,4 @@
-"""Owns the meaning of MODEL on a command line: a folder or a hub id, a name for it, where a hub id lies. Never looks into the folder."""
+"""The meaning of MODEL on a command line: a folder or a hub id, a name for it, where a hub id lies."""
 
 from __future__ import annotations
 

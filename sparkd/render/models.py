@@ -154,7 +154,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             model["name"],
             _state(model["state"], progress, model.get("turn"), bool(model.get("doubt"))),
             duration(now_s - model["since_s"]),
-            _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
+            _or_dash(model["load_s"], lambda s: f"{s:.1f} s") + (" (cache)" if progress.get("source") == "cache" else ""),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
             *([_or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}")] if wide else []),
             _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
@@ -260,7 +260,7 @@ def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = No
     for row in rows:
         slice_of = "" if row["tensor_parallel"] is None else f" {row['tensor_parallel'][0] + 1}/{row['tensor_parallel'][1]}"
         table.add(
-            row["model"] or row["name"],
+            ", ".join(row["entries"]) or row["model"] or row["name"],
             f"{row['format'] or '-'}{slice_of}{_calibrated(row)}",
             size(row["size_bytes"]),
             _or_dash(row["created_s"], lambda at: duration(now_s - at)),

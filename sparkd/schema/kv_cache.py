@@ -10,7 +10,7 @@ from sparkd.errors import ConfigError
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.unaccounted_args import blocks_of, length_of
-from workers.host.runtime import API_SERVER, COMMAND_LINE
+from workers.host.runtime import GUARDED
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 AUTO = "auto"
 WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
-# Engines that are known to accept a worker class. Another module gets one only where the entry sets kv_cache.
-_ENGINES = (COMMAND_LINE, API_SERVER, "tests.stub")
 _WAYS = ("bytes", "tokens", "sequences", "utilization")
 _EXAMPLES = "{bytes: 8GiB}, {tokens: 32768}, {sequences: 4, at: 8192} or {utilization: 0.8}"
 _LARGEST = 2**53
@@ -114,7 +112,7 @@ def cache_of(model: ModelConfig) -> dict[str, Any] | str | None:
 
 def vllm_sizes(model: ModelConfig) -> bool:
     """Whether the entry chooses vLLM's sizing, or a worker class that is not sparkd's."""
-    return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
+    return utilization_of(model) is not None or bool(reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:
@@ -151,11 +149,6 @@ def unreadable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def without_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that `unreadable` judges."""
-    return {name: value for name, value in env.items() if name not in (CPU_KV_SPACE, MARGIN_VARIABLE)}
-
-
 def sizing_of(
     model: ModelConfig, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
@@ -164,7 +157,7 @@ def sizing_of(
     profiles: the folder of kept profiles, None keeps none. reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by
     measuring what the engine holds; None without a limit. On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
     """
-    if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
+    if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in GUARDED):
         return {}
     told: dict[str, Any] = {"profiles": profiles}
     if (margin := margin_bytes(model, env)) is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
-from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
+from sparkd.vllm.flags import LOAD_FORMAT, parsed, value_of
 from sparkd.vllm.unaccounted_args import unanswered
 from workers.quantization.best_wish import BEST, best_of
 
@@ -63,10 +63,9 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def _bare_stream(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) where the entry sets sparkd's load format without `quantize`."""
-    formats = [value for *_, value in values_of(model.extra_args, "load-format")]
-    chosen = formats[-1] if formats else model.load_format
-    if chosen == LOAD_FORMAT and not any(flag_name(arg) == "model-loader-extra-config" for arg in model.extra_args):
-        key = "extra_args" if formats else "load_format"
+    by_flag = value_of(model.extra_args, "load-format")
+    if (by_flag or model.load_format) == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
+        key = "extra_args" if by_flag else "load_format"
         yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
 
 

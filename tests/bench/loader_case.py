@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ _TIMED_TOKENS = 32
 
 def install() -> None:
     """The entry point. Wraps BaseModelLoader.load_model once, where SPARKD_BENCH_LOADS is set."""
+    with suppress(ImportError):
+        # vLLM 0.33 prefers these kernels on Hopper GPUs alone; a GB10 gets Marlin.
+        from vllm.model_executor.layers.quantization.utils.humming import priority
+
+        priority._HUMMING_PREFERRED_CAPABILITIES = frozenset()
     if not os.environ.get(FOLDER):
         return
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader

@@ -1,13 +1,13 @@
 """Each format of a dense and a MoE model, served by a real daemon: loaded, answered, and how far its answers are from BF16. It prints.
 
-    python -m tests.bench.served [--model dense,moe] [--quantize nvfp4,fp8,..] [--keep FILE]
+    python -m tests.bench.served [--model dense,moe] [--quantize nvfp4,fp8,..] [--once] [--keep FILE]
 
 One daemon with its own Ray, one model at a time, eager. Columns: seconds until READY, first and with the quantized weights on disk; the
 mean difference of the log-probabilities of a prompt's tokens from those of BF16, over the five tokens that BF16 finds most likely; GiB of
-the weights, and of the peak above them; GB/s of the load; GiB and tokens of the KV cache. At the end, with CUDA graphs: the daemon is
-killed and adopts its engine, a chat to another model swaps, and a chat to the first swaps back. The checkpoints are random
-(tests/support/architectures.py); a GPU's are larger. --keep: writes what the admin API says of each model, as JSON. Exit status 1: a
-format did not answer.
+the weights, and of the peak above them; GB/s of the load; GiB and tokens of the KV cache. Two models also take turns at the
+end, with CUDA graphs: the daemon is killed and adopts its engine, a chat to the other model swaps, and a chat to the first swaps back. The
+checkpoints are random (tests/support/architectures.py); those of a GPU are larger. --keep: writes what the admin API says of each model, as
+JSON. Exit status 1: a format did not answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> int:
                 stock = _row(daemon, kind, "bf16", None, kept, failed, once=asked.once)
                 for form in forms:
                     _row(daemon, kind, form, stock, kept, failed, once=asked.once)
-            _turns(daemon, [f"{kind}-graphs" for kind in kinds], kept)
+            if len(kinds) > 1:
+                _turns(daemon, [f"{kind}-graphs" for kind in kinds], kept)
     if asked.keep:
         asked.keep.write_text(json.dumps(kept, indent=1))
     print(f"did not answer: {', '.join(failed)}" if failed else "every format answered")

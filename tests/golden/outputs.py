@@ -150,7 +150,8 @@ def _views() -> list[dict[str, Any]]:
           "source_why": "rank 1 has no profile of this engine", "peak_why": "a batch took 5.00 GiB"}  # fmt: skip
     ready = {"state": "READY", "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12, "queued": 3, "node": "10.0.0.12",
              "max_model_len": 32768, "ranks": [{"node": "10.0.0.12", "pid": 4711}], "aliases": ["gpt-4o"],
-             "progress": {"phase": "serving", "kv_tokens": 65536, "kv": kv}, "parsers": {"tool": "hermes", "reasoning": None}}  # fmt: skip
+             "progress": {"phase": "serving", "kv_tokens": 65536, "source": "cache", "kv": kv},
+             "parsers": {"tool": "hermes", "reasoning": None}}  # fmt: skip
     stock = {"phase": "stock", "why": "this vLLM has no x"}
     loading = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 * GIB, "bytes_total": 4 * GIB, "format": "fp8", "eta_s": 9.0}
     unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}

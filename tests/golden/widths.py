@@ -77,8 +77,15 @@ def _models() -> list[dict[str, Any]]:
 def _cached() -> dict[str, Any]:
     row = {"name": "9f86d081884c7d65", "size_bytes": 44 * GIB, "created_s": 0.0, "used_s": 1000.0, "valid": True, "quantize": {}}
     rows = [
-        {**row, "model": LARGE, "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
-        {**row, "model": SMALL, "format": "experts=mxfp4, attention=fp8-block, rest=bf16", "tensor_parallel": None, "source": SMALL},
+        {**row, "model": LARGE, "entries": [], "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
+        {
+            **row,
+            "model": SMALL,
+            "entries": ["chat", "code"],
+            "format": "experts=mxfp4, attention=fp8-block, rest=bf16",
+            "tensor_parallel": None,
+            "source": SMALL,
+        },
     ]
     return {"cached": rows, "swept_bytes": 0, "writing_bytes": 0, "folder": "/var/lib/sparkd/quantized", "limit_bytes": None}
 
@@ -126,7 +133,7 @@ def _recipes() -> list[dict[str, Any]]:
 
 
 def _registries() -> list[dict[str, Any]]:
-    row = {"recipes": 42, "commit": "0123456789abcdef", "committed": "2026-11-01T12:00", "signed": "signed by a key that is not trusted"}
+    row = {"recipes": 42, "commit": "0123456789abcdef", "committed": "2026-11-01T12:00"}
     return [{**row, "name": "community", "url": "https://github.com/example/spark-recipes.git"}]
 
 

@@ -29,14 +29,15 @@ GATE, LOAD_GATE = "gate", "load-gate"
 
 def settings(folder: Path) -> dict[str, Any]:
     """quick answers, held behind five pieces while GATE is not there; slow stands half loaded while LOAD_GATE is not there; endless writes
-    until it is stopped; crash never gets ready."""
+    until it is stopped; crash never gets ready, and is not tried again while the
+    tests last: its load would refuse a bench."""
     model = {"model": str(folder / "checkpoint"), "memory_gib": 2}
     gate = {"SPARKD_STUB_GATE": str(folder / GATE), "SPARKD_STUB_GATE_AFTER": "5"}
     load = {"SPARKD_STUB_START_DELAY_S": "1", "SPARKD_STUB_LOAD_BYTES": str(4 * GIB), "SPARKD_STUB_LOAD_GATE": str(folder / LOAD_GATE)}
     return {
         "keys": {"inference": [f"laptop: {INFERENCE}"], "admin": [f"desk: {ADMIN}"]},
         "engine": stub_engine(SPARKD_STUB_CHUNK_INTERVAL_S="0.05") | {"stop_timeout_s": 2},
-        "backoff": {"initial_s": 60},
+        "backoff": {"initial_s": 3600, "max_s": 3600},
         "models": {
             "quick": model | {"env": {"SPARKD_STUB_TOKENS": "30"} | gate, "aliases": ["gpt-4o"], "pin": True},
             "slow": model | {"quantize": "int4-g64", "env": load},

@@ -55,15 +55,14 @@ class Job:
         return self._last or {"error": f"The program that {self._does} ended without a message: {self._cure}."}
 
     def state(self) -> dict[str, Any]:
-        """The program's last words, and {"running": bool}."""
-        running = self.process.poll() is None
-        if not running:
+        """The program's last words."""
+        if self.process.poll() is not None:
             self._reader.join(END_TIMEOUT_S)  # its last words may be in the pipe
             if not {"ended", "error"} & set(self._last):
                 code = self.process.returncode
                 how = "did not end within its time" if code == -signal.SIGALRM else f"ended without a message (exit code {code})"
-                return {"running": False, "error": f"The program that {self._does} {how}: {self._cure}."}
-        return {"running": running} | self._last
+                return {"error": f"The program that {self._does} {how}: {self._cure}."}
+        return dict(self._last)
 
     def end(self) -> None:
         with suppress(ProcessLookupError, PermissionError):

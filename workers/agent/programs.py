@@ -26,6 +26,7 @@ class Programs:
     def __init__(self) -> None:
         self._jobs: dict[str, tuple[str, Job]] = {}  # by name, with the task that only one job may do at a time
         self._jobs_lock = threading.Lock()
+        self._begins = threading.Lock()  # held from the look for the job before to the new one's entry
 
     def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.files. {"job", ...what it says first}.
@@ -51,7 +52,7 @@ class Programs:
         return self._begin("rate", command, environ, order, "measures", cure)[0]
 
     def job_state(self, name: str) -> dict[str, Any]:
-        """The program's last words, and {"running": bool}. Raises RankError for one that is not known: the agent was started again."""
+        """The program's last words. Raises RankError for one that is not known: the agent was started again."""
         with self._jobs_lock:
             _, job = self._jobs.get(name, ("", None))
         if job is None:
@@ -69,15 +70,16 @@ class Programs:
         self, task: str, command: Sequence[str], environ: Mapping[str, str], order: Mapping[str, Any], does: str, cure: str
     ) -> tuple[str, Job]:
         """task: what only one job may do at a time, "" for any number. The one before, of a daemon that is gone, is ended first."""
-        with self._jobs_lock:
-            before = [name for name, (other, _) in self._jobs.items() if task and other == task]
-        for name in before:
-            self.end_job(name)
-        try:
-            job = Job(command, environ, order, does, cure)
-        except OSError as error:
-            raise RankError(f"{command[0]} cannot be run: {error.strerror or error}; set engine.runtime.") from None
-        name = secrets.token_hex(8)
-        with self._jobs_lock:
-            self._jobs[name] = task, job
+        with self._begins:
+            with self._jobs_lock:
+                before = [name for name, (other, _) in self._jobs.items() if task and other == task]
+            for name in before:
+                self.end_job(name)
+            try:
+                job = Job(command, environ, order, does, cure)
+            except OSError as error:
+                raise RankError(f"{command[0]} cannot be run: {error.strerror or error}; set engine.runtime.") from None
+            name = secrets.token_hex(8)
+            with self._jobs_lock:
+                self._jobs[name] = task, job
         return name, job

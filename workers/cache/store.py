@@ -1,4 +1,4 @@
-"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Never writes weights, never imports torch.
+"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Imports no torch.
 
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
 A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being
@@ -121,8 +121,7 @@ def find(
             say(f"The quantized cache {folder} is being removed.")
             return None
     except OSError as error:
-        end = _removed(folder) if isinstance(error, FileNotFoundError) else _KEPT
-        say(f"The quantized cache {folder} cannot be used: {error.strerror}.{end}")
+        say(f"The quantized cache {folder} cannot be used: {error.strerror}.{_KEPT}")
         return None
     try:
         manifest = CacheManifest.read(folder)
@@ -134,8 +133,7 @@ def find(
     except CheckpointError as error:
         cached, reason = None, error.message
     if cached is None:
-        os.close(lock)
-        say(f"The quantized cache {folder} is not valid: {clause(str(reason))}.{_removed(folder)}")
+        say(f"The quantized cache {folder} is not valid: {clause(str(reason))}.{_removed(folder, lock)}")
         return None
     with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
         os.utime(os.path.join(folder, USED))
@@ -176,8 +174,7 @@ def remove(folder: str) -> bool:
     if lock is None and os.path.exists(manifest):
         return False
     try:
-        gone = os.path.join(os.path.dirname(folder), f"{GONE}{os.path.basename(folder)}-{os.getpid()}")
-        os.rename(folder, gone)
+        gone = _put_aside(folder)
     finally:
         if lock is not None:
             os.close(lock)
@@ -196,12 +193,14 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
         return f"it needs {_gib(need_bytes)} and the cache may take {_gib(limit_bytes)}: raise quantized_cache.limit_gib"
     disk = shutil.disk_usage(cache_dir)
     reserve_bytes = max(RESERVE_BYTES, int(disk.total * RESERVE_FRACTION))
-    there = entries(cache_dir)
-    over_limit = 0 if limit_bytes is None else need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in there) - limit_bytes
+    present = entries(cache_dir)
+    over_limit = 0
+    if limit_bytes is not None:
+        over_limit = need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in present) - limit_bytes
     over_disk = need_bytes + reserve_bytes - disk.free
     with contextlib.ExitStack() as locks:
         chosen: list[CacheEntry] = []
-        for entry in sorted(there, key=lambda entry: entry.used_s):
+        for entry in sorted(present, key=lambda entry: entry.used_s):
             if max(over_limit, over_disk) <= 0:
                 break
             if _held_exclusively(entry, locks):
@@ -215,7 +214,7 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
             full = f"what fills the cache's {_gib(limit_bytes or 0)} is in use"
             return f"it needs {_gib(need_bytes)}, and {full}: raise quantized_cache.limit_gib"
         for entry in chosen:
-            os.rename(entry.folder, os.path.join(cache_dir, f"{GONE}{entry.name}-{os.getpid()}"))
+            _put_aside(entry.folder)
             logger.info("sparkd: the quantized cache %s makes room for another.", entry.folder)
     sweep(cache_dir)
     return None
@@ -351,6 +350,13 @@ def _size(folder: str) -> int:
     return size_bytes
 
 
+def _put_aside(folder: str) -> str:
+    """Take an entry's name away, under its lock, and return the folder that is to be dropped. Raises OSError."""
+    gone = os.path.join(os.path.dirname(folder), f"{GONE}{os.path.basename(folder)}-{os.getpid()}")
+    os.rename(folder, gone)
+    return gone
+
+
 def _dropped(folder: str) -> int:
     """Remove a folder, even if another process removes it at the same time, and return its bytes. Raises OSError."""
     size_bytes = _size(folder)
@@ -376,11 +382,8 @@ def _hold(path: str, kind: int, *, create: bool = False) -> int | None:
     flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | (os.O_CREAT if create else 0)
     fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
+        if _locks(fd, path, kind):
             return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
     except BaseException:
         os.close(fd)
         raise
@@ -388,12 +391,30 @@ def _hold(path: str, kind: int, *, create: bool = False) -> int | None:
     return None
 
 
-def _removed(folder: str) -> str:
-    """Remove an invalid entry. Returns the end of a sentence about the result."""
+def _locks(fd: int, path: str, kind: int) -> bool:
+    """Whether the descriptor holds the lock now, and is still that of the file with this name. Raises OSError."""
     try:
-        return " It was removed." if remove(folder) else " Another process still reads it."
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _removed(folder: str, lock: int) -> str:
+    """Remove an invalid entry, unless another process reads it, or a writer has put a new one there since `lock` was taken. Closes `lock`.
+
+    Returns the end of a sentence about the result."""
+    try:
+        if not _locks(lock, os.path.join(folder, MANIFEST), fcntl.LOCK_EX):
+            return " Another process still reads it, or has replaced it."
+        gone = _put_aside(folder)
     except OSError as error:
         return f" It cannot be removed: {error.strerror}."
+    finally:
+        os.close(lock)
+    with contextlib.suppress(OSError):  # the next writer completes it
+        _dropped(gone)
+    return " It was removed."
 
 
 def _gib(size_bytes: int) -> str:

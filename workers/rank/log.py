@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 LINE_BYTES = 16 * 1024
@@ -81,7 +82,8 @@ class LineSplitter:
 
 
 class RotatingLog:
-    """path, path.1 ... path.N: the newest first, at most max_bytes each. Lines that cannot be written are counted in dropped_lines.
+    """path, path.1 ... path.N: the newest first, at most max_bytes each, or one write. Lines that cannot be written are counted in
+    dropped_lines.
 
     The file is open during a write only: whoever removes or moves it (logrotate) gets a new one with the next lines.
     """
@@ -91,58 +93,35 @@ class RotatingLog:
         self.dropped_lines = 0
         self._max_bytes = max_bytes
         self._backups = backups
-        self._fd = -1
-        self._size = 0
 
     def write(self, lines: list[str]) -> None:
-        """Appends the lines, a rotation between two of them where one is due."""
-        written = 0
-        pending: list[bytes] = []
+        """Append the lines, after a rotation where the file would become too large."""
+        data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
         try:
-            self._open()
-            for line in lines:
-                data = f"{line}\n".encode("utf-8", "replace")
-                if self._size and self._size + len(data) > self._max_bytes:
-                    written += self._append(pending)
-                    pending = []
-                    self._rotate()
-                pending.append(data)
-                self._size += len(data)
-            written += self._append(pending)
+            self._rotate(len(data))
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
+            with open(fd, "ab", buffering=0) as file:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    os.fchmod(fd, MODE)
+                is_whole = file.write(data) == len(data)
         except OSError:
-            pass  # full, read-only or missing: the engine must go on, and dropped_lines tells
-        finally:
-            self._close()
-        self.dropped_lines += len(lines) - written
+            is_whole = False  # full, read-only or missing: the engine must go on, and dropped_lines tells
+        self.dropped_lines += 0 if is_whole else len(lines)
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def _open(self) -> None:
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
-        facts = os.fstat(self._fd)
-        self._size = facts.st_size
-        if stat.S_ISREG(facts.st_mode):
-            os.fchmod(self._fd, MODE)
-
-    def _append(self, pieces: list[bytes]) -> int:
-        """How many of the lines are in the file now."""
-        data = b"".join(pieces)
-        return len(pieces) if not data or os.write(self._fd, data) == len(data) else 0
-
-    def _rotate(self) -> None:
-        self._close()
-        if self._backups > 0:
-            for number in range(self._backups - 1, 0, -1):
-                if os.path.exists(f"{self.path}.{number}"):
-                    os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
-            os.replace(self.path, f"{self.path}.1")
-        else:
+    def _rotate(self, more_bytes: int) -> None:
+        try:
+            size = os.lstat(self.path).st_size
+        except FileNotFoundError:
+            return
+        if not size or size + more_bytes <= self._max_bytes:
+            return
+        names = [self.path, *(f"{self.path}.{number}" for number in range(1, self._backups + 1))]
+        for name, next_name in reversed(list(pairwise(names))):
+            with suppress(FileNotFoundError):
+                os.replace(name, next_name)
+        if not self._backups:
             os.unlink(self.path)
-        self._open()
 
 
 class BackgroundLog:

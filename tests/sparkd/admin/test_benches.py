@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import Any
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
 from sparkd.admin.bench_routes import Benching
-from sparkd.admin.benches import refuse_a_mixture
-from sparkd.admin.quality_bench import quality_bench
-from sparkd.admin.speed_bench import SpeedBench
+from sparkd.admin.benches import Benches, refuse_a_mixture
 from sparkd.bench.profile import Arguments, BenchProfile
-from sparkd.bench.result import BenchResult, BenchSubject, Cell, CellResult, text_label
+from sparkd.bench.quality_bench import quality_bench
+from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, text_label
+from sparkd.bench.speed_bench import SpeedBench
 from sparkd.cli.bench import MOST_BOOK_BYTES
 from sparkd.errors import BadRequest
 from sparkd.gateway.limits import ClientLimits
+from tests.sparkd.gateway.fakes import view
+from tests.support.fakes import stage
+from tests.support.waiting import HUNG_S
 
 CELLS = tuple(Cell(depth=depth, concurrency=1, prompt_tokens=8, output_tokens=4) for depth in (0, 16))
 TEXT = text_label("moby.txt", "Call me Ishmael.")
@@ -35,7 +42,46 @@ EARLIER = BenchResult(
 
 def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen, tool.partition(" ")[0], tool, sys.executable, text)
+    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, book_url="file:x")
+
+
+@pytest.mark.parametrize("removes", [False, True])
+async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    writes, may_end, begun = threading.Event(), threading.Event(), asyncio.Event()
+    write = BenchStore.write
+
+    def held(self: BenchStore, result: BenchResult) -> None:
+        if result.state == "cancelled":
+            writes.set()
+            may_end.wait(HUNG_S)
+        write(self, result)
+
+    async def endless(*_: object) -> str:
+        begun.set()
+        await asyncio.Event().wait()
+        return ""
+
+    async with stage(tmp_path, models={}) as scene, asyncio.TaskGroup() as tasks:
+        registry = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path), lent=())
+        benches = Benches(scene.supervisor, cast(Any, registry), "http://x", ("", ""))
+        benches.store.write(EARLIER)
+        monkeypatch.setattr(BenchStore, "write", held)
+        monkeypatch.setattr(Benches, "_program_ended", endless)
+        monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
+        running = tasks.create_task(benches.run())
+        await asyncio.sleep(0)
+        started = await benches.start("m", planned(), resume=EARLIER.id)
+        await begun.wait()
+        benches.cancel(started.operation.id)
+        await asyncio.to_thread(writes.wait, HUNG_S)
+        after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start("m", planned(), resume=EARLIER.id)))
+        await asyncio.sleep(0)
+        may_end.set()
+        await after
+        assert [result.state for result in await benches.all()] == ([] if removes else ["running"])
+        running.cancel()
 
 
 @pytest.mark.parametrize("same", [{}, {"text": text_label("copy.txt", "Call me Ishmael.")}])
@@ -50,7 +96,7 @@ def test_a_result_that_names_no_text_goes_on() -> None:
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ({"tool": "vllm 0.32.0", "text": "random tokens"}, ("tool", "llama-benchy", "vllm")),
+        ({"tool": "guidellm 0.8.1"}, ("tool", "llama-benchy", "guidellm")),
         ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
         ({"profile": "mine"}, ("profile", "quick", "mine")),
         ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),

@@ -156,6 +156,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
     return found
 
 
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
 ENTRIES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "auto": {"quantize": "auto", "max_model_len": "auto"},
@@ -163,7 +164,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "quantized": {"quantize": "nvfp4", "max_model_len": 8192, "max_num_seqs": 4, "quantized_cache": False},
     "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
     "stock": {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "trust_remote_code": True},
-    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "-O1"]},
+    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "--optimization-level=1"]},
     "flags": {
         "aliases": ["gpt-4o"],
         "revision": "main",
@@ -173,13 +174,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
         "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
     },
-    "drafting": {"speculative": "ngram", "max_model_len": 4096, "max_num_seqs": 64, "profile": "single-user"},
+    "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
     "ray": {"tensor_parallel": 2, "max_model_len": 4096, "executor": "ray"},
 }
 RECIPES = {
-    "qwen3.6-35b-a3b-nvfp4": {"profile": "balanced"},
-    "qwen3.5-122b-a10b-nvfp4": {"speculative": "ngram"},
+    "qwen3.6-35b-a3b-nvfp4": {"kv_cache": "auto"},
+    "qwen3.5-122b-a10b-nvfp4": {"extra_args": ["--speculative-config", NGRAM]},
 }
 
 
@@ -276,7 +277,8 @@ def test_what_the_command_line_says_goes_before_the_entry(
     folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sparkd.yaml"
-    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5, "speculative": "ngram"}
+    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5}
+    entry |= {"extra_args": ["--speculative-config", NGRAM]}
     file.write_text(json.dumps({"models": {"m": entry}}))
     argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
     chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
@@ -504,8 +506,8 @@ def test_an_image_is_the_recipes_unless_another_is_named(
 PUBLISHED = {
     "gemma-4-31b-it-nvfp4": ("gemma-4-31b-it-nvfp4", "as published"),
     "gpt-oss-120b": ("gpt-oss-120b", "as published"),
-    "nemotron-3-nano-30b-a3b-nvfp4@32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
-    "qwen3.5-27b@nvfp4": ("qwen3.5-27b", "as published"),
+    "nemotron-3-nano-30b-a3b-nvfp4-32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
+    "qwen3.5-27b": ("qwen3.5-27b", "as published"),
     "qwen3.5-397b-a17b-fp8": ("qwen3.5-397b-a17b", "fp8_block"),
 }
 

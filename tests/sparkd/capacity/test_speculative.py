@@ -10,15 +10,13 @@ import pytest
 
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
-from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
-from sparkd.capacity.speculative import METHODS, drafting, of_config
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
 from sparkd.models.shape import shape_of
-from sparkd.recipes.file import Speculation
-from sparkd.recipes.speculation import BATCH_LIMIT
 from sparkd.schema.model import ModelConfig
 from sparkd.vllm.translate import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
@@ -50,19 +48,13 @@ def planned(model: Path, **asked: Any) -> dict[str, Any]:
     return json.loads(json.dumps(plans.planned(model, **given)))  # type: ignore[no-any-return]
 
 
-def test_the_methods_are_those_of_the_recipes() -> None:
-    assert set(METHODS) - {"off", "ngram", "suffix"} <= Speculation.model_fields.keys()
-    assert set(METHODS) == set(ModelConfig.model_json_schema()["properties"]["speculative"]["anyOf"][0]["enum"])
-    assert DRAFTED_REQUESTS == BATCH_LIMIT
-
-
 def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
     plain, drafted = planned(folder), planned(folder, speculative="ngram")
 
     before, after = plain["choice"]["footprint"], drafted["choice"]["footprint"]
     assert (after["weights"], after["kv"]) == (before["weights"], before["kv"]) and after["peak"] >= before["peak"]
     assert drafted["asked"]["speculative"] == "ngram" and plain["asked"]["speculative"] is None
-    assert drafted["choice"]["config"]["speculative"] == "ngram" and "speculative" not in plain["choice"]["config"]
+    assert drafted["choice"]["config"]["extra_args"][0] == "--speculative-config" and "extra_args" not in plain["choice"]["config"]
     (rank,) = drafted["choice"]["ranks"]
     config = json.loads(rank["command"][rank["command"].index("--speculative-config") + 1])
     assert (config["method"], config["num_speculative_tokens"]) == ("ngram", 4)
@@ -106,9 +98,9 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "asked", "told"),
     [
-        ("plain", "dflash", {}, "no DFlash drafter"),
+        ("plain", "dflash", {}, "no recipe has such a draft"),
         ("z-lab/none", "dflash", {}, "ngram"),
-        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "BF16 cache only"),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "KV cache in bfloat16"),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:

@@ -129,6 +129,22 @@ def test_a_models_entries_are_removed_whatever_it_is_called(
     assert lacking(capsys.readouterr().out, one, "2.0 MiB") == []
 
 
+def test_two_models_of_one_folder_have_weights_of_their_own(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"{here}/Tiny-A"
+    configure(here, monkeypatch, models={name: {"model": folder, "quantize": name} for name in ("nvfp4", "fp8")})
+    source = checkpoint(here / "Tiny-A")
+    four, eight = kept(here, source), kept(here, source, {**QuantizationRecipe.parse("fp8").canonical(), "device": "cpu"})
+
+    assert exit_code(["ls", "--cached", "--json"]) == 0
+    assert {row["name"]: row["entries"] for row in json.loads(capsys.readouterr().out)["cached"]} == {four: ["nvfp4"], eight: ["fp8"]}
+    assert exit_code(["rm", "--cached", "fp8"]) == 0
+    assert there(here) == [four]
+    assert exit_code(["rm", "--cached", folder]) == 0
+    assert there(here) == []
+
+
 def test_a_hub_ids_entries_are_its_owners_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, yours = (kept(here, checkpoint(here / "hub" / f"models--{owner}--Tiny" / "snapshots" / "0a1b")) for owner in ("me", "you"))
     both = [mine, yours]
@@ -274,7 +290,7 @@ def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:
     assert child.stderr is not None
     with child:
         assert "quantizing" in child.stderr.readline()
-        assert (here / ".out.writing").is_dir()
+        assert (here / "out" / ".writing").is_dir()
         child.send_signal(signal.SIGINT)
         assert child.wait(HUNG_S) == 130
 

@@ -107,6 +107,7 @@ async def test_ranks_are_told_where_to_meet_and_all_but_rank_0_serve_nobody(tmp_
     second, first = (one["flags"] for one in agents.spawned)
 
     meet = ["--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", A, "--master-port", "45678"]
+    meet += ["--cpu-distributed-timeout-seconds", "86400"]
     assert first[-len(meet) - 2 :] == [*meet, "--distributed-executor-backend", "mp"]
     assert second[-1] == "--headless"
     assert second[second.index("--node-rank") + 1] == "1"

@@ -40,7 +40,7 @@ def _a_start_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_value_comes_back() -> None:
-    assert call(json.loads, raw=b'{"a": [1, null]}', time_s=HUNG_S) == {"a": [1, None]}
+    assert call(json.loads, '{"a": [1, null]}', time_s=HUNG_S) == {"a": [1, None]}
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)), ids=lambda number: type(ERRORS[number]).__name__)

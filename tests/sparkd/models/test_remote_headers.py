@@ -113,31 +113,32 @@ def test_it_is_the_checkpoint_of_the_downloaded_folder(tmp_path: Path, source: M
     assert told == [(at, len(here.shards)) for at in range(1, len(here.shards) + 1)]
     assert there.asked[0].path == f"/api/models/{ID}/revision/v1"
     small = 2 * sum((folder / name).stat().st_size for name in ("config.json", INDEX))
-    assert there.sent < small + sum(shard.header_bytes + 8192 for shard in here.shards)
+    assert there.sent < small + len(here.shards) * (FIRST_BYTES + 8192)
 
 
-def test_a_header_takes_one_request_where_the_index_tells_how_long_it_is(tmp_path: Path) -> None:
-    shards = {
-        f"model-0000{number}-of-00004.safetensors": layered(1000, {f"mlp.experts.{number}.up_proj.weight": (4096, 1024)})
-        for number in range(1, 5)
-    }
+def test_a_long_header_takes_a_second_request(tmp_path: Path) -> None:
+    tensors = layered(1000, {"mlp.experts.0.up_proj.weight": (4096, 1024)})
+    text = json.dumps(header_of(tensors), separators=(",", ":")).encode()
+    assert len(text) > FIRST_BYTES
     folder = tmp_path / "there"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    weight_map = {}
-    for file, tensors in shards.items():
-        text = json.dumps(header_of(tensors), separators=(",", ":")).encode()
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(folder / file, 8 + len(text) + 1000 * 2 * 4096 * 1024)
-        weight_map |= dict.fromkeys(tensors, file)
-        assert len(text) > FIRST_BYTES
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=2))
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(folder / "model.safetensors", 8 + len(text) + 1000 * 2 * 4096 * 1024)
     with serving(Repository(folder)) as there:
         found = read(there)
 
     assert content(found) == content(read_checkpoint(folder))
-    assert [len(there.ranges_of(file)) for file in shards] == [1] * 4
+    assert len(there.ranges_of("model.safetensors")) == 2
     assert there.sent < 2_000_000 < found.total_bytes
+
+
+def test_a_server_without_ranges_is_left_once_the_header_is_there(repository: Repository) -> None:
+    repository.ranges = False
+    os.truncate(repository.folder / SECOND, 1 << 26)
+    with pytest.raises(CheckpointError, match="no tensor"):
+        read(repository)
+    assert repository.sent < 1 << 25
 
 
 def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
@@ -225,6 +226,12 @@ def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
     assert (type(error), error.file, lacking(error.cure, "network")) == (HubSilent, ID, [])
     assert lacking(error.reason, "127.0.0.1", "broke off") == []
     assert len(repository.ranges_of(FIRST)) == hub.ATTEMPTS
+
+
+def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "REQUEST_S", -1.0)
+    error = refused(repository)
+    assert (type(error), lacking(error.reason, "127.0.0.1", "still sending")) == (HubSilent, [])
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:

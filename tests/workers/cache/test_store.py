@@ -21,10 +21,9 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import facts, lacking
 from tests.support.waiting import HUNG_S
-from workers.cache import manifest, shard_writer, store
+from workers.cache import manifest, store
 from workers.cache import writer as cache_writer
 from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name, on_device
-from workers.cache.shard_writer import Staging
 from workers.cache.store import (
     CachedCheckpoint,
     entries,
@@ -38,7 +37,7 @@ from workers.cache.store import (
     swept,
     written_now,
 )
-from workers.cache.writer import CODES, CacheContent, CacheWriter
+from workers.cache.writer import CODES, CacheContent, CacheWriter, ShardWriter, Staging
 from workers.files import direct_file
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 
@@ -64,6 +63,11 @@ def source(tmp_path: Path) -> Checkpoint:
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> str:
     return str(tmp_path / "quantized")
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_writer, "SHARD_BYTES", 8000)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +103,7 @@ def writer(
 ) -> CacheWriter:
     named = {name: more.pop(name) for name in ("notes",) if name in more}
     content = CacheContent(source, recipe, None, DESCRIBED, layout(tensors), **named)
-    return CacheWriter(cache_dir, content, shard_bytes=8000, **more)
+    return CacheWriter(cache_dir, content, **more)
 
 
 def written(cache_dir: str, source: Checkpoint, recipe: Mapping[str, Any] = RECIPE, **more: Any) -> CacheWriter:
@@ -201,6 +205,25 @@ def test_a_tensor_that_was_not_laid_out_or_never_came_costs_the_cache_only(cache
     assert left(cache_dir) == left(f"{cache_dir}-2") == []
 
 
+@pytest.mark.parametrize("when", ["put", "close"])
+def test_no_error_of_the_writer_ends_a_load(cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("odd-7")
+
+    tensors = quantized(source)
+    made = writer(cache_dir, source, tensors)
+    monkeypatch.setattr(ShardWriter, "put", fail)
+    if when == "close":
+        close = ShardWriter.close
+        monkeypatch.setattr(ShardWriter, "close", lambda self: (close(self), fail()))
+    made.add(PLAIN, tensors[PLAIN])
+    made.add(PLAIN, tensors[PLAIN])
+
+    assert (made.state, made.finish()) == ("failed", "failed")
+    assert "KeyError" in str(made.reason) and "odd-7" in str(made.reason)
+    assert left(cache_dir) == []
+
+
 def test_a_load_that_is_cancelled_leaves_nothing(cache_dir: str, source: Checkpoint) -> None:
     tensors = quantized(source)
     made = writer(cache_dir, source, tensors)
@@ -219,7 +242,7 @@ def test_a_load_that_waits_for_the_disk_says_so_once(
 ) -> None:
     """The disk takes a second block once it was said, with a ring of one."""
     monkeypatch.setattr(cache_writer, "SLOW_S", 0.0)
-    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    monkeypatch.setattr("workers.cache.writer.LOOK_S", 0.001)
     said = threading.Event()
     real = direct_file.DirectFile.write
 
@@ -341,6 +364,27 @@ def test_what_is_not_valid_is_named_and_removed(cache_dir: str, source: Checkpoi
     assert facts(why).endswith(facts(fault))
     assert left(cache_dir) == []
     assert written(cache_dir, read_checkpoint(source.folder)).state == "written"
+
+
+def test_an_entry_that_was_replaced_since_it_was_found_invalid_stays(
+    cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(written(cache_dir, source).folder)
+    damage("code", folder, Path(source.folder))
+    check = store._check
+
+    def replaced(*of: Any) -> Any:
+        monkeypatch.setattr(store, "_check", check)
+        answer = check(*of)
+        folder.rename(folder.parent / ".gone-old")
+        assert written(cache_dir, source).state == "written"
+        return answer
+
+    monkeypatch.setattr(store, "_check", replaced)
+    assert found(cache_dir, source)[0] is None
+    there, why = found(cache_dir, source)
+    assert there is not None, why
+    there.close()
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "config.json", MANIFEST])

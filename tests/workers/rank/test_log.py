@@ -79,18 +79,27 @@ def test_a_disk_that_hangs_stops_neither_the_engine_nor_its_status_nor_an_order(
     assert (ended["gone"], ended["stop_ordered"], place.fact()["dropped_lines"] > 0) == (True, True, True)
 
 
-def test_the_log_rotates_by_size(place: Place) -> None:
-    code = "import time\nfor i in range(1800):\n    print(f'line {i:05d}', flush=True)\nprint('up', flush=True)\ntime.sleep(600)\n"
-    place.start(code, log_max_bytes=8000, log_backups=2)
-    names = sorted(path.name for path in place.log.parent.iterdir())
-    assert names == ["r1.log", "r1.log.1", "r1.log.2"]
-    assert all(path.stat().st_size <= 8000 for path in place.log.parent.iterdir())
-    text = "".join(Path(place.log.parent, name).read_text() for name in reversed(names))
-    kept = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line")]
-    assert kept == list(range(kept[0], 1800))
+def test_its_log_rotates(place: Place) -> None:
+    """The first write is the shim's own."""
+    place.start("import time\nprint('up', flush=True)\ntime.sleep(600)\n", log_max_bytes=1, log_backups=1)
+    assert place.log.read_text() == "up\n"
+    assert sorted(path.name for path in place.log.parent.iterdir()) == ["r1.log", "r1.log.1"]
 
 
 # Without one
+
+
+@pytest.mark.parametrize("backups", [0, 2])
+def test_the_log_rotates_by_size(tmp_path: Path, backups: int) -> None:
+    log = logfile.RotatingLog(str(tmp_path / "a.log"), max_bytes=8000, backups=backups)
+    for number in range(1800):
+        log.write([f"line {number:05d}"])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a.log", "a.log.1", "a.log.2"][: backups + 1]
+    assert all((tmp_path / name).stat().st_size <= 8000 for name in names)
+    text = "".join((tmp_path / name).read_text() for name in reversed(names))
+    kept = [int(line.split()[1]) for line in text.splitlines()]
+    assert kept == list(range(kept[0], 1800)) and log.dropped_lines == 0
 
 
 def test_reading_goes_on_across_a_rotation(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workers.vllm.ask import cuda_stand_in
 from workers.vllm.ask.cuda_stand_in import AbsentPackage, without_streams
@@ -109,7 +110,6 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
             with _step("model"):
                 _take_place(config, rank * config.parallel_config.tensor_parallel_size)
                 models = _built(config)
-            answer["tasks"] = _tasks(config.model_config, models[0][1])
             with _step("cache"):
                 specs, layers = _cache(config)
             caches.append(specs)
@@ -320,33 +320,18 @@ class _MetaMode(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            if not any(one.is_meta for one in _tensors_in((args, kwargs))):
+            if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
                 raise
-            return func(*_moved(args), **_moved(kwargs))
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda", "meta"))
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_in(one)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else torch.empty_like(value, device="meta")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(one) for one in value)
-    if isinstance(value, dict):
-        return {key: _moved(one) for key, one in value.items()}
-    return value
+def _on_meta(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
 def _cache(config: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -472,46 +457,25 @@ def _quantized_later(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int
 
 
 def _resolved(config: Any) -> dict[str, Any]:
-    model, cache = config.model_config, config.cache_config
-    quantization = config.quant_config
+    model, quantization = config.model_config, config.quant_config
     return {
-        "architectures": list(getattr(model, "architectures", ())),
-        "architecture": _read(lambda: model.architecture),
-        "class": _read(lambda: f"{model.registry.resolve_model_cls(model.architectures, model_config=model)[0].__qualname__}"),
         "max_model_len": int(model.max_model_len),
-        "dtype": _name(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "block_size": cache.block_size,
+        "cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": None if quantization is None else str(quantization.get_name()),
-        "runner": str(model.runner_type),
-        "convert": str(model.convert_type),
-        "multimodal": bool(_read(lambda: model.is_multimodal_model)),
-        "hybrid": bool(_read(lambda: model.is_hybrid)),
-        "attention_free": bool(_read(lambda: model.is_attention_free)),
         "vocabulary": _read(lambda: int(model.get_vocab_size())),
         "layers": _read(lambda: int(model.get_total_num_hidden_layers())),
         "hidden": _read(lambda: int(model.get_hidden_size())),
         "heads": _read(lambda: int(model.model_arch_config.total_num_attention_heads)),
         "max_num_seqs": int(config.scheduler_config.max_num_seqs),
         "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
-        "draft": _read(lambda: str(config.speculative_config.method)) if config.speculative_config is not None else None,
     }
-
-
-def _tasks(config: Any, model: Any) -> list[str]:
-    """The model's tasks, as the model runner reports them."""
-    if config.runner_type == "pooling":
-        return sorted(map(str, _read(lambda: model.pooler.get_supported_tasks()) or ()))
-    if symbol("supports_transcription")(model):
-        return ["transcription"] if model.supports_transcription_only else ["generate", "transcription"]
-    return ["generate"] if symbol("is_text_generation_model")(model) else []
 
 
 def _read(get: Callable[[], Any]) -> Any:
     """None where this release keeps it elsewhere, or does not know it of this model."""
     try:
         return get()
-    except Exception:  # noqa: BLE001 - a field to show
+    except Exception:  # noqa: BLE001 - a plan has its own figure
         return None
 
 

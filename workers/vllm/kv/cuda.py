@@ -25,7 +25,7 @@ from workers.kv.start_gate import open_gate
 from workers.vllm.kv.costs import need_of
 from workers.vllm.kv.engine_identity import folders_of, identity_of
 from workers.vllm.kv.gather import over_world
-from workers.vllm.kv.rehearsal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, smaller_batches
+from workers.vllm.kv.rehearsal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, require, smaller_batches
 from workers.vllm.kv.sized_worker import SizedWorker
 from workers.vllm.symbols import has, symbol
 
@@ -227,5 +227,6 @@ class SparkWorker(SizedWorker, Worker):
         return size if limit is None else min(size, limit)
 
     def _identity(self) -> dict[str, Any]:
+        require(self.model_runner)  # now, because all ranks follow the vote of which this is a part
         device = torch.cuda.get_device_properties(self.device)
         return identity_of(self.vllm_config, f"{device.name} {device.total_memory}", self.rank)

@@ -25,6 +25,19 @@ def is_v2(runner: Any) -> bool:
     return not hasattr(runner, "_init_minimal_kv_cache_for_profiling") and hasattr(runner, "cudagraph_manager")
 
 
+def require(runner: Any) -> None:
+    """Raise MissingSymbol for the first name of vLLM's that the rehearsal of any rank would lack.
+
+    The stages of a pipeline use different ones, and a rank that left its rehearsal would not come to the batches where the others wait."""
+    own = ("warmup_kernels", "_teardown_profiling_state") if is_v2(runner) else ("CUDAGraphMode",)
+    for name in ("kernel_warmup", "set_current_vllm_config", "MultiModalBudget", *own):
+        symbol(name)
+    methods = ("initialize_kv_cache",) if is_v2(runner) else ("_init_minimal_kv_cache_for_profiling", "_cleanup_profiling_kv_cache")
+    graphs = () if runner.model_config.enforce_eager else ("profile_cudagraph_memory",)
+    for name in ("_dummy_run", "_dummy_sampler_run", *methods, *graphs):
+        method(runner, name)
+
+
 @contextlib.contextmanager
 def minimal_cache(runner: Any) -> Iterator[None]:
     """A context with a small KV cache for forward passes with attention. Raises MissingSymbol."""

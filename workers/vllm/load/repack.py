@@ -1,5 +1,5 @@
 """Repacks a layer's experts for a kernel without a second copy: calls vLLM's own functions for a few experts at a time and writes the
-results back in place. Never computes a layout.
+results back in place.
 
 Stock vLLM repacks a layer's experts for Marlin into new tensors, so one layer's experts are in memory twice, and NVFP4's scales several
 times in wider types. Without padding the packed bytes keep their number (marlin_utils_fp4.py, marlin_utils.py), and experts
@@ -32,8 +32,8 @@ _BY_EXPERT: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
 )
 
 
-def repack_in_place() -> list[str]:
-    """Replace the functions of this process's vLLM. Returns the names of functions that this release lacks. Idempotent."""
+def repack_in_place() -> None:
+    """Replace the functions of this process's vLLM; the log names those that this release lacks. Idempotent."""
     missing: list[str] = []
     for name, by_expert, layer in _BY_EXPERT:
         try:
@@ -45,7 +45,6 @@ def repack_in_place() -> list[str]:
             _replace(stock, name, few_at_a_time(stock, by_expert, layer))
     if missing:
         logger.warning("sparkd: this vLLM has no %s; its experts are repacked with a second copy of one layer.", ", ".join(missing))
-    return missing
 
 
 class FewExperts:

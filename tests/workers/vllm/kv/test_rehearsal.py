@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sparkd.errors import MissingSymbol
 from tests.support.late import Late
-from workers.vllm.kv.rehearsal import all_decoding, encoder_items, graphs_of, minimal_cache, profiled, smaller_batches
+from workers.vllm.kv.rehearsal import all_decoding, encoder_items, graphs_of, minimal_cache, profiled, require, smaller_batches
+from workers.vllm.symbols import TABLE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +29,23 @@ def test_a_smaller_batch_is_the_runners_and_that_of_warm_ups_that_ask_the_schedu
         assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (tokens, tokens)
         raise ZeroDivisionError
     assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (8192, 8192)
+
+
+@pytest.mark.parametrize(
+    ("v2", "lacks"),
+    [(False, "kernel_warmup"), (False, "_dummy_run"), (True, "_dummy_sampler_run"), (True, "_teardown_profiling_state"), (True, "")],
+)
+def test_what_a_rehearsal_would_lack_on_any_rank_is_said_before_it(monkeypatch, v2, lacks):
+    methods = ["_dummy_run", "_dummy_sampler_run", "profile_cudagraph_memory"]
+    methods += ["initialize_kv_cache"] if v2 else ["_init_minimal_kv_cache_for_profiling", "_cleanup_profiling_kv_cache"]
+    runner = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False), **{name: print for name in methods if name != lacks})
+    if v2:
+        runner.cudagraph_manager = None
+    if lacks in TABLE:
+        (home,) = TABLE[lacks].homes
+        monkeypatch.setitem(sys.modules, home, ModuleType(home))
+    with pytest.raises(MissingSymbol, match=lacks) if lacks else contextlib.nullcontext():
+        require(runner)
 
 
 ITEM_TOKENS, ITEMS = 576, 14

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sparkd.errors import CheckpointError
-from tests.support.architectures import llama
+from tests.support.architectures import ARCHITECTURES, llama
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.support.waiting import until
 from tests.workers.load.loading import load
@@ -99,6 +99,12 @@ def renamed(folder: Path) -> None:
     weight_map(folder, lambda where: where.update({f"{DAMAGED}s.weight": where.pop(W)}))
 
 
+def longer(folder: Path) -> None:
+    """Longer than config.json says. vLLM's linear layers cut such a tensor without a word."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] - 128}))
+
+
 # One for each place that finds it: the headers, the index, the recipe, the model's shapes, the model's names, the values. The reader of
 # headers has its own tests (tests/sparkd/checkpoint).
 CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
@@ -108,6 +114,8 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: .*LlamaForCausalLM .* BF16 .*\[128, 512\]"),
     ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: .*LlamaForCausalLM .*\[1024, 128\]"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
+    ("longer than the model", longer, "nvfp4", r"layers\.0\.mlp\.\w+_proj\.weight: .*512.*LlamaForCausalLM .*config\.json"),
+    ("longer than the model, plain", longer, "bf16", r"layers\.0\.mlp\.\w+_proj\.weight: .*512.*LlamaForCausalLM .*config\.json"),
     ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .* in LlamaModel\)\. .*`keep`"),
     ("NaN", not_finite, "nvfp4", rf"{W}.*NaN"),
     ("a group that does not divide", narrow, {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}}, rf"{ALONE}: K=64 .*128.* int4-g64"),
@@ -137,6 +145,23 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     assert "\n" not in str(caught.value)
     assert [one.name for one in cache.rglob("*")] in ([], [".lock"])
     until(lambda: shared_memory() <= before, "no shared memory is left; a semaphore of another process goes by itself")
+
+
+@pytest.mark.parametrize("quantize", ["bf16", "int4-g32"])
+def test_an_expert_that_is_longer_than_the_model_is_named(tmp_path: Path, quantize: str) -> None:
+    model = ARCHITECTURES["qwen3_moe"]()
+    entries = [one._replace(shape=(one.shape[0] + 64, *one.shape[1:])) if "experts.1.up_proj" in one.name else one for one in model.entries]
+    folder = write_checkpoint(tmp_path / "model", model.config, entries, shard_bytes=MIB)
+
+    with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj\.weight: "):
+        load(folder, {"quantize": quantize})
+
+
+def test_a_longer_tensor_is_cut_where_the_model_may_lack_weights(sound: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sound, folder)
+    longer(folder)
+    load(folder, {"quantize": "bf16", "enable_weights_track": False})
 
 
 # Memory that is used up in the middle

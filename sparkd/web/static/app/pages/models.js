@@ -69,6 +69,7 @@ const WIDE = [
   text("Source", (model) => model.source),
   text("Want", (model) => model.want),
   figure("Load", (model) => model.load_s, seconds),
+  text("Loaded from", (model) => model.progress?.source),
   figure("KV cache", (model) => model.progress?.kv?.pool_bytes, size),
   figure("Full requests", (model) => model.progress?.kv?.sequences, decimal),
   figure("A token", (model) => model.progress?.kv?.bytes_per_token, size),
