@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,7 +232,7 @@ class _Builder:
     def _filled(self, node: yaml.Node, match: re.Match[str]) -> str:
         name = match[1]
         self._document.env_names.add(name)
-        if name in self._environ:
+        with suppress(KeyError):
             return self._environ[name]
         if name.isidentifier() and match[0].endswith("}"):
             self._wrong(node, f"The environment variable {name} is not set. Set it, or replace ${{env.{name}}} by a value.")
