@@ -37,8 +37,10 @@ class RecipeLibrary:
     """The recipes of several folders; the first folder wins for a name. A file is read once, when its recipe is needed."""
 
     def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
-        """own: the operator's folder, None for the usual one. environ: values for ${env.NAME} in recipes. state_dir: the folder that holds
-        the registries, None for no registries."""
+        """own: the operator's folder, None for the usual one.
+        environ: values for ${env.NAME} in recipes.
+        state_dir: the folder that holds the registries, None for no registries.
+        """
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
         self._state_dir = state_dir
