@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkd.config import config
-from sparkd.config.api_keys import KeyRing, load_keys
+from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, check_bind
 from sparkd.errors import ConfigError
 from sparkd.schema import kv_cache, quantize
@@ -83,16 +83,13 @@ def _keys(valid: Config, document: Document, path: Path, environ: Mapping[str, s
         yield ConfigProblem(
             str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
         )
-    rings: dict[str, KeyRing] = {}
-    for role, other in (_ROLES, _ROLES[::-1]):
-        try:
-            rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
-        except ConfigError as error:
-            yield _in_file(ConfigProblem(error.file, error.line, error.explanation), valid, document)
-    yield from (_in_file(warning, valid, document) for ring in rings.values() for warning in ring.warnings)
-    if len(rings) < len(_ROLES):
+    try:
+        ring = load_keys(valid.keys, environ)
+    except ConfigError as error:
+        yield _in_file(ConfigProblem(error.file, error.line, error.explanation), valid, document)
         return
-    if rings["inference"].inference and not rings["admin"].admin:
+    yield from (_in_file(warning, valid, document) for warning in ring.warnings)
+    if ring.inference and not ring.admin:
         yield document.place(("keys",)).problem(_NO_ADMIN_KEY, "warning")
     try:
         check_bind(valid, environ)

@@ -84,10 +84,9 @@ def ask(
     if check is not None and fills_all(model, model_config, virtual):
         if _takes_ends():
             _refuse_longer(virtual, trace, type(model).__name__)
-        if loaded is None:
-            return trace
-        experts = None if _experts_are_spread() else model_config.get_num_experts()
-        refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
+        if loaded is not None:
+            experts = None if _experts_are_spread() else model_config.get_num_experts()
+            refuse_unfilled(model, trace, loaded, check, experts, folder, quantized=quantized)
     return trace
 
 
@@ -123,9 +122,9 @@ def _refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
 
 
 def _refuse_longer(virtual: VirtualCheckpoint, trace: Trace, model: str) -> None:
-    """Raise CheckpointError for a tensor that goes on behind the part that the model takes: vLLM's linear layers cut it without a word.
+    """Raise CheckpointError for a tensor that goes on behind the region that the model takes: vLLM's linear layers cut it without a word.
 
-    Called on a rank that takes the ends of tensors.
+    Called on a rank that takes the ends of tensors (`_takes_ends`).
     """
     for name, traced in trace.tensors.items():
         if traced.region is None or all(stop == size for (_, stop), size in zip(traced.region, traced.shape, strict=True)):
@@ -135,14 +134,6 @@ def _refuse_longer(virtual: VirtualCheckpoint, trace: Trace, model: str) -> None
             raise CheckpointError(problem, file=ref.path, tensor=ref.name, cure=ANOTHER_MODEL + _CUT)
 
 
-def _takes_ends() -> bool:
-    """Whether this rank takes the last part of every tensor that ranks share: it is the last of its tensor-parallel ranks."""
-    parallel = symbol("get_current_vllm_config")().parallel_config
-    ranks = int(parallel.tensor_parallel_size)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    return parallel.data_parallel_size == 1 and rank % ranks == ranks - 1
-
-
 def _is_integer(ref: TensorRef) -> bool:
     dtype = DTYPES.get(ref.dtype)
     return dtype is not None and not dtype.is_floating_point and dtype.itemsize > 1
@@ -150,7 +141,25 @@ def _is_integer(ref: TensorRef) -> bool:
 
 def _experts_are_spread() -> bool:
     """Whether each rank has experts of its own (expert parallelism). Raises MissingSymbol where vLLM has no configuration to ask."""
-    return bool(symbol("get_current_vllm_config")().parallel_config.enable_expert_parallel)
+    return bool(_parallel().enable_expert_parallel)
+
+
+def _takes_ends() -> bool:
+    """Whether this rank takes the last part of every tensor that ranks share: it is the last of its tensor-parallel ranks."""
+    parallel = _parallel()
+    ranks = int(parallel.tensor_parallel_size)
+    return parallel.data_parallel_size == 1 and rank_of_world()[0] % ranks == ranks - 1
+
+
+def rank_of_world() -> tuple[int, int]:
+    """(this rank, number of ranks) of the whole engine."""
+    from torch import distributed
+
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def _parallel() -> Any:
+    return symbol("get_current_vllm_config")().parallel_config
 
 
 def refuse_unfilled(

@@ -30,7 +30,7 @@ from workers.load.reader import Reader
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
-from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, source_of
+from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
 from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
 from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.method import formats_of
@@ -290,10 +290,3 @@ def _ended(error: BaseException) -> str:
         reason = message or type(error).__name__
         return f"The memory was used up while the weights were loaded ({reason}). Free some, or choose a smaller format."
     return f"The load ended: {type(error).__name__}" + (f": {message}." if message else ".")
-
-
-def rank_of_world() -> tuple[int, int]:
-    """(this rank, number of ranks) of the whole engine."""
-    from torch import distributed
-
-    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
