@@ -45,7 +45,7 @@ SHARED = {
         "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
     ),
     "answers": (
-        "sparkd/inquiry/test_rare_configs.py", "sparkd/inquiry/test_known_architectures.py", "workers/vllm/ask/test_model_answer.py",
+        "sparkd/inquiry/test_rare_configs.py", "workers/vllm/ask/test_model_answer.py",
     ),
     "vllm": (
         "workers/vllm/", "workers/load/test_gpt_oss.py", "workers/load/test_published.py", "workers/cache/test_partial.py",

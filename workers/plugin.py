@@ -37,8 +37,9 @@ def register() -> None:
         engine_args = symbol("EngineArgs")
         register_quantization, register_loader = symbol("register_quantization_config"), symbol("register_model_loader")
 
+        from workers.vllm.load.config import NAME
         from workers.vllm.load.loader import SparkStreamLoader
-        from workers.vllm.load.method import NAME, SparkConfig
+        from workers.vllm.load.method import SparkConfig
         from workers.vllm.load.warmup import make_ready_if_told
 
         described = _describing(engine_args.create_model_config)
@@ -91,7 +92,7 @@ def _describing(create_model_config: Any) -> Any:
     @functools.wraps(create_model_config)
     def described(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(getattr(self, "load_format", "")) == LOAD_FORMAT:
-            from workers.vllm.load.loader import describe
+            from workers.vllm.load.config import describe
 
             describe(self)
         return create_model_config(self, *args, **kwargs)

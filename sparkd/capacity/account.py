@@ -14,7 +14,7 @@ from sparkd.capacity.consultation import Ask, Consultation, nobody
 from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, sized
-from sparkd.capacity.parallelism import refusal, unfit
+from sparkd.capacity.parallelism import uneven_heads
 from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import Inventory
@@ -122,7 +122,7 @@ def account(
         return None  # the engine says it, in vLLM's own words
     if not guesses and not serving.unknown <= exact.settled:
         return None
-    if exact.layout is None and not model.inventory.shape.mixers:
+    if exact.layout is None and not model.inventory.shape.attentions:
         return None
     learned = evidence.learned(args, headers, ways, hardware)
     needed = footprint(model, serving, hardware, Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact))
@@ -186,9 +186,10 @@ def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None =
 
 
 def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
-    """GiB of it: the upper end of a guess, as far as the node lends that."""
-    most = size_bytes if offered_gib is None else min(size_bytes, offered_gib * GIB)
-    return ceil(max(size_bytes - (known.upper or 0), most) / GIB)
+    """GiB of it; of a guess as much as the node lends."""
+    if known.upper is None or offered_gib is None:
+        return ceil(size_bytes / GIB)
+    return ceil(max(known.surely, min(size_bytes, offered_gib * GIB)) / GIB)
 
 
 def stored_bytes(model: str) -> int:
@@ -207,8 +208,8 @@ def illegal(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Evid
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     if exact.decides:
-        return exact.refusal or unfit(model, ways[0], hardware.platform)
-    return None if is_other(candidate.args, model.inventory) else refusal(model, *ways, hardware.platform)
+        return exact.refusal
+    return uneven_heads(model.inventory.shape, ways[0])
 
 
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:

@@ -89,7 +89,7 @@ def resolved(
     most = asked if isinstance(asked, int) else completed.shape.max_len
     step = CONTEXT_STEP if asked == AUTO else most
     enough = min(most, DEFAULT_CONTEXT) if asked == AUTO else most
-    legal = [one for one in candidates if not any(uneven_groups(one.model)) and illegal(one, hardware, ways, evidence) is None]
+    legal = [one for one in candidates if uneven_groups(one.model) is None and illegal(one, hardware, ways, evidence) is None]
     lengths = [(one, largest(partial(fits, one), most, step)) for one in legal]
     best = next((pair for pair in lengths if pair[1] >= enough), None)
     best = best or max(lengths, key=lambda pair: pair[1], default=(plain, 0))

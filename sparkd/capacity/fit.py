@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
-from sparkd.capacity.parallelism import uneven_groups, unfit, unsplit
+from sparkd.capacity.parallelism import uneven_groups, uneven_heads
 from sparkd.capacity.speculative import Drafting
-from sparkd.capacity.sureness import CHECKED_METHODS
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.errors import CheckpointError
@@ -174,7 +173,7 @@ def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     answers = (
         wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
     )
-    if not inventory.shape.mixers and not any(exact.decides for exact in answers):
+    if not inventory.shape.attentions and not any(exact.decides for exact in answers):
         reason = f"it has no {inventory.shape.gaps[0]}, and no vLLM has computed the size of this model's KV cache"
         cure = "Set memory_gib in its entry; vLLM then sizes the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
@@ -211,17 +210,15 @@ def _option(
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
         model = inventory.formatted(recipe)
-        if reason := next(uneven_groups(model), None):
+        if reason := uneven_groups(model):
             # Before vLLM's own refusal, which names no format that fits.
             return Option(name, tensor, pipeline, serving, None, reason, cause="format")
         exact = wish.exact(recipe, serving)
         if exact.refusal is not None:
             return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
-        if not exact.decides and (reason := unsplit(model, tensor, pipeline)):
+        if not exact.decides and (reason := uneven_heads(inventory.shape, tensor)):
             return Option(name, tensor, pipeline, serving, None, reason, cause="split")
-        if reason := unfit(model, tensor, serving.platform):
-            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
-        if exact.layout is None and not inventory.shape.mixers:
+        if exact.layout is None and not inventory.shape.attentions:
             return Option(name, tensor, pipeline, serving, None, "the size of its KV cache is unknown", cause="uncounted")
 
         def at(tokens: int) -> Footprint:
@@ -343,15 +340,12 @@ def format_notes(best: Option | None) -> Iterator[str]:
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
-    """A note about a guess: the keys of config.json that no formula reads. doubt: the reason why vLLM gave no answer, None without one."""
+    """A note about a guess: what config.json does not tell. doubt: the reason why vLLM gave no answer, None without one."""
     guessed = not is_answered(options) and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
-    source = inventory.checkpoint.quantization
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
-    if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):
-        yield f"No formula has {', '.join(dict.fromkeys(keys))} of its {inventory.checkpoint.config_file}, and {silent}."
-    elif guessed and source is not None and source.method not in CHECKED_METHODS:
-        method = source.details.get("quant_method") or source.method
-        yield f"No formula is checked for the weights of a checkpoint that is quantized as {method}, and {silent}."
+    if guessed and inventory.shape.gaps:
+        missing = ", ".join(inventory.shape.gaps)
+        yield f"Its {inventory.checkpoint.config_file} does not tell {missing}, and {silent}."
     elif guessed and doubt is not None:
         yield f"The numbers are a guess: {silent}."
 

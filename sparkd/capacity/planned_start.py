@@ -44,7 +44,7 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
     except LoadRefused as error:
         raise ConfigError(error.message, param="model") from None
     if spec.runs_vllm(entry.config.engine):
-        spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
+        spec, _ = with_parsers(spec, entry.env)
     translation = said_to(spec, entry.config, entry.vllm)
     if translation.refused:
         raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")

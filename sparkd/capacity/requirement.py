@@ -17,17 +17,17 @@ from sparkd.capacity.auto_resolve import resolved
 from sparkd.capacity.candidates import Candidate, candidates_of
 from sparkd.capacity.consultation import Answers
 from sparkd.capacity.headers import Headers, headers_here
-from sparkd.capacity.unloadable import fault, too_long, uneven
+from sparkd.capacity.unloadable import fault, uneven
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
-from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
+from sparkd.errors import CheckpointUncounted, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
 from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
 from sparkd.inquiry.parser_answers import refused
 from sparkd.models.folder import unusable_of
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
-from sparkd.vllm.installed import full_version_in, release_in
+from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.releases import READ_OFF
 from sparkd.vllm.translate import Translation, translated
@@ -97,7 +97,7 @@ def requirement_of(
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
     spec, parsers = decided(spec, need.args), None
     if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, need.args.env, spec.runtime_of(config.engine))
+        spec, parsers = with_parsers(spec, need.args.env)
     return replace(need, spec=spec, parsers=parsers)
 
 
@@ -163,15 +163,12 @@ def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> st
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
-    """Raise ModelUnusable, ContextTooLong or LoadRefused if the checkpoint here shows that an engine's start would fail."""
+    """Raise ModelUnusable or LoadRefused if files are missing here, or the weights cannot have their formats."""
     if not spec.runs_vllm(config.engine):
         return
     args = engine_args(spec, spec.environment(config.engine))
     if (broken := fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
         raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
-    if why := too_long(args, release_in(spec.runtime_of(config.engine))):
-        message = f"{spec.name} cannot be loaded: max_model_len: {why}"
-        raise ContextTooLong(message, client_message=message)
     if why := uneven(args):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 

@@ -18,9 +18,10 @@ from sparkd.schema.overlay import in_order
 from sparkd.schema.yaml_file import ConfigProblem, Document
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.installed import full_version_in, has_module, release_in, version_in
+from sparkd.vllm.flags import flags_in, parsed, value_of
+from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
-from sparkd.vllm.translate import flag_name, translated, values_of
+from sparkd.vllm.translate import translated
 from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
 from workers.vllm.symbols import SUPPORTED
 
@@ -189,18 +190,15 @@ class _Entry:
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
             yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
-        elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self.runtime):
-            where = "in sparkd's environment" if self.runtime is None else f"in the environment of {self.runtime}"
-            yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
         yield from self._of_numbers()
 
     def _of_numbers(self) -> Iterator[ConfigProblem]:
         """Numbers of flags that stand for keys, and are outside of the key's range."""
         args = self._model.extra_args
-        if any(True for _ in values_of(args, SHARE)) and share_of(args) is None:
+        if SHARE in parsed(args) and share_of(args) is None:
             yield self._at_flag(FlagNote(SHARE, "it must be above 0 and at most 1."))
         for name in (*NUMBERS, "max-model-len"):
-            text = next((value for *_, value in reversed(list(values_of(args, name)))), "1")
+            text = value_of(args, name) or "1"
             if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
                 yield self._at_flag(FlagNote(name, "it must be above 0."))
         tokens, requests = (
@@ -215,7 +213,7 @@ class _Entry:
         from sparkd.inquiry.parser_answers import refused
 
         flags = self._model.vllm_flags()
-        translation = translated(flags, self._env, release_in(self.runtime))
+        translation = translated(flags, self._env)
         for note in translation.notes:
             yield self._at_flag(note, "warning")
         for refusal in translation.refused:
@@ -223,9 +221,9 @@ class _Entry:
         if not self.runs_vllm:
             return
         for name in _FILES:
-            for *_, path in values_of(flags, name):
-                if path.startswith("/") and not os.path.lexists(path):
-                    yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
+            path = value_of(flags, name) or ""
+            if path.startswith("/") and not os.path.lexists(path):
+                yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
         if self.judged is not None:
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)
@@ -239,7 +237,7 @@ class _Entry:
 
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
-        if getattr(self._model, key) is None and any(values_of(self._model.extra_args, key.replace("_", "-"))):
+        if getattr(self._model, key) is None and key.replace("_", "-") in parsed(self._model.extra_args):
             return self._at_flag(FlagNote(key.replace("_", "-"), message), severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return self._document.place(("models", self._model.name, key)).problem(f"{path}: {message}", severity)
@@ -247,9 +245,9 @@ class _Entry:
     def _at_flag(self, note: str, severity: str = "error") -> ConfigProblem:
         """A FlagNote at the argument, the variable or the key that it is about; another sentence at extra_args."""
         name = note.name if isinstance(note, FlagNote) else ""
-        for index, arg in enumerate(self._model.extra_args):
-            if name and ((flag_name(arg) or "").startswith(name) or arg.partition("=")[0] == f"-{name}"):
-                place = self._document.place(("models", self._model.name, "extra_args", index))
+        for flag in flags_in(self._model.extra_args):
+            if name and flag.name == name.removeprefix("no-"):
+                place = self._document.place(("models", self._model.name, "extra_args", flag.place))
                 return place.problem(f"models.{self._model.name}: {note}", severity)
         if name in self._model.env:
             place = self._document.place(("models", self._model.name, "env", name))

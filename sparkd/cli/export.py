@@ -83,7 +83,7 @@ def _check_groups(wanted: Chosen) -> None:
     except CheckpointError:
         return
     model = weights.formatted(wanted.recipe)
-    if uneven := next(uneven_groups(model), None):
+    if uneven := uneven_groups(model):
         raise CheckpointError(uneven, file=checkpoint.folder)
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.cli.serve import ConfigFile, config_path
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
-from sparkd.state.folder_owner import refuse_another_users
 from workers.host import processes
 
 if TYPE_CHECKING:

@@ -350,8 +350,8 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 
 def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import listing
-    from sparkd.state.folder_owner import refuse_another_users
 
     loaded = config_of(config, os.environ)
     refuse_another_users(loaded.quantized_path)
@@ -364,8 +364,8 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import remove
-    from sparkd.state.folder_owner import refuse_another_users
 
     loaded = config_of(config, os.environ)
     refuse_another_users(loaded.quantized_path)

@@ -31,6 +31,8 @@ NODES, SEQS = whole("--nodes", 1, MOST["nodes"]), whole("--seqs", 1, MOST["reque
 CONTEXT = whole("--ctx", 1, MOST["max_model_len"], tokens=True)
 BATCH = whole("--batch", 1, MOST["max_num_batched_tokens"], tokens=True)
 MARGIN = real("--margin", 0, MOST["margin_gib"], "GiB")
+# Draws the plan that is known so far.
+Draw = Callable[[dict[str, Any]], None]
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # A daemon looks at a model's headers for at most a minute (sparkd.capacity.plan_for_node).
 DAEMON_S = 75.0
@@ -104,7 +106,10 @@ def plan(
         speculative=speculative,  # type: ignore[arg-type]  # checked above
         enforce_eager=True if eager else None,
     )
-    answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick)
+    page = Page()
+    draw = partial(show_plan.draft, page=page) if page.is_terminal and not session.json and not docker else None
+    answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick, draw=draw)
+    page.erase()
     if session.json:
         answer["notes"] += unheard
         say_json(answer)
@@ -114,13 +119,19 @@ def plan(
         if docker:
             _write_containers(answer, image)
         else:
-            show_plan.plan(answer, Page(), every=every)
+            show_plan.plan(answer, page, every=every)
     if answer["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
 
 
 def planned(
-    request: PlanRequest, hardware: str | None, config: Path | None, daemon: Callable[[], Client], *, quick: bool = True
+    request: PlanRequest,
+    hardware: str | None,
+    config: Path | None,
+    daemon: Callable[[], Client],
+    *,
+    quick: bool = True,
+    draw: Draw | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The plan as plain JSON, and a sentence for each question that a daemon in reach did not answer: whose, why and the cure.
 
@@ -129,6 +140,7 @@ def planned(
     hardware: None for the nodes of a daemon in reach where the model is configured, and for a Spark otherwise.
     daemon: asked of a name that no sparkd.yaml here has.
     quick: vLLM is not started to be asked.
+    draw: gets the plan by an estimate before vLLM is started to be asked.
 
     Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
@@ -153,8 +165,8 @@ def planned(
             machine, nodes = there
             if request.nodes is None and named.spec.tensor_parallel == AUTO:
                 request = request.model_copy(update={"nodes": nodes})
-            return _on_nodes(_planned_here(named, request, machine, unheard, quick=quick), daemon()), unheard
-    return _planned_here(named, request, machine, unheard, quick=quick), unheard
+            return _on_nodes(_planned_here(named, request, machine, unheard, draw, quick=quick), daemon()), unheard
+    return _planned_here(named, request, machine, unheard, draw, quick=quick), unheard
 
 
 def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
@@ -196,7 +208,9 @@ def asked_here(
             return [None] * len(questions)
 
 
-def _planned_here(named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], *, quick: bool) -> dict[str, Any]:
+def _planned_here(
+    named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], draw: Draw | None, *, quick: bool
+) -> dict[str, Any]:
     from sparkd.capacity.consultation import Witness
     from sparkd.capacity.plan import plan as plan_of
     from sparkd.capacity.plan_report import vllm_json
@@ -210,17 +224,25 @@ def _planned_here(named: NamedEntry, request: PlanRequest, machine: Hardware, un
     with headers_of(entry.spec.model) as progress:
         checkpoint = checkpoint_of(entry.spec.model, entry.spec.revision, env, progress)
     runtime = _runtime_of(named)
-    witness = Witness(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
-    answer = plan_of(
-        request,
-        entry,
-        checkpoint,
-        machine,
-        read=lambda draft: checkpoint_of(draft, None, env),
-        copies=lambda source, stored: prequantized(source, stored, env),
-        ask=witness,
-    )
-    return {**answer, "vllm": vllm_json(runtime, witness)}
+
+    def answer(*, quick: bool) -> dict[str, Any]:
+        witness = Witness(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
+        answer = plan_of(
+            request,
+            entry,
+            checkpoint,
+            machine,
+            read=lambda draft: checkpoint_of(draft, None, env),
+            copies=lambda source, stored: prequantized(source, stored, env),
+            ask=witness,
+        )
+        return {**answer, "vllm": vllm_json(runtime, witness)}
+
+    if draw is not None and not quick and runtime.version is not None:
+        guess = answer(quick=True)
+        if not guess["vllm"]["answered"]:
+            draw(guess)
+    return answer(quick=quick)
 
 
 def _runtime_of(named: NamedEntry) -> InquiryRuntime:

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from sparkd.recipes.library import RecipeLibrary
     from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import RefusedArg
-    from sparkd.vllm.releases import Release
 
 
 Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
-Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
 Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.")]
 
 
@@ -90,7 +88,7 @@ def show_(
     resolved = resolve(name, book)
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
+    description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
     if _json(ctx, json):
         say_json(description)
     else:
@@ -104,7 +102,6 @@ def show_(
 def check(
     ctx: typer.Context,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
-    vllm: Version = None,
     parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
     folder: Folder = None,
     json: Json = False,
@@ -117,7 +114,7 @@ def check(
     from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
 
-    book, release = _book(folder), _release(vllm)
+    book = _book(folder)
     problems: list[ConfigProblem] = []
     resolved, count = [], 0
     for path in files or list(book.names().values()):
@@ -126,7 +123,7 @@ def check(
         count += 1
         if file is not None:
             book.keep(file)
-            result = checked(file, book, release)
+            result = checked(file, book)
             problems += result.problems
             resolved += [result.resolved] if result.resolved is not None else []
     if parser is not None:
@@ -173,7 +170,7 @@ def import_(
     converted = with_risks(converted, recipe)
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)", _release(None))
+    problems = unusable(converted, recipe, f"{file} (imported)")
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:
@@ -201,8 +198,8 @@ def import_(
 def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """(version, refused arguments) of the vLLM in sparkd's own environment; None where it gives no answer. Takes as long as its import."""
     from sparkd.cli.config_file import config_of
-    from sparkd.inquiry.answer_cache import places
     from sparkd.inquiry.parser_answers import announce, answers
+    from sparkd.vllm.answer_cache import places
     from sparkd.vllm.arg_check import ANOTHER_PARSER
     from sparkd.vllm.installed import full_version_in
 
@@ -239,19 +236,6 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
         return regular_file.read(file), name, ""
     except OSError as error:
         raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe, or NAME@REGISTRY.") from None
-
-
-def _release(version: str | None) -> Release:
-    """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
-    from sparkd.vllm.installed import release_in
-    from sparkd.vllm.releases import READ_OFF
-    from sparkd.vllm.translate import release_of
-
-    if version is not None:
-        if (release := release_of(version)) is None:
-            raise ConfigError(f"--vllm {version}: a version such as 0.32.0 is expected.")
-        return release
-    return release_in(None) or READ_OFF
 
 
 def _pairs(pairs: list[str]) -> dict[str, Any]:

@@ -132,8 +132,8 @@ def list_registries(name: str | None, as_json: bool) -> None:
 def _registries(*, writing: bool = False) -> Registries:
     """The registries of this machine's sparkd. Raises StateError if this is root, and would write into another user's folder."""
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.recipes.registry import Registries
-    from sparkd.state.folder_owner import refuse_another_users
 
     state_dir = config_of(None, os.environ).state_dir
     if writing:

@@ -91,10 +91,10 @@ def serve(
             raise ConfigError(f"--listen says port {loaded.port} and --port says {port}: give one of them.")
         flags["listen"] = f"{host}:{port}"
         loaded = load_config(path, flags=flags, environ=os.environ)
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.daemon import logs
     from sparkd.daemon.daemon import Options
     from sparkd.daemon.daemon import serve as serve_forever
-    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
 
@@ -132,9 +132,9 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     from sparkd.config.config import load_config
 
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cluster.ray_node import run_node
     from sparkd.daemon import logs
-    from sparkd.state.folder_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
@@ -180,7 +180,7 @@ def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     config = load_config(path, environ=os.environ)
     book = config.book()
     return {
-        model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
+        model.name: explained(model, model.environment(config.engine), book.settings(model.recipe))
         for model in config.models.values()
         if model.runs_vllm(config.engine)
     }

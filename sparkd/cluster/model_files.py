@@ -48,7 +48,7 @@ class ModelFiles:
         engine = self._config().engine
         if not spec.runs_vllm(engine):
             return None
-        return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
+        return await HUB.run(expected, spec, spec.environment(engine))
 
     async def served_abilities(self, upstream: Upstream, abilities: Abilities, models: ServedModels) -> Abilities:
         """`abilities` with what the engine itself tells. models: its model list."""

@@ -10,13 +10,14 @@ from typing import Any
 from sparkd.config.config import ModelConfig, parse_model
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe
-from sparkd.recipes.importer import Imported, Parser, imported, is_fork, no_parser, parser_flags
+from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
 from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, parse
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.releases import READ_OFF, Release
-from sparkd.vllm.translate import draft_method, speculative_config, translated
-from sparkd.vllm.unknown_names import unknown_parsers
+from sparkd.vllm.flags import draft_method, speculative_config
+from sparkd.vllm.installed import release_in
+from sparkd.vllm.releases import Release
+from sparkd.vllm.translate import translated
 from workers.host import regular_file
 from workers.host.hub_cache import is_hub_id
 
@@ -61,7 +62,7 @@ def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> 
         return read_recipe(path, environ)  # says why
     if not is_foreign(parse(raw, str(path), environ).values):
         file, problems = parse_recipe(path.stem, raw, str(path), environ)
-        return file, [*problems, *(misnamed(file) if file is not None else ())]
+        return file, problems
     try:
         recipe = imported(raw, str(path), parser=parser)
     except ConfigError as error:
@@ -70,26 +71,14 @@ def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> 
     return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*recipe.missing, *recipe.notes)), *problems]
 
 
-def misnamed(file: RecipeFile) -> list[ConfigProblem]:
-    """The parsers that it names and the vLLM beside sparkd does not have; a warning where its image is a fork's, which may have them."""
-    container, env = file.recipe.container, file.settings.get("env")
-    severity = "warning" if container is not None and is_fork(container.image) else "error"
-    problems = []
-    for note in unknown_parsers(parser_flags(file.settings), env if isinstance(env, Mapping) else {}, None):
-        key = note.name.replace("-", "_")
-        place = file.document.place(("settings", key if key in file.settings else "extra_args"))
-        problems.append(place.problem(note, severity))
-    return problems
-
-
-def unusable(recipe: Imported, name: str, shown: str, release: Release | None) -> list[ConfigProblem]:
+def unusable(recipe: Imported, name: str, shown: str) -> list[ConfigProblem]:
     """Why what was imported cannot be used: its file is refused, or it comes to no model. Empty where it can."""
     file, problems = parse_recipe(name, recipe.text.encode(), shown, AsWritten())
     if file is None:
         return problems
     book = RecipeLibrary(None, AsWritten())
     book.keep(file)
-    return [problem for problem in checked(file, book, release).problems if problem.severity == "error"]
+    return [problem for problem in checked(file, book).problems if problem.severity == "error"]
 
 
 def with_risks(recipe: Imported, name: str) -> Imported:
@@ -111,7 +100,7 @@ def resolve(name: str, book: RecipeLibrary) -> Resolved:
     return Resolved(name, model, flags.args, flags.env, flags.notes, flags.refused, file.path)
 
 
-def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = READ_OFF) -> Checked:
+def checked(file: RecipeFile, book: RecipeLibrary) -> Checked:
     """Resolve the recipe, and gather what is wrong with it."""
     try:
         resolved = resolve(file.name, book)
@@ -119,6 +108,7 @@ def checked(file: RecipeFile, book: RecipeLibrary, release: Release | None = REA
         return Checked([ConfigProblem(error.file or file.path, error.line, error.explanation)])
     problems = [ConfigProblem(file.path, None, message) for message in resolved.refused]
     problems += [ConfigProblem(file.path, None, message, "warning") for message in resolved.notes]
+    release = release_in(None)
     if release is not None and file.recipe.needs_vllm and release < _release(file.recipe.needs_vllm):
         message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
         problems.append(ConfigProblem(file.path, None, message))

@@ -45,24 +45,22 @@ class Files(Protocol):
     def content(self, name: str) -> bytes: ...
 
 
-def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> Parsers | None:
+def expected(spec: ModelConfig, env: Mapping[str, str]) -> Parsers | None:
     """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks.
 
     Files that lack a part, or that a silent hub does not give now, do not tell that there is none.
     """
-    parsers = with_parsers(spec, env, runtime)[1]
+    parsers = with_parsers(spec, env)[1]
     if parsers.tool or spec.tool_call_parser == OFF:
         return parsers
     files = _files(spec, env)
     return parsers if parsers.nearest and files is not None and _are_read(files) else None
 
 
-def explained(
-    spec: ModelConfig, env: Mapping[str, str], runtime: Path | None, recipe: Mapping[str, Any]
-) -> dict[str, dict[str, str | None]]:
+def explained(spec: ModelConfig, env: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, dict[str, str | None]]:
     """`tool` and `reasoning`, each with the parser's `name`, None for none, and what decides it, `from`: ENTRY, RECIPE, FAMILY or TEMPLATE;
     UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
-    parsers = with_parsers(spec, env, runtime)[1]
+    parsers = with_parsers(spec, env)[1]
     files = _files(spec, env)
     decided_by: tuple[str | None, str | None] = (UNREAD, UNREAD)
     if files is not None:
@@ -85,7 +83,7 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
     return ", ".join(f"{kind} {row['name'] or OFF} ({_WHENCE[row['from']]})" for kind, row in rows.items())
 
 
-def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
+def with_parsers(spec: ModelConfig, env: Mapping[str, str]) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
     neither here nor were looked at on its hub (sparkd.entry.hub_check). An entry's keys and flags win. Blocks."""
     files = _files(spec, env)

@@ -16,7 +16,7 @@ from sparkd.entry.hub_check import is_elsewhere, looked_at
 from sparkd.errors import LoadRefused
 from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import SPECULATIVE, speculative_config, values_of, without
+from sparkd.vllm.flags import DRAFTS, parsed, speculative_config, value_of, words
 from workers.host.hub_cache import is_hub_id
 from workers.host.trusted_code import Commits
 
@@ -36,7 +36,7 @@ def pinned(spec: ModelConfig, config: Config) -> ModelConfig:
     if draft is None or not _runs_code_of_a_hub(spec, config) or _draft_repository(spec, draft) != spec.model:
         return spec
     speculation = json.dumps({**draft, "revision": _commit(spec, draft)})
-    return spec.model_copy(update={"extra_args": [*without(spec.extra_args, SPECULATIVE[2:]), SPECULATIVE, speculation]})
+    return spec.model_copy(update={"extra_args": words({**parsed(spec.extra_args), DRAFTS: speculation})})
 
 
 def refusal(spec: ModelConfig, config: Config) -> str | None:
@@ -54,7 +54,7 @@ def refusal(spec: ModelConfig, config: Config) -> str | None:
     if repository is None or repository == spec.model or _is_commit(draft.get("revision")):
         return None
     commit = _cached_commit(repository, draft.get("revision"), env)
-    return _sentence(f"its draft {repository}", commit, f"`revision` of one {SPECULATIVE} in extra_args")
+    return _sentence(f"its draft {repository}", commit, f"`revision` of one --{DRAFTS} in extra_args")
 
 
 def commits_of(started: ModelConfig) -> Commits | None:
@@ -62,7 +62,7 @@ def commits_of(started: ModelConfig) -> Commits | None:
     commit = _revision(started)
     if not started.trusts_code() or started.model.startswith("/") or commit is None or not _is_commit(commit):
         return None
-    others = [value for *_, value in values_of(started.extra_args, "code-revision")][-1:]
+    others = [*filter(None, [value_of(started.extra_args, "code-revision")])]
     commits = {started.model: [commit, *others]}
     draft = speculative_config(started.extra_args) or {}
     repository = _draft_repository(started, draft)
@@ -77,9 +77,7 @@ def _runs_code_of_a_hub(spec: ModelConfig, config: Config) -> bool:
 
 
 def _revision(spec: ModelConfig) -> str | None:
-    """vLLM takes the last flag."""
-    flags = [value for *_, value in values_of(spec.extra_args, "revision")]
-    return flags[-1] if flags else spec.revision
+    return value_of(spec.extra_args, "revision") or spec.revision
 
 
 def _commit(spec: ModelConfig, draft: Mapping[str, Any]) -> Any:

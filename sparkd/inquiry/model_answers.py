@@ -21,7 +21,7 @@ import workers
 from sparkd.checkpoint import MODELOPT, Checkpoint
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import EngineError
-from sparkd.inquiry.answer_cache import environment, keep, kept, neighbours, places
+from sparkd.vllm.answer_cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQuestion, ModelRefusal, Stage, Tensor, answer_of
 from sparkd.vllm.flags import speculative_config, without
 from sparkd.vllm.installed import full_version_in

@@ -1,5 +1,4 @@
-"""Owns which architectures sparkd's formulas are checked for, and what a plan says of one that the installed vLLM has not got. Imports no
-vLLM."""
+"""A plan's remark about an architecture that the installed vLLM does not have."""
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkd.models.checked_keys import KEYS
-from sparkd.models.shape import Shape
 from sparkd.vllm.installed import models_of, version_in
 
 # The names that vLLM puts in each other's place where it has one of them (vllm/config/model.py, _SUFFIX_TO_DEFAULTS; registry.py,
@@ -33,18 +30,8 @@ def remark(config: Mapping[str, Any], runtime: Path | None) -> str | None:
     return f"vLLM {version_in(runtime)}, which is installed, has no model named {names[0]}: {how}."
 
 
-def is_checked(shape: Shape) -> bool:
-    """Whether a test holds sparkd's formulas for such a model against vLLM's own answer."""
-    return shape.architecture in CHECKED and not shape.gaps and not shape.unread
-
-
 def _among(name: str, models: Collection[str]) -> bool:
     if name in models:
         return True
     end = next((end for end in _ENDS if name.endswith(end)), None)
     return end is not None and any(name.removesuffix(end) + other in models for other in _ENDS)
-
-
-# sparkd's formulas count the cache and the weights of these as vLLM does: the tests compare each with vLLM's answer
-# (tests/sparkd/inquiry/test_known_architectures.py). Any other is a guess until vLLM is asked.
-CHECKED = KEYS.keys()

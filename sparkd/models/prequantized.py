@@ -56,7 +56,7 @@ def is_quantized_name(name: str, of: str) -> bool:
 
 def _comparable(shape: Shape) -> Shape:
     """Without what a quantizer may have written anew."""
-    return replace(shape, dtype="bfloat16", rotary_bytes=0)
+    return replace(shape, dtype="bfloat16")
 
 
 def _beside(source: str) -> Iterator[tuple[str, Path]]:

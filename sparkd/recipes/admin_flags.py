@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.flags import Flag, in_order, shown
+from sparkd.vllm.flags import Flag, flags_in, shown
 
 # Flags without a value, also as --no-NAME.
 SWITCHES = frozenset(
@@ -79,7 +79,7 @@ def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) ->
     A value after a flag that takes none is refused, because vLLM may read it as its model. where, cure: words of the message, for a place
     other than the admin API.
     """
-    for flag in in_order(args):
+    for flag in flags_in(args):
         if not flag.name or (flag.name in SWITCHES and not isinstance(flag.value, bool)):
             message = "extra_args has a value that no flag before it takes, and vLLM would read it as its model: remove it."
             raise ConfigError(message, param="extra_args")

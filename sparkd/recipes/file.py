@@ -16,8 +16,8 @@ from sparkd.schema.fields import Metadata, PositiveCount, Section, Word, no_bool
 from sparkd.schema.overlay import in_order, problems_of, rename_settings
 from sparkd.schema.refusal import refuse
 from sparkd.schema.yaml_file import ConfigProblem, Document
+from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.reserved_args import trusts_code
-from sparkd.vllm.translate import speculative_config
 from workers.host import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]

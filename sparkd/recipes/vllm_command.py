@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.schema.engine_flags import SWITCHES, VALUE_FLAGS
-from sparkd.vllm.flags import SHORT, Value, amount, in_order, is_value, json_object, parsed, value_of, words
+from sparkd.vllm.flags import SHORT, Value, amount, flags_in, is_value, json_object, parsed, value_of, words
 from sparkd.vllm.reserved_args import owned_args
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -95,7 +95,7 @@ def read_command(text: str) -> Command:
 def read_arguments(arguments: Sequence[str], command: Command) -> None:
     """Add the arguments after `vllm serve` to `command`."""
     full, flags, owned = _in_full(arguments), dict[str, Value](), list[str]()
-    for flag in in_order(full):
+    for flag in flags_in(full):
         if not flag.name and command.model is None:
             command.model = str(flag.value)
         elif not flag.name:

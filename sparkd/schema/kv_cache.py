@@ -149,11 +149,6 @@ def unreadable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def without_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that `unreadable` judges."""
-    return {name: value for name, value in env.items() if name not in (CPU_KV_SPACE, MARGIN_VARIABLE)}
-
-
 def sizing_of(
     model: ModelConfig, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:

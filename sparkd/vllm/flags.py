@@ -49,7 +49,7 @@ class Flag(NamedTuple):
     place: int
 
 
-def in_order(args: Sequence[str]) -> Iterator[Flag]:
+def flags_in(args: Sequence[str]) -> Iterator[Flag]:
     """Every flag in its order, in one pass."""
     index = 0
     while index < len(args):
@@ -79,7 +79,7 @@ def parsed(args: Sequence[str]) -> Mapping[str, Value]:
 @lru_cache(maxsize=256)
 def _parsed(args: tuple[str, ...]) -> Mapping[str, Value]:
     flags: dict[str, Value] = {}
-    for flag in in_order(args):
+    for flag in flags_in(args):
         if flag.name in _REPEATED and isinstance(flag.value, str):
             flags[flag.name] = (*_many(flags.get(flag.name, ())), flag.value)
         elif flag.name and flag.name[0] != "-":

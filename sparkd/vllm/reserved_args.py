@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.flags import in_full, in_order, parsed, shown, why_not_in_full
+from sparkd.vllm.flags import flags_in, in_full, parsed, shown, why_not_in_full
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
@@ -53,7 +53,7 @@ _OWNED: Mapping[str, str] = {
 _OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
 
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
-_OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
+OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 _OWNED_ENV: Mapping[str, str] = {
@@ -85,7 +85,7 @@ def check_args(args: Sequence[str], place: str = "extra_args") -> None:
 
 def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple[int, str]]:
     """(index, message) of every flag that sparkd sets, in any spelling, and of every word that is no flag in full."""
-    for flag in in_order(args):
+    for flag in flags_in(args):
         if reason := _reason(_name(flag.name)):
             written = flag.name if flag.name.startswith("-") else f"--{flag.name}"
             yield flag.place, f"{shown(written)} is not allowed in {place}: {reason}."
@@ -114,7 +114,7 @@ def loader_flags(args: Sequence[str]) -> list[str]:
 
 def cache_flags(args: Sequence[str]) -> list[str]:
     """The flags that have vLLM size its KV cache, or name a worker class but sparkd's."""
-    return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in _OWN_WORKERS]
+    return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in OWN_WORKERS]
 
 
 def trusts_code(args: Sequence[str]) -> bool:

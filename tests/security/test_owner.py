@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.errors import StateError
-from sparkd.inquiry import answer_cache
-from sparkd.state.folder_owner import refuse_another_users
+from sparkd.vllm import answer_cache
 from tests.support.ranks import Place, a_place
 from workers.host import processes
 from workers.rank import lifecycle

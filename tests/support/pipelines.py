@@ -13,6 +13,6 @@ from workers.load.virtual import VirtualCheckpoint
 
 
 def pipeline_of(virtual: VirtualCheckpoint, device: torch.device, reader: Callable[..., Reader], **options: Any) -> Pipeline:
-    needed = {name: options.pop(name) for name in ("regions", "once", "taken") if name in options}
-    receivers = {name: options.pop(name) for name in ("sink", "watcher", "straight") if name in options}
+    needed = {name: options.pop(name) for name in ("regions", "once", "for_model") if name in options}
+    receivers = {name: options.pop(name) for name in ("sink", "watcher", "direct_targets") if name in options}
     return Pipeline(virtual, device, reader, Needed(**needed), Receivers(**receivers), **options)

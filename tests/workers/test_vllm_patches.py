@@ -33,8 +33,8 @@ REPLACED = {
         *("max_num_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_encoder_input_tokens", "encoder_cache_size"),
         *("mm_max_items_per_batch", "skip_mm_profiling"),
     ),
-    ("workers/vllm/load/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
-    ("workers/vllm/load/loader.py", "config.quantization_config"): ("quantization_config",),
+    ("workers/vllm/load/config.py", "engine_args.hf_overrides"): ("hf_overrides",),
+    ("workers/vllm/load/config.py", "config.quantization_config"): ("quantization_config",),
 }
 # Of errors, functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {

@@ -1,4 +1,4 @@
-"""Makes a checkpoint's folder complete at once. Never writes a file of it.
+"""Makes a checkpoint's folder complete at once.
 
 The folder may be there already, as a mount point or the target of a link, so nothing is renamed onto it: the files are written in a folder
 inside it and move up, `config.json` last, because no program takes a folder without it for a checkpoint.

@@ -1,13 +1,19 @@
-"""Lays out a safetensors checkpoint: the place of each tensor, shards, headers, index. Never opens a file, never imports torch."""
+"""Lays out a checkpoint's folder: the place of each tensor in its shards, their headers and index, and the files that are no weights."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
+from workers.cache.manifest import MANIFEST, USED, OwnFile
 from workers.quantization.fusion import EXPERT, group_of
 
 SHARD_BYTES = 4 << 30
@@ -24,13 +30,36 @@ ITEM_BYTES: Mapping[str, int] = {
 # transformers refuses a file that does not name the framework of its tensors.
 _METADATA = {"format": "pt"}
 FAMILIES = 16  # the experts of two layers in two matrices and four parts
+# Limit of one file. The largest so far is a tokenizer of 33 MB (Gemma 3).
+MAX_BYTES = 256 << 20
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".tflite",
+    ".npz",
+    ".zip",
+    ".tar",
+    ".gz",
+)
+# Files that describe the source's weights or its quantization; the cache has its own.
+_REPLACED = {"config.json", "hf_quant_config.json", INDEX, MANIFEST, USED}
+# The only subfolder that transformers reads.
+_TEMPLATES = "additional_chat_templates"
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one tensor. shard: its number from 0; offset: bytes from the beginning of that file."""
+class ShardTensor:
+    """One tensor in a shard. shard: its number from 0; offset: bytes from the beginning of that file."""
 
     name: str
     dtype: str
@@ -47,7 +76,7 @@ class ShardLayout:
     name: str
     header: bytes
     size_bytes: int
-    slots: tuple[Slot, ...]
+    tensors: tuple[ShardTensor, ...]
 
 
 def neighbours(tensors: Tensors) -> Tensors:
@@ -64,10 +93,10 @@ def neighbours(tensors: Tensors) -> Tensors:
             ordered.update((name, tensors[name]) for _, name in sorted(family))
         waiting.clear()
 
-    for name, what in tensors.items():
+    for name, form in tensors.items():
         if (expert := EXPERT.search(name)) is None:
             flush()
-            ordered[name] = what
+            ordered[name] = form
             continue
         module, _, part = name[expert.end() :].rpartition(".")
         key = (name[: expert.start()], group_of(module, ""), part)
@@ -99,8 +128,11 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayou
 
 def index_json(shards: Iterable[ShardLayout]) -> bytes:
     """The content of model.safetensors.index.json."""
-    slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
-    index = {"metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)}, "weight_map": {slot.name: name for slot, name in slots}}
+    tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: name for tensor, name in tensors},
+    }
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
@@ -124,9 +156,66 @@ def _shard(number: int, count: int, group: list[tuple[str, str, tuple[int, ...],
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    slots = []
+    tensors = []
     at = len(header)
     for name, dtype, shape, nbytes in ordered:
-        slots.append(Slot(name, dtype, tuple(shape), number, at, nbytes))
+        tensors.append(ShardTensor(name, dtype, tuple(shape), number, at, nbytes))
         at += nbytes
-    return ShardLayout(f"model-{number + 1:05d}-of-{count:05d}.safetensors", header, at, tuple(slots))
+    return ShardLayout(f"model-{number + 1:05d}-of-{count:05d}.safetensors", header, at, tuple(tensors))
+
+
+def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str, Any], shards: Sequence[ShardLayout]) -> list[OwnFile]:
+    """Write the files into `folder` that make its shards a checkpoint, each synced to the disk. Returns their records. Raises OSError.
+
+    described: the quantization_config, empty where the source's own still applies.
+    """
+    files = [
+        _written(os.path.join(folder, "config.json"), config_json(checkpoint.config, described)),
+        _written(os.path.join(folder, INDEX), index_json(shards)),
+    ]
+    for name, path in companions(checkpoint.folder):
+        target = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(path, "rb") as file:
+            files.append(_written(target, file.read(MAX_BYTES)))
+    return [OwnFile(os.path.relpath(path, folder), size_bytes, digest) for path, size_bytes, digest in files]
+
+
+def companions(folder: str) -> Iterator[tuple[str, str]]:
+    """(name in the folder, path) of every file to copy, links followed. Raises OSError."""
+    templates = os.path.join(folder, _TEMPLATES)
+    parts = ["", _TEMPLATES] if os.path.isdir(templates) else [""]
+    for part in parts:
+        for name in sorted(os.listdir(os.path.join(folder, part))):
+            path = os.path.join(folder, part, name)
+            if name.startswith(".") or name in _REPLACED or name.endswith((*_WEIGHTS, ".index.json")):
+                continue
+            if os.path.isfile(path) and os.path.getsize(path) <= MAX_BYTES:
+                yield os.path.join(part, name), path
+
+
+def companions_bytes(folder: str) -> int:
+    """The most bytes that the copies need. Raises OSError."""
+    return sum(os.path.getsize(path) for _, path in companions(folder))
+
+
+def config_json(config: Mapping[str, Any], described: Mapping[str, Any]) -> bytes:
+    """The source's config.json with this quantization_config in place of its own."""
+    written = dict(config)
+    if described:
+        written.pop("compression_config", None)
+        text = written.get("text_config")
+        if isinstance(text, Mapping):
+            written["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+        written["quantization_config"] = dict(described)
+    return json.dumps(written, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _written(path: str, data: bytes) -> tuple[str, int, str]:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # only advice: the file is not read again soon
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path, len(data), hashlib.sha256(data).hexdigest()

@@ -1,28 +1,32 @@
-"""Owns the source of one load's tensors: the checkpoint, while a cache is written, or a quantized cache. Never chooses between them; never
-knows vLLM."""
+"""Joins one load's pipeline to the cache: the checkpoint is read and a cache written, or a quantized cache is read."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from workers.cache.store import CachedCheckpoint
-from workers.cache.writer import CacheWriter
-from workers.load.expert_placement import straightened
-from workers.load.pipeline import SHAPE, Handed, Needed, Pipeline, Receivers
+from workers.cache.store import CachedCheckpoint, find
+from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
+from workers.load.pipeline import SHAPE, Needed, Pipeline, Receivers, SinkTensor
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
-from workers.load.trace import Target, Trace
+from workers.load.trace import Target, Trace, target_within
 from workers.load.virtual import VirtualCheckpoint
+
+logger = logging.getLogger("vllm.sparkd.stream")
 
 
 @dataclass(slots=True)
 class LoadSession:
-    """One load's pipeline and its state. trace: the tensors that the model takes, None where it could not be asked. progress: of the
-    bytes read. cached: the quantized cache behind the pipeline, which `close` closes. cut: the place of each tensor that it has in part."""
+    """One load's pipeline and its state.
+
+    trace: of the tensors that the model takes, None where it could not be asked. progress: of the bytes read. cached: the quantized cache
+    behind the pipeline, which `close` closes. layout: of the tensors in that cache, where it is one rank's own.
+    """
 
     virtual: VirtualCheckpoint
     device: torch.device
@@ -31,48 +35,70 @@ class LoadSession:
     dtype: torch.dtype
     progress: ProgressFile
     cached: CachedCheckpoint | None = None
-    cut: Mapping[str, Handed] = field(default_factory=dict)
+    layout: Mapping[str, SinkTensor] = field(default_factory=dict)
     writer: CacheWriter | None = None
     pipeline: Pipeline = field(init=False)
 
     def __post_init__(self) -> None:
-        self._read(self.virtual, needed_of(self.trace), {} if self.trace is None else self.trace.straight)
+        self._read(self.virtual, needed_of(self.trace), {} if self.trace is None else self.trace.direct_targets)
+
+    def use_cache(self, cache_dir: str, content: CacheContent, limit_bytes: int | None, rank: tuple[int, int]) -> None:
+        """Write the cache that there is not yet. One of several ranks has a cache of its own, and reads it where it is there.
+
+        content: its layout and its slice are set here. rank: (this rank, number of ranks).
+        """
+        if rank == (0, 1):
+            if self.takes_most():
+                writer = self._writer(cache_dir, replace(content, layout=layout_of(self.virtual)), limit_bytes)
+                if writer is not None:
+                    self.write_whole(writer)
+            return
+        sink_layout = self.pipeline.sink_layout()
+        layout = {name: (CODES[tensor.dtype], tensor.shape) for name, tensor in sink_layout.items()}
+        own = replace(content, recipe={**content.recipe, "parts": layout_key(sink_layout)}, tp_slice=rank, layout=layout)
+        if (cached := find(cache_dir, own.checkpoint, own.recipe, rank, say=logger.info)) is not None:
+            self.read_own(cached, sink_layout)
+        else:
+            self.writer = self.pipeline.sink = self._writer(cache_dir, own, limit_bytes)
 
     def takes_most(self) -> bool:
         """Whether the model takes more than half of the checkpoint. A draft in the folder of its target does not."""
         if self.trace is None:
             return True
-        taken = (tensor.nbytes for tensor in self.virtual.emitted() if self.trace.region(tensor.name) is not None)
-        return 2 * sum(taken) > self.virtual.emitted_bytes
+        for_model = (tensor.nbytes for tensor in self.virtual.outputs() if self.trace.tensors[tensor.name].region is not None)
+        return 2 * sum(for_model) > self.virtual.output_bytes
 
     def write_whole(self, writer: CacheWriter) -> None:
-        """Read the whole checkpoint, and hand to the writer also what the model leaves out (MTP layers without speculation, a vision tower
-        that is turned off), which another start may take."""
+        """Read the whole checkpoint into the cache, because another start may take tensors that this model leaves out: MTP layers without
+        speculation, a vision tower that is turned off."""
         self.writer = writer
         if self.trace is not None:
-            taken = frozenset(name for name, taken in self.trace.taken.items() if taken.region is not None)
-            needed = Needed(once=needed_of(self.trace).once, taken=taken)
-            self._read(self.virtual, needed, self.trace.straight)
+            for_model = frozenset(name for name, traced in self.trace.tensors.items() if traced.region is not None)
+            needed = Needed(once=needed_of(self.trace).once, for_model=for_model)
+            self._read(self.virtual, needed, self.trace.direct_targets)
         self.pipeline.sink = writer
 
-    def write_parts(self, writer: CacheWriter) -> None:
-        """Hand to the writer what this rank reads."""
-        self.writer = self.pipeline.sink = writer
-
-    def read_parts(self, cached: CachedCheckpoint, parts: Mapping[str, Handed]) -> None:
-        """Read this rank's own cache, which has these parts."""
+    def read_own(self, cached: CachedCheckpoint, layout: Mapping[str, SinkTensor]) -> None:
+        """Read this rank's own cache, which has these tensors."""
         self.cached = cached
-        self.cut = {name: part for name, part in parts.items() if not name.endswith(f".{SHAPE}")}
-        # A tensor that is stored as a part goes to the place of that part.
-        self._read(virtual_of(cached, self.cut.__contains__), Needed(), self._targets())
+        self.layout = {name: part for name, part in layout.items() if not name.endswith(f".{SHAPE}")}
+        # A tensor of which the cache has a region goes to the target of that region.
+        self._read(virtual_of(cached, self.layout.__contains__), Needed(), self._targets())
+
+    def begin(self, spellings: Sequence[str]) -> None:
+        """Called before `tensors`: release the targets that are not used, and report the source. spellings: of the formats."""
+        if self.trace is not None:
+            self.trace.forget_targets()
+        source = "checkpoint" if self.cached is None else "cache"
+        self.progress.begin(self.pipeline.bytes_total, self.pipeline.units_total, " ".join(spellings) or "bf16", source)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors for the model's own loader; the pipeline places the others itself. Raises CheckpointError."""
         for name, tensor in self.pipeline.tensors():
-            part = self.cut.get(name)
+            part = self.layout.get(name)
             if part is not None and not part.is_whole:
-                whole = torch.empty(part.whole, dtype=part.dtype, device=tensor.device)
-                whole[tuple(slice(at, at + size) for at, size in zip(part.at, part.shape, strict=True))] = tensor
+                whole = torch.empty(part.whole_shape, dtype=part.dtype, device=tensor.device)
+                whole[tuple(slice(at, at + size) for at, size in zip(part.origin, part.shape, strict=True))] = tensor
                 tensor = whole
             yield name, tensor
 
@@ -90,22 +116,27 @@ class LoadSession:
         if self.cached is not None:
             self.cached.close()
 
-    def _read(self, virtual: VirtualCheckpoint, needed: Needed, straight: dict[str, Target]) -> None:
-        receivers = Receivers(watcher=self.progress, straight=straight)
+    def _writer(self, cache_dir: str, content: CacheContent, limit_bytes: int | None) -> CacheWriter | None:
+        """The writer of a new entry; None where it cannot be written."""
+        writer = CacheWriter(cache_dir, content, limit_bytes, device=self.device, on_state=self.progress.cache)
+        return writer if writer.state == "writing" else None
+
+    def _read(self, virtual: VirtualCheckpoint, needed: Needed, direct_targets: dict[str, Target]) -> None:
+        receivers = Receivers(watcher=self.progress, direct_targets=direct_targets)
         trusted = self.cached is not None
         self.pipeline = Pipeline(virtual, self.device, self.reader, needed, receivers, dtype=self.dtype, trusted=trusted)
 
     def _targets(self) -> dict[str, Target]:
-        """The targets of a rank's parts that the cache holds in the needed form."""
+        """The targets of the regions that a rank's own cache has in the needed form."""
         targets: dict[str, Target] = {}
         if self.trace is None:
             return targets
-        for name, part in self.cut.items():
-            taken = self.trace.taken.get(name)
-            target = self.trace.straight.get(name)
-            if target is None and not part.is_whole and taken is not None and taken.once:
-                target = taken.target  # the model's own loader would need the whole tensor, to take this part of it
-            placed = None if target is None else target if part.is_whole else straightened(target, part.at, part.shape)
+        for name, part in self.layout.items():
+            traced = self.trace.tensors.get(name)
+            target = self.trace.direct_targets.get(name)
+            if target is None and not part.is_whole and traced is not None and traced.once:
+                target = traced.target  # the model's own loader would need the whole tensor, to take this part of it
+            placed = None if target is None else target if part.is_whole else target_within(target, part.origin, part.shape)
             if placed is not None:
                 targets[name] = placed
         return targets
@@ -116,9 +147,9 @@ def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda na
     return VirtualCheckpoint(cached.checkpoint, {}, keep)
 
 
-def parts_key(parts: Mapping[str, Handed]) -> str:
-    """A digest of what a rank reads, for the name of its own cache: it differs where the ranks or the tensors that the model takes do."""
-    described = [(name, part.shape, part.at) for name, part in sorted(parts.items())]
+def layout_key(layout: Mapping[str, SinkTensor]) -> str:
+    """A digest of the regions that a rank reads, for the name of its own cache: it differs where the ranks or the model's tensors do."""
+    described = [(name, part.shape, part.origin) for name, part in sorted(layout.items())]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
@@ -126,6 +157,6 @@ def needed_of(trace: Trace | None) -> Needed:
     if trace is None:
         return Needed()
     return Needed(
-        regions={name: taken.region for name, taken in trace.taken.items()},
-        once=frozenset() if trace.late else frozenset(name for name, taken in trace.taken.items() if taken.once),
+        regions={name: traced.region for name, traced in trace.tensors.items()},
+        once=frozenset() if trace.late else frozenset(name for name, traced in trace.tensors.items() if traced.once),
     )

@@ -1,4 +1,4 @@
-"""Owns a cached checkpoint's own description: its source, its recipe and its files. Never touches weights, never imports torch."""
+"""A cached checkpoint's own description: its source, its recipe and its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class CacheManifest:
                 recipe=dict(raw["recipe"]),
                 format=str(raw["format"]),
                 tp_slice=(int(raw["tp_slice"][0]), int(raw["tp_slice"][1])) if raw["tp_slice"] is not None else None,
-                files=tuple(_own_file(each) for each in raw["files"]),
+                files=tuple(_own_file(file) for file in raw["files"]),
                 created_s=float(raw["created_s"]),
                 notes=dict(raw["notes"]),
                 code=int(raw["code"]),

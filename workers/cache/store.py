@@ -1,4 +1,4 @@
-"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Never writes weights, never imports torch.
+"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Imports no torch.
 
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
 A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being
@@ -193,12 +193,14 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
         return f"it needs {_gib(need_bytes)} and the cache may take {_gib(limit_bytes)}: raise quantized_cache.limit_gib"
     disk = shutil.disk_usage(cache_dir)
     reserve_bytes = max(RESERVE_BYTES, int(disk.total * RESERVE_FRACTION))
-    there = entries(cache_dir)
-    over_limit = 0 if limit_bytes is None else need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in there) - limit_bytes
+    present = entries(cache_dir)
+    over_limit = 0
+    if limit_bytes is not None:
+        over_limit = need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in present) - limit_bytes
     over_disk = need_bytes + reserve_bytes - disk.free
     with contextlib.ExitStack() as locks:
         chosen: list[CacheEntry] = []
-        for entry in sorted(there, key=lambda entry: entry.used_s):
+        for entry in sorted(present, key=lambda entry: entry.used_s):
             if max(over_limit, over_disk) <= 0:
                 break
             if _held_exclusively(entry, locks):

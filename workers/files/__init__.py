@@ -1,1 +1,1 @@
-"""A model's files on their way from node to node: what is there, who serves it, who fetches it. Never talks to a hub."""
+"""A model's files on their way from node to node: the manifest, the serving node, the fetching node."""

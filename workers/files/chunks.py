@@ -1,4 +1,4 @@
-"""Owns the chunks in which a model's files are copied, and their sums. Never opens a socket."""
+"""The chunks in which a model's files are copied, and their sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chunks_of(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def span(size: int, index: int) -> tuple[int, int]:
+def range_of(size: int, index: int) -> tuple[int, int]:
     """(offset, bytes) of a chunk."""
     offset = index * CHUNK_BYTES
     return offset, min(CHUNK_BYTES, size - offset)

@@ -1,5 +1,4 @@
-"""Reads and writes one file past the page cache, or through it where the file system allows nothing else. Never decides what is read or
-written.
+"""Reads and writes one file past the page cache, or through it where the file system allows nothing else.
 
 On a Spark the page cache is memory that CUDA lacks: a copy of 100 GB must not leave 100 GB there.
 """

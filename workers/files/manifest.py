@@ -1,4 +1,4 @@
-"""Owns what a model's files are on a node, and what another node lacks of them. Never copies a byte.
+"""A model's files as they are on a node, and the difference to those of another node.
 
 A hub id lies in the hub's cache (huggingface_hub, "Understand caching"): blobs/ETAG, which snapshots/COMMIT/FILE link to, and refs/NAME
 with the commit. The ETag of a large file is its SHA-256. A folder is what it is, at the same path on every node.

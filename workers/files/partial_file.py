@@ -1,4 +1,4 @@
-"""Owns one file while it is fetched: the part on disk, the sums of what was verified of it, and its end. Never talks to the other node."""
+"""One file while it is fetched: the part on disk, the sums of its verified chunks, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkd.errors import RankError
-from workers.files.chunks import CHUNK_BYTES, Buffer, chunks_of, digest, sha256_of, span
+from workers.files.chunks import CHUNK_BYTES, Buffer, chunks_of, digest, range_of, sha256_of
 from workers.files.direct_file import DirectFile
 from workers.files.manifest import JOURNAL, PART, File, is_there
 
@@ -47,11 +47,11 @@ class PartialFile:
         known = self._known.get(index)
         if known is None or self._open is None:
             return False
-        return digest(buffer.read(self._open, *span(self.file.size, index))) == known
+        return digest(buffer.read(self._open, *range_of(self.file.size, index))) == known
 
     def keep(self, index: int, buffer: Buffer, checksum: str) -> bool:
         """Write a chunk to the disk. checksum: from the source; False where the bytes do not have that checksum."""
-        offset, size = span(self.file.size, index)
+        offset, size = range_of(self.file.size, index)
         if digest(buffer.view[:size]) != checksum:
             return False
         if self._open is None:
@@ -65,7 +65,7 @@ class PartialFile:
         """Count a chunk that is there; whether it was the file's last."""
         with self._lock:
             self._left -= 1
-            self.done_bytes += span(self.file.size, index)[1]
+            self.done_bytes += range_of(self.file.size, index)[1]
             return not self._left
 
     def finish(self, buffer: Buffer) -> None:

@@ -1,4 +1,4 @@
-"""Fetches one model's files from a node that serves them, by several connections over every rail. Never asks for another file.
+"""Fetches one model's files from a node that serves them, by several connections over every rail.
 
 A program: `python -m workers.files.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from sparkd.errors import RankError
-from workers.files.chunks import Buffer, span
+from workers.files.chunks import Buffer, range_of
 from workers.files.manifest import File, ModelFolder, ModelManifest, lacking, place_of, refuse_without_room
 from workers.files.partial_file import PartialFile
 from workers.files.source import REFUSAL, TIMEOUT_S
@@ -123,7 +123,7 @@ class TransferSink:
         for _ in range(ATTEMPTS):
             if part.keep(index, buffer, link.ask(part.file, index, buffer)):
                 with self._lock:
-                    self.fetched_bytes += span(part.file.size, index)[1]
+                    self.fetched_bytes += range_of(part.file.size, index)[1]
                 return
         cure = "check the cable, its plugs and the memory"
         raise RankError(f"{part.file.name} arrived damaged {ATTEMPTS} times in a row over the network: {cure}.")
@@ -164,7 +164,7 @@ class _Link:
 
     def ask(self, file: File, index: int, buffer: Buffer) -> str:
         """Fetch a chunk into `buffer`; its SHA-256 by the other end, hex. Raises RankError."""
-        offset, size = span(file.size, index)
+        offset, size = range_of(file.size, index)
         reason = "another connection has failed"
         for attempt in range(ATTEMPTS):
             own, other, port = self._ways[self._turn % len(self._ways)]

@@ -1,4 +1,4 @@
-"""Serves one model's files to the nodes that have the key, on the addresses it is given. Never writes a file, never serves another.
+"""Serves one model's files to the nodes that have the key, on the addresses it is given.
 
 A program: `python -m workers.files.source` reads one line of JSON from stdin, {"manifest", "binds", "key"}, prints {"ports": {address:
 port}}, and ends when stdin does, or when no node was connected for IDLE_S: a daemon that was killed cannot end it.

@@ -1,5 +1,4 @@
-"""Owns the files of a copied folder that its source no longer has: weights of an earlier release, which an engine would load too. Removes
-only files of an earlier copy.
+"""Removes the files of an earlier copy that its source no longer has: weights of an earlier release, which an engine would load too.
 
 vLLM loads every *.safetensors file of a folder without an index, and no new file of a folder with a stale index. So a complete copy records
 its files, and the next copy removes those recorded weights and indexes that the source no longer has. Any other file may belong to a user:

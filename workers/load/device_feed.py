@@ -1,18 +1,20 @@
-"""Copies from the reader's ring to the device: joins chunks to whole inputs and returns ring blocks as soon as they are free. Never decides
-what is read."""
+"""Copies the bytes of the reader to the device, and returns blocks of the ring as soon as their copies have ended."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from workers.load.read_plan import Input
+from workers.load.read_plan import TensorRead
 from workers.load.reader import Chunk, Reader
+from workers.load.trace import NotAView, Phantom
+from workers.load.virtual import OutputTensor
 
 EVENT_BYTES = 4 * 2**20  # one CUDA event for about so many copied bytes: an event for every small tensor would cost more than its copy
 EVENT_CHUNKS = 64
@@ -35,10 +37,10 @@ class _Stage:
     used: torch.cuda.Event | None = None
 
 
-class Feed:
-    """Takes inputs in exactly the order in which their pieces were given to `reader`.
+class DeviceFeed:
+    """Takes reads in exactly the order in which their byte ranges were given to `reader`.
 
-    On the CPU an input in one chunk is returned as a view into the ring, valid until `release`; any other input is copied once.
+    On the CPU a read in one chunk is returned as a view into the ring, valid until `release`; any other read is copied once.
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:
@@ -53,31 +55,31 @@ class Feed:
         # The disk keeps the rest of the ring while the device processes the copied part.
         self._most_held = max(1, reader.blocks // 2)
 
-    def take(self, source: Input, *, keep: bool = False) -> torch.Tensor:
+    def take(self, read: TensorRead, *, keep: bool = False) -> torch.Tensor:
         """uint8 [nbytes] on the device. keep: it must outlive `release`."""
-        chunks = self._of(source)
+        chunks = self._of(read)
         first = next(chunks, None)
         if first is None:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        if first.view.numel() == source.nbytes and not keep and self._may_lend(first):
+        if first.view.numel() == read.nbytes and not keep and self._may_lend(first):
             self._lent.append(first)
             return first.view
-        tensor = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+        tensor = torch.empty(read.nbytes, dtype=torch.uint8, device=self._device)
         self._copy(itertools.chain((first,), chunks), tensor)
         return tensor
 
-    def fill(self, source: Input, into: torch.Tensor) -> None:
-        """The input's bytes into uint8 [nbytes] on the device."""
-        self._copy(self._of(source), into)
+    def fill(self, read: TensorRead, into: torch.Tensor) -> None:
+        """Its bytes into uint8 [nbytes] on the device."""
+        self._copy(self._of(read), into)
 
-    def place(self, source: Input, memory: torch.Tensor) -> None:
+    def place(self, read: TensorRead, memory: torch.Tensor) -> None:
         """Like `fill`, into memory that existed before the pass and that only this copy writes to."""
         with self._beside():
-            self.fill(source, memory)
+            self.fill(read, memory)
 
     @contextlib.contextmanager
-    def staged(self, fills: Sequence[tuple[Input, int]], nbytes: int) -> Iterator[torch.Tensor]:
-        """uint8 [nbytes] on the device with each input at its offset, valid within the block; the block after the next one overwrites it.
+    def staged(self, fills: Sequence[tuple[TensorRead, int]], nbytes: int) -> Iterator[torch.Tensor]:
+        """uint8 [nbytes] on the device with each read at its offset, valid within the `with`; the one after the next overwrites it.
 
         So the next batch crosses the bus while the device works on one batch.
         """
@@ -87,8 +89,8 @@ class Feed:
             stage.memory, stage.used = torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
         memory = stage.memory
         with self._beside(stage.used, fresh=stage.used is None):
-            for source, at in fills:
-                self.fill(source, memory[at : at + source.nbytes])
+            for read, at in fills:
+                self.fill(read, memory[at : at + read.nbytes])
         yield memory[:nbytes]
         if self._cuda:
             stage.used = torch.cuda.Event()
@@ -121,10 +123,10 @@ class Feed:
         self._lane, self._other = self._other, self._lane
         current.wait_stream(self._aside)
 
-    def parts(self, source: Input) -> Iterator[torch.Tensor]:
-        """The input's bytes in host memory, part by part as they arrive. Each part is valid until the next one is requested, or, on a GPU,
+    def views(self, read: TensorRead) -> Iterator[torch.Tensor]:
+        """Its bytes in host memory, chunk by chunk as they arrive. Each view is valid until the next one is requested, or, on a GPU,
         for every copy queued until then."""
-        for chunk in self._of(source):
+        for chunk in self._of(read):
             yield chunk.view
             self._done(chunk)
 
@@ -153,19 +155,19 @@ class Feed:
     def _may_lend(self, chunk: Chunk) -> bool:
         return not self._cuda and chunk.view.data_ptr() % 16 == 0 and self._reader.held_blocks <= self._most_held
 
-    def _of(self, source: Input) -> Iterator[Chunk]:
-        left = source.nbytes
-        for piece in source.pieces:
+    def _of(self, read: TensorRead) -> Iterator[Chunk]:
+        left = read.nbytes
+        for byte_range in read.ranges:
             while True:
                 chunk = next(self._chunks)
-                if chunk.piece is not piece and chunk.piece != piece:
-                    raise RuntimeError(f"the reader gave {chunk.piece.key!r} where {piece.key!r} was due")
+                if chunk.byte_range is not byte_range and chunk.byte_range != byte_range:
+                    raise RuntimeError(f"the reader gave {chunk.byte_range.key!r} where {byte_range.key!r} was due")
                 left -= chunk.view.numel()
                 yield chunk
                 if chunk.last:
                     break
         if left:
-            raise RuntimeError(f"{left} bytes of {source.pieces[0].key!r} did not come")
+            raise RuntimeError(f"{left} bytes of {read.ranges[0].key!r} did not come")
 
     def _done(self, chunk: Chunk) -> None:
         if not self._cuda:
@@ -203,3 +205,75 @@ class Feed:
             lane.waiting.popleft()
             for chunk in chunks:
                 chunk.release()
+
+
+class Passthrough:
+    """A stand-in for a tensor that is never whole in memory: when it is copied into its parameter, its bytes go there from the disk."""
+
+    def __init__(
+        self,
+        output: OutputTensor,
+        first_row: int,
+        read: TensorRead,
+        feed: DeviceFeed,
+        sink: Callable[[str, int, torch.Tensor], None] | None,
+        look: Callable[[torch.Tensor], None],
+    ) -> None:
+        """sink: takes the name, the first byte and the bytes (uint8) of each chunk that is read, for the quantized cache.
+
+        look: called with the copied tensor, or with each chunk that passes the model.
+        """
+        self._look = look
+        self._output = output
+        self._first_byte = first_row * self._row_bytes()
+        self._read = read
+        self._feed = feed
+        self._sink = sink
+        self._is_read = False
+
+    def copy(self, target: torch.Tensor, phantom: Phantom) -> None:
+        """Copy the bytes from the disk to `target`. Raises NotAView for a second copy, because the trace saw only one."""
+        if self._is_read:
+            raise NotAView(self._output.name)
+        self._is_read = True
+        shape = self._output.shape
+        is_plain = phantom.dims == tuple(range(len(shape))) and phantom.region[1:] == tuple((0, size) for size in shape[1:])
+        if is_plain and target.is_contiguous() and target.dtype == self._output.dtype:
+            low, high = (edge * self._row_bytes() for edge in phantom.region[0])
+            self._pass(target.detach().view(-1).view(torch.uint8), low, high)
+            self._look(target.detach())
+            return
+        rows = self._read.nbytes // self._row_bytes()
+        raw = self._feed.take(self._read, keep=True)
+        if self._sink is not None:
+            self._sink(self._output.name, 0, raw)
+        whole = raw.view(self._output.dtype).view(rows, *shape[1:])
+        first = self._first_byte // self._row_bytes()
+        region = tuple(
+            slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
+        )
+        part = whole[region]
+        self._look(part)
+        left = [dim for dim in phantom.dims if dim is not None]
+        target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
+
+    def drain(self) -> None:
+        """Take the tensor's bytes past the model, where it has not copied it."""
+        if not self._is_read:
+            self._pass(None, 0, 0)
+
+    def _pass(self, target: torch.Tensor | None, low: int, high: int) -> None:
+        at = self._first_byte
+        size = self._output.dtype.itemsize
+        for view in self._feed.views(self._read):
+            if target is None and not (view.storage_offset() % size or view.numel() % size):
+                self._look(view.view(self._output.dtype))
+            start, stop = max(low, at), min(high, at + view.numel())
+            if target is not None and start < stop:
+                target[start - low : stop - low].copy_(view[start - at : stop - at], non_blocking=True)
+            if self._sink is not None:
+                self._sink(self._output.name, at - self._first_byte, view)
+            at += view.numel()
+
+    def _row_bytes(self) -> int:
+        return max(1, math.prod(self._output.shape[1:]) * self._output.dtype.itemsize)

@@ -1,5 +1,5 @@
-"""Owns the divisors of the inputs of layers with 4-bit activations: measured once for a checkpoint and a text, and kept beside the
-quantized cache. Never runs a model itself.
+"""Measures the divisors of the inputs of layers with 4-bit activations, once for a checkpoint and a text, and keeps them in the folder of
+the quantized cache.
 
 A block of 16 activations has an E4M3 scale, whose normal values span 15 bits. So the divisor of a whole input need not be exact: the power
 of two here leaves room for activations twice as large as the largest of the text, and those are still as precise.

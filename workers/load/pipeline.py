@@ -1,5 +1,4 @@
-"""One pass over a virtual checkpoint: reads bytes from the disk, copies them to the device, quantizes them there and yields tensors unit by
-unit. Never knows vLLM.
+"""Reads a virtual checkpoint in one pass: bytes go from the disk to the device, are quantized there, and become tensors unit by unit.
 
 The reader's threads read ahead. On a GPU the copies to the device and the quantizing use two streams, so that disk, bus and kernels overlap
 while memory holds the ring and one unit, or one batch of like units. A ring block is returned when the event after its copy has passed,
@@ -19,17 +18,15 @@ from typing import Protocol
 import torch
 
 from sparkd.checkpoint import TensorRef
-from workers.load.device_feed import Feed
-from workers.load.expert_placement import followers, place, place_stacked, straightened
-from workers.load.finite import Finite
+from workers.load.device_feed import DeviceFeed, Passthrough
 from workers.load.formats import amax, amax_each, global_scale, quantizer
 from workers.load.formats.base import Parts
 from workers.load.formats.nvfp4 import INPUT_SCALE
-from workers.load.passthrough import Passing
-from workers.load.read_plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
-from workers.load.reader import Reader
-from workers.load.trace import Region, Taken, Target, streamed
-from workers.load.virtual import DTYPES, Emitted, VirtualCheckpoint, Weight, WeightSlice, cut, dtype_of
+from workers.load.nonfinite import NonFiniteCheck
+from workers.load.read_plan import BATCH_BYTES, Batch, ReadPlan, Run, WeightPlan, cut, matrices_of, plan_of, steps, undone, with_offsets
+from workers.load.reader import Reader, ReaderStats
+from workers.load.trace import Region, Target, TensorTrace, evenly_spaced, phantom_of, place, place_stacked, target_within
+from workers.load.virtual import DTYPES, MatrixRegion, OutputTensor, VirtualCheckpoint, Weight, dtype_of
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -55,38 +52,40 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """The form of one emitted tensor in a sink: a part of this shape, at the position `at` of the whole."""
+class SinkTensor:
+    """One tensor as a sink takes it: the region of this shape that begins at `origin` of the whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    at: tuple[int, ...]
+    whole_shape: tuple[int, ...]
+    origin: tuple[int, ...]
 
     @property
     def is_whole(self) -> bool:
-        return self.shape == self.whole
+        return self.shape == self.whole_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """The part of a checkpoint to read. regions: for each emitted name the part that this rank takes (trace.py), None for a name that it
-    does not take; without `regions` everything is read. once: names that are copied once. taken: the emitted names that the model takes,
-    where more is read than these, for a sink; None: all."""
+    """The part of a checkpoint to read.
+
+    regions: the region of each tensor that this rank takes (trace.py), None where it takes nothing; without `regions` everything is read.
+    once: names that are copied once. for_model: the names that the model takes, where a sink takes more; None: all.
+    """
 
     regions: Mapping[str, Region | None] | None = None
     once: Container[str] = ()
-    taken: Container[str] | None = None
+    for_model: Container[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
-    """The receivers of the finished tensors. straight: targets of tensors that the pipeline places itself; a used target is removed,
+    """The receivers of the finished tensors. direct_targets: targets of tensors that the pipeline places itself; a used target is removed,
     because it holds memory."""
 
     sink: CacheSink | None = None
     watcher: Watcher | None = None
-    straight: dict[str, Target] = field(default_factory=dict)
+    direct_targets: dict[str, Target] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -94,8 +93,10 @@ class Pipeline:
 
     A tensor of which only a part is needed has its whole shape, with undefined values elsewhere.
     trusted: tensors are not checked for NaN and infinities, because a quantized cache was checked when it was made.
-    reader: makes the Reader for a list of pieces. batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
+    reader: makes the Reader for a list of byte ranges. batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
     """
+
+    stats: ReaderStats  # of the whole pass, once `tensors` has ended
 
     def __init__(
         self,
@@ -116,39 +117,34 @@ class Pipeline:
         self._dtype = dtype
         self.sink = receivers.sink
         self._watcher = receivers.watcher
-        self._straight = receivers.straight
+        self._direct_targets = receivers.direct_targets
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
-        self._emitted: dict[int, list[Emitted]] = {}
-        for emitted in virtual.emitted():
-            self._emitted.setdefault(emitted.unit, []).append(emitted)
+        self._outputs: dict[int, list[OutputTensor]] = {}
+        for output in virtual.outputs():
+            self._outputs.setdefault(output.unit, []).append(output)
         self._regions = needed.regions
         self._once = needed.once
-        self._taken = needed.taken
-        self.bytes_read = 0
-        self.waited_s = 0.0
-        self.direct: bool | None = None
-        self.fallback_reason: str | None = None
-        self.unpinned_reason: str | None = None
+        self._for_model = needed.for_model
         self._trusted = trusted
         self._left_out = self._refs_left_out()
-        self._finite = Finite(device, weights_only=needed.regions is None and needed.taken is None, left_out=self._left_out)
+        self._nonfinite = NonFiniteCheck(device, weights_only=needed.regions is None and needed.for_model is None, left_out=self._left_out)
 
     @cached_property
-    def _plans(self) -> list[Plan]:
+    def _plans(self) -> list[ReadPlan]:
         """The read plans, made on first use, because a pass that a quantized cache replaces needs none."""
         return [
             plan
             for index, unit in enumerate(self.virtual.units)
-            if (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
+            if (plan := plan_of(index, unit, self._regions, self._outputs[index])) is not None
         ]
 
     def _refs_left_out(self) -> frozenset[str]:
         """The names of the checkpoint's tensors of which the model takes nothing."""
-        if (taken := self._taken) is None:
+        if (for_model := self._for_model) is None:
             return frozenset()
         refs: dict[bool, set[str]] = {False: set(), True: set()}
         for index, unit in enumerate(self.virtual.units):
-            is_taken = any(tensor.name in taken for tensor in self._emitted[index])
+            is_taken = any(tensor.name in for_model for tensor in self._outputs[index])
             refs[is_taken].update(ref.name for weight in unit.weights for ref in weight.made_from)
             if unit.plain is not None:
                 refs[is_taken].add(unit.plain.name)
@@ -157,7 +153,7 @@ class Pipeline:
     @property
     def damaged(self) -> Sequence[TensorRef]:
         """Tensors with a NaN or an infinity that the model does not take."""
-        return self._finite.damaged
+        return self._nonfinite.damaged
 
     @cached_property
     def bytes_total(self) -> int:
@@ -170,13 +166,13 @@ class Pipeline:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The finished tensors. Raises CheckpointError for a truncated file or weights that are not finite, naming file and tensor."""
         # A sink takes tensors one by one, so with a sink there are no runs.
-        work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
+        work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._direct_targets))
         done_bytes = done_units = 0
-        with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
-            feed = Feed(reader, self._device)
+        with self._make_reader([byte_range for step in work for byte_range in step.ranges]) as reader:
+            feed = DeviceFeed(reader, self._device)
             while work:
                 step = work.popleft()
-                if isinstance(step, Plan):
+                if isinstance(step, ReadPlan):
                     yield from self._unit(step, feed)
                 elif isinstance(step, Batch):
                     yield from self._batch(step, feed)
@@ -186,102 +182,98 @@ class Pipeline:
                 done_units += len(step.plans)
                 if self._watcher is not None:
                     self._watcher.advance(done_bytes, done_units)
-                self._finite.look_now_and_then()
+                self._nonfinite.look_now_and_then()
             feed.finish()
-            self._finite.refuse()
-            stats = reader.stats
-            self.bytes_read = stats.bytes_read
-            self.waited_s = stats.waited_s
-            self.direct = stats.direct
-            self.fallback_reason = stats.fallback_reason
-            self.unpinned_reason = stats.unpinned_reason
+            self._nonfinite.refuse()
+            self.stats = reader.stats
 
-    def handed(self) -> dict[str, Handed]:
+    def sink_layout(self) -> dict[str, SinkTensor]:
         """The tensors that a sink will receive, known before the first read."""
-        handed: dict[str, Handed] = {}
+        sink_layout: dict[str, SinkTensor] = {}
         for plan in self._plans:
             if plan.rows is not None:
-                (emitted,) = self._emitted[plan.index]
+                (output,) = self._outputs[plan.index]
                 first, rows = plan.rows
-                shape = (rows, *emitted.shape[1:]) if emitted.shape else ()
-                at = (first, *(0 for _ in emitted.shape[1:])) if emitted.shape else ()
-                handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
+                shape = (rows, *output.shape[1:]) if output.shape else ()
+                at = (first, *(0 for _ in output.shape[1:])) if output.shape else ()
+                sink_layout[output.name] = SinkTensor(output.dtype, shape, output.shape, at)
             for planned in plan.weights:
                 weight, need = plan.unit.weights[planned.number], planned.need
-                parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
-                for emitted in self._emitted[plan.index]:
-                    if emitted.weight == planned.number:
-                        shape = emitted.shape if emitted.suffix == SHAPE else tuple(parts[emitted.suffix][1])
-                        at = _place(emitted, weight, need) if shape != emitted.shape else (0, 0)
-                        handed[emitted.name] = Handed(emitted.dtype, shape, emitted.shape, at)
-        return handed
+                parts = quantizer(weight.format).parts(need.rows, need.cols)
+                for output in self._outputs[plan.index]:
+                    if output.weight == planned.number:
+                        shape = output.shape if output.suffix == SHAPE else tuple(parts[output.suffix][1])
+                        at = _place(output, weight, need) if shape != output.shape else (0, 0)
+                        sink_layout[output.name] = SinkTensor(output.dtype, shape, output.shape, at)
+        return sink_layout
 
-    def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unit(self, plan: ReadPlan, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit
         if unit.plain is None:
             yield from self._quantized(plan, feed)
             return
         dtype = dtype_of(unit.plain)
-        (emitted,) = self._emitted[plan.index]
+        (output,) = self._outputs[plan.index]
         first, rows = plan.rows or (0, 1)
-        left_out = emitted.name in self._left_out
-        if plan.nbytes > STREAMED_BYTES and (left_out or emitted.name in self._once):
-            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink, partial(self._look, [unit.plain]))
+        left_out = output.name in self._left_out
+        if plan.nbytes > STREAMED_BYTES and (left_out or output.name in self._once):
+            sink = None if self.sink is None else self.sink.add_chunk
+            passing = Passthrough(output, first, plan.reads[0], feed, sink, partial(self._look, [unit.plain]))
             if not left_out:
-                yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
+                yield output.name, phantom_of(TensorTrace(output.shape), dtype, self._device, passing.copy)
             passing.drain()
-            self._placed([emitted.name])
+            self._placed([output.name])
             return
-        loaded = feed.take(plan.inputs[0], keep=True).view(dtype)
+        loaded = feed.take(plan.reads[0], keep=True).view(dtype)
         self._look([unit.plain], loaded)
-        part = loaded.view(rows, *emitted.shape[1:]) if emitted.shape else loaded.view(())
+        part = loaded.view(rows, *output.shape[1:]) if output.shape else loaded.view(())
         if self.sink is not None:
-            self.sink.add(emitted.name, part)
+            self.sink.add(output.name, part)
         tensor = part
-        if tuple(part.shape) != emitted.shape:
-            tensor = torch.empty(emitted.shape, dtype=dtype, device=self._device)
+        if tuple(part.shape) != output.shape:
+            tensor = torch.empty(output.shape, dtype=dtype, device=self._device)
             tensor[first : first + rows] = part
-        yield from self._hand_on(emitted.name, tensor)
+        yield from self._emit(output.name, tensor)
 
-    def _run(self, run: Run, feed: Feed) -> None:
-        feed.place(run.source, run.memory)
+    def _run(self, run: Run, feed: DeviceFeed) -> None:
+        feed.place(run.read, run.memory)
         refs = [plan.unit.plain for plan in run.plans if plan.unit.plain is not None]
         self._look(refs, run.memory.view(dtype_of(refs[0])))
         self._placed([ref.name for ref in refs])
 
-    def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
-        joined = {id(plan): inputs for plan, inputs in zip(batch.plans, batch.inputs, strict=True)}
+    def _batch(self, batch: Batch, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
+        joined = {id(plan): reads for plan, reads in zip(batch.plans, batch.reads, strict=True)}
         raw: dict[object, list[tuple[int, int]]] = {}
         into: dict[int, int] = {}
         end = 0
         for kind, plans in batch.alike.items():
             raw[kind] = []
-            for inputs in zip(*(joined[id(plan)] for plan in plans), strict=True):
+            for reads in zip(*(joined[id(plan)] for plan in plans), strict=True):
                 begin = -(-end // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
-                end = begin + sum(source.nbytes for source in inputs)
+                end = begin + sum(read.nbytes for read in reads)
                 raw[kind].append((begin, end))
-                into |= {id(source): begin + at for source, at in one_behind_the_other(inputs)}
-        fills = [(source, into[id(source)]) for inputs in batch.inputs for source in inputs]
+                into |= {id(read): begin + at for read, at in with_offsets(reads)}
+        fills = [(read, into[id(read)]) for reads in batch.reads for read in reads]
         with feed.staged(fills, end) as memory:
             for kind, plans in batch.alike.items():
-                yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
+                yield from self._quantized_batch(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
 
-    def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor | Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    def _quantized_batch(self, plans: Sequence[ReadPlan], matrices: torch.Tensor | Parts) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of units of one shape and format. matrices: [units * weights of one unit, N, K], or their parts for restated FP8."""
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
-        emitted = {(plan.index, each.weight, each.suffix): each for plan in plans for each in self._emitted[plan.index]}
+        outputs = {(plan.index, output.weight, output.suffix): output for plan in plans for output in self._outputs[plan.index]}
         for suffix, tensor in parts.items():
-            pieces = [
-                (emitted[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)
+            of_part = [
+                (outputs[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)
                 for plan in plans
                 for planned in plan.weights
             ]
-            yield from self._stacked(pieces, tensor)
+            yield from self._stacked(of_part, tensor)
 
     def _together(self, weights: Sequence[Weight], matrices: torch.Tensor, units: int) -> Parts:
         largest = amax_each(matrices)
-        self._finite.note([weight.made_from for weight in weights], largest)
+        self._nonfinite.note([weight.made_from for weight in weights], largest)
         form = quantizer(weights[0].format)
         if weights[0].format.weight_name != "nvfp4":
             return form.quantize(matrices)
@@ -293,46 +285,48 @@ class Pipeline:
 
     def _restated(self, weights: Sequence[Weight], parts: Parts) -> Parts:
         for part, refs in zip(("weight", "weight_scale"), zip(*(weight.made_from for weight in weights), strict=True), strict=True):
-            self._finite.look(refs, parts[part])
+            self._nonfinite.look(refs, parts[part])
         return parts
 
-    def _stacked(self, pieces: Sequence[tuple[Emitted, Weight, WeightSlice]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stacked(
+        self, outputs: Sequence[tuple[OutputTensor, Weight, MatrixRegion]], stacked: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The same part of several weights, [weights, ..]; a run with evenly spaced targets is placed at once."""
-        if pieces[0][0].suffix == SHAPE:
+        if outputs[0][0].suffix == SHAPE:
             if self.sink is not None:
-                for emitted, weight, _ in pieces:
-                    self.sink.add(emitted.name, torch.tensor(weight.stored.shape, dtype=stacked.dtype))
+                for output, weight, _ in outputs:
+                    self.sink.add(output.name, torch.tensor(weight.source.shape, dtype=stacked.dtype))
             return
         if self.sink is not None:
-            self.sink.add_stacked([emitted.name for emitted, *_ in pieces], stacked)
-        targets = [self._target(emitted, weight, need, stacked.shape[1:]) for emitted, weight, need in pieces]
-        for start, stop in followers(targets):
+            self.sink.add_stacked([output.name for output, *_ in outputs], stacked)
+        targets = [self._target(output, weight, need, stacked.shape[1:]) for output, weight, need in outputs]
+        for start, stop in evenly_spaced(targets):
             if targets[start] is not None:
                 place_stacked([target for target in targets[start:stop] if target is not None], stacked[start:stop])
-                self._placed([emitted.name for emitted, *_ in pieces[start:stop]])
+                self._placed([output.name for output, *_ in outputs[start:stop]])
                 continue
-            emitted, weight, need = pieces[start]
-            yield from self._hand_on(emitted.name, _whole(emitted, weight, need, stacked[start]))
+            output, weight, need = outputs[start]
+            yield from self._emit(output.name, _whole(output, weight, need, stacked[start]))
 
-    def _target(self, emitted: Emitted, weight: Weight, need: WeightSlice, shape: Sequence[int]) -> Target | None:
+    def _target(self, output: OutputTensor, weight: Weight, need: MatrixRegion, shape: Sequence[int]) -> Target | None:
         """The target of a weight's part in its finished form, or None."""
-        target = self._straight.get(emitted.name)
-        if target is None or tuple(shape) == emitted.shape:
+        target = self._direct_targets.get(output.name)
+        if target is None or tuple(shape) == output.shape:
             return target
-        return straightened(target, _place(emitted, weight, need), shape)
+        return target_within(target, _place(output, weight, need), shape)
 
-    def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
-        raw = [feed.take(source) for source in plan.inputs]
+    def _quantized(self, plan: ReadPlan, feed: DeviceFeed) -> Iterator[tuple[str, torch.Tensor]]:
+        raw = [feed.take(read) for read in plan.reads]
         needed: list[tuple[WeightPlan, torch.Tensor]] = []
         for planned in plan.weights:
-            weight, box = plan.unit.weights[planned.number], planned.box
-            matrix = raw[planned.slot].view(DTYPES[weight.stored.ref.dtype]).view(box.rows, box.cols)
-            part: torch.Tensor | Parts = cut(matrix, weight.stored, box, planned.need)
-            if weight.scale is not None and planned.scale_slot is not None:
-                scales = raw[planned.scale_slot].view(dtype_of(weight.scale)).view(weight.scale.shape)
-                part = undone(weight, planned, part, scales.t() if weight.stored.transposed else scales, self._dtype)
+            weight, region = plan.unit.weights[planned.number], planned.file_region
+            matrix = raw[planned.read].view(DTYPES[weight.source.ref.dtype]).view(region.rows, region.cols)
+            part: torch.Tensor | Parts = cut(matrix, weight.source, region, planned.need)
+            if weight.scale is not None and planned.scale_read is not None:
+                scales = raw[planned.scale_read].view(dtype_of(weight.scale)).view(weight.scale.shape)
+                part = undone(weight, planned, part, scales.t() if weight.source.transposed else scales, self._dtype)
             if isinstance(part, dict):
-                yield from self._emit(plan, planned, self._restated([weight], part))
+                yield from self._emit_parts(plan, planned, self._restated([weight], part))
             else:
                 needed.append((planned, part))
         largest = [amax(part) for _, part in needed]
@@ -341,24 +335,24 @@ class Pipeline:
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (planned, part), most in zip(needed, largest, strict=True):
             weight = plan.unit.weights[planned.number]
-            self._finite.note([weight.made_from], most.reshape(1))
+            self._nonfinite.note([weight.made_from], most.reshape(1))
             form = quantizer(weight.format)
             parts = form.quantize(part) if shared is None else form.quantize(part, global_scale=shared)
             if INPUT_SCALE in parts:
                 parts[INPUT_SCALE].fill_(self.virtual.input_scale(weight.module))
-            yield from self._emit(plan, planned, parts)
+            yield from self._emit_parts(plan, planned, parts)
         feed.release()
 
-    def _emit(self, plan: Plan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-        for emitted in self._emitted[plan.index]:
-            if emitted.weight == planned.number:
-                weight = (emitted, plan.unit.weights[planned.number], planned.need)
-                yield from self._stacked([weight], parts[emitted.suffix].unsqueeze(0))
+    def _emit_parts(self, plan: ReadPlan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        for output in self._outputs[plan.index]:
+            if output.weight == planned.number:
+                weight = (output, plan.unit.weights[planned.number], planned.need)
+                yield from self._stacked([weight], parts[output.suffix].unsqueeze(0))
 
-    def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._taken is not None and name not in self._taken:
+    def _emit(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._for_model is not None and name not in self._for_model:
             return
-        target = self._straight.get(name)
+        target = self._direct_targets.get(name)
         if target is None:
             yield name, tensor
         else:
@@ -367,24 +361,24 @@ class Pipeline:
 
     def _placed(self, names: Sequence[str]) -> None:
         for name in names:
-            self._straight.pop(name, None)
+            self._direct_targets.pop(name, None)
 
     def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
         if not self._trusted:
-            self._finite.look(refs, tensor)
+            self._nonfinite.look(refs, tensor)
 
 
-def _whole(emitted: Emitted, weight: Weight, need: WeightSlice, part: torch.Tensor) -> torch.Tensor:
+def _whole(output: OutputTensor, weight: Weight, need: MatrixRegion, part: torch.Tensor) -> torch.Tensor:
     """The part within a tensor of the whole shape, for a weight loader of vLLM that narrows it to this rank."""
-    if tuple(part.shape) == emitted.shape or math.prod(emitted.shape) <= 1 or need.is_whole(weight.stored.shape):
-        return part.view(emitted.shape)
-    row, col = _place(emitted, weight, need)
-    whole = torch.empty(emitted.shape, dtype=part.dtype, device=part.device)
+    if tuple(part.shape) == output.shape or math.prod(output.shape) <= 1 or need.is_whole(weight.source.shape):
+        return part.view(output.shape)
+    row, col = _place(output, weight, need)
+    whole = torch.empty(output.shape, dtype=part.dtype, device=part.device)
     whole[row : row + part.shape[0], col : col + part.shape[1]] = part
     return whole
 
 
-def _place(emitted: Emitted, weight: Weight, need: WeightSlice) -> tuple[int, int]:
-    """(row, column) at which the needed region begins in an emitted part of a weight."""
-    n, k = weight.stored.shape
-    return need.row_start // -(-n // emitted.shape[0]), need.col_start // -(-k // emitted.shape[1])
+def _place(output: OutputTensor, weight: Weight, need: MatrixRegion) -> tuple[int, int]:
+    """(row, column) at which the needed region of a weight begins in one of its parts."""
+    n, k = weight.source.shape
+    return need.row_start // -(-n // output.shape[0]), need.col_start // -(-k // output.shape[1])

@@ -1,4 +1,4 @@
-"""Writes the progress of a load to its section of the rank's report. Never fails a load: a write error loses only the progress."""
+"""Writes the progress of a load to its section of the rank's report; a write error loses only the progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILURE_CHARS = 500
 
 
 class ProgressFile:
-    """The progress of one rank, told at most four times a second, or at once where it ends; without a path nothing is written.
+    """The progress of one rank, written at most four times a second, or at once where it ends; without a path nothing is written.
 
     The names are those of sparkd.state.nouns.Progress, and phase: reading, done or failed.
     """
@@ -26,7 +26,7 @@ class ProgressFile:
         self._written_s = 0.0
         self._began_s = time.monotonic()
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
-        self._said: dict[str, Any] = {
+        self._section: dict[str, Any] = {
             "phase": "reading",
             "bytes_done": 0,
             "bytes_total": 0,
@@ -46,33 +46,33 @@ class ProgressFile:
         }
 
     def begin(self, bytes_total: int, units_total: int, form: str, source: str) -> None:
-        self._said |= {"bytes_total": bytes_total, "units_total": units_total, "format": form or None, "source": source}
+        self._section |= {"bytes_total": bytes_total, "units_total": units_total, "format": form or None, "source": source}
         self._began_s = time.monotonic()
         self._points.clear()
         self._points.append((self._began_s, 0))
         self._write(always=True)
 
     def advance(self, bytes_done: int, units_done: int) -> None:
-        self._said["bytes_done"] = bytes_done
-        self._said["units_done"] = units_done
+        self._section["bytes_done"] = bytes_done
+        self._section["units_done"] = units_done
         if self._path is None or time.monotonic() - self._written_s < INTERVAL_S:
             return
         self._points.append((time.monotonic(), bytes_done))
         (first_s, first), (last_s, last) = self._points[0], self._points[-1]
         rate = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
         honest = rate > 0 and last_s - first_s >= HONEST_AFTER_S
-        self._said["bytes_per_s"] = rate
-        self._said["eta_s"] = round((self._said["bytes_total"] - bytes_done) / rate, 1) if honest else None
+        self._section["bytes_per_s"] = rate
+        self._section["eta_s"] = round((self._section["bytes_total"] - bytes_done) / rate, 1) if honest else None
         self._write()
 
     def cache(self, state: str, size_bytes: int = 0, why: str | None = None) -> None:
         """Report the state of the cache: none, writing, written, failed or skipped. why: of the latter two, or why the load waits."""
-        self._said |= {"cache_state": state, "cache_bytes": size_bytes, "cache_why": why}
+        self._section |= {"cache_state": state, "cache_bytes": size_bytes, "cache_why": why}
         self._write(always=True)
 
     def done(self, read_bytes: int, direct: bool) -> None:
-        rate = self._said["bytes_done"] / max(time.monotonic() - self._began_s, 1e-9)
-        self._said |= {"phase": "done", "eta_s": None, "bytes_per_s": rate, "read_bytes": read_bytes, "direct": direct}
+        rate = self._section["bytes_done"] / max(time.monotonic() - self._began_s, 1e-9)
+        self._section |= {"phase": "done", "eta_s": None, "bytes_per_s": rate, "read_bytes": read_bytes, "direct": direct}
         self._write(always=True)
 
     def failed(self, message: str, *, lasting: bool = False) -> None:
@@ -81,11 +81,11 @@ class ProgressFile:
         A checkpoint that comes from the hub chooses the names in the message, so it becomes one short line.
         """
         line = " ".join("".join(char if char.isprintable() else " " for char in message[: 2 * FAILURE_CHARS]).split())[:FAILURE_CHARS]
-        self._said |= {"phase": "failed", "eta_s": None, "failure": line, "failure_lasts": lasting}
+        self._section |= {"phase": "failed", "eta_s": None, "failure": line, "failure_lasts": lasting}
         self._write(always=True)
 
     def _write(self, *, always: bool = False) -> None:
         if self._path is None or (not always and time.monotonic() - self._written_s < INTERVAL_S):
             return
         self._written_s = time.monotonic()
-        rank_report.tell(self._path, self._rank, "load", self._said)
+        rank_report.tell(self._path, self._rank, "load", self._section)

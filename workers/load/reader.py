@@ -1,21 +1,22 @@
-"""Reads byte ranges of files ahead, by a few threads into one bounded ring, and yields them in order. Never copies or interprets a byte."""
+"""Reads byte ranges of files ahead, by a few threads into one bounded ring, and yields them in order."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from workers.files.direct_file import ALIGNMENT
-from workers.load.block_plan import Block, Piece, Span, plan_blocks
+from sparkd.errors import CheckpointError
+from workers.files.direct_file import ALIGNMENT, DirectFile
 from workers.load.ring import Ring
-from workers.load.source_file import SourceFile
-
-__all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]
 
 MIB = 2**20
 # Seconds that `close` waits for the threads; a thread that is in a longer read (a dead network file system) ends after that read.
@@ -25,6 +26,16 @@ _JOIN_S = 10.0
 # the gaps are skipped, and 0.6 to 1.1 s with them. A smaller limit would cost time; a larger one would read bytes that half of an NVFP4
 # cache does not need.
 GAP_BYTES = 32 * 1024
+_AGAIN = "Download it again"
+
+
+class ByteRange(NamedTuple):
+    """One contiguous byte range to read. `key` is the caller's own; `offset` counts from the file's beginning."""
+
+    key: Any
+    path: str
+    offset: int
+    nbytes: int
 
 
 class ReaderClosed(RuntimeError):
@@ -37,38 +48,35 @@ class RingExhausted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ReaderStats:
-    """bytes_read: bytes read from files so far, aligned; bytes_planned: the same at the end; bytes_wanted: the sum of the pieces.
+    """bytes_read: bytes read from files so far, aligned.
 
     direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring
     could not be pinned.
-    seconds: from the start to the last block, or until now; waited_s: the part of it in which the consumer waited for a block.
+    waited_s: seconds in which the consumer waited for a block.
     """
 
     bytes_read: int
-    bytes_planned: int
-    bytes_wanted: int
     direct: bool
     fallback_reason: str | None
     unpinned_reason: str | None
-    seconds: float
     waited_s: float
 
 
 class Chunk:
-    """A part of a piece: `view` (uint8, 1-D, contiguous, in the ring) holds the piece's bytes from `start` on; `last` ends the piece.
+    """A part of a byte range: `view` (uint8, 1-D, contiguous, in the ring) holds its bytes from `start` on; `last` ends the range.
 
     The view's address is congruent to its offset in the file modulo 4096, hence aligned to a dtype only where the file is. It may be
     read until `release`.
     """
 
-    __slots__ = ("_held", "last", "piece", "start", "view")
+    __slots__ = ("_held", "byte_range", "last", "start", "view")
 
-    def __init__(self, piece: Piece, start: int, view: torch.Tensor, last: bool, held: _Held) -> None:
-        self.piece = piece
+    def __init__(self, byte_range: ByteRange, start: int, view: torch.Tensor, last: bool, held: _HeldBlock) -> None:
+        self.byte_range = byte_range
         self.start = start
         self.view = view
         self.last = last
-        self._held: _Held | None = held
+        self._held: _HeldBlock | None = held
 
     def release(self) -> None:
         """Release the chunk; its block is free once all its chunks are. From any thread, in any order; a second call has no effect."""
@@ -77,22 +85,22 @@ class Chunk:
             held.reader._release(self, held)
 
 
-class _Held:
+class _HeldBlock:
     """A block that the consumer holds, and the number of its chunks that are not released yet."""
 
-    __slots__ = ("left", "reader", "slot")
+    __slots__ = ("chunks_left", "reader", "ring_block")
 
-    def __init__(self, reader: Reader, slot: int, left: int) -> None:
+    def __init__(self, reader: Reader, ring_block: int, chunks_left: int) -> None:
         self.reader = reader
-        self.slot = slot
-        self.left = left
+        self.ring_block = ring_block
+        self.chunks_left = chunks_left
 
 
 class Reader:
-    """An iterator of chunks, in the order of `pieces`, and a context manager that ends the threads and frees the ring.
+    """An iterator of chunks, in the order of `ranges`, and a context manager that ends the threads and frees the ring.
 
-    A piece comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
-    An empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
+    A range comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
+    An empty range comes as one empty chunk. Small ranges share a block, which is free again when all their chunks are released.
 
     The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
     stays busy. If it holds all of them it would wait for itself: RingExhausted.
@@ -106,7 +114,7 @@ class Reader:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        ranges: Sequence[ByteRange],
         *,
         block_bytes: int = 8 * MIB,
         blocks: int = 8,
@@ -120,14 +128,11 @@ class Reader:
             )
         self.blocks = blocks
         self.ring_bytes = block_bytes * blocks
-        self._files = {path: SourceFile(path, direct=direct) for path in {piece.path: None for piece in pieces}}
-        self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, GAP_BYTES)
-        self._bytes_wanted = sum(piece.nbytes for piece in pieces)
-        self._bytes_planned = 0
+        self._files = {path: SourceFile(path, direct=direct) for path in {byte_range.path: None for byte_range in ranges}}
+        self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes)
         for block in self._plan:
             for read in block.reads:
                 read.file.expect(1)
-                self._bytes_planned += min(read.length, read.file.size_bytes - read.offset)
         self._block_bytes = block_bytes
         self._pin = pin
         self._ring: Ring | None = None
@@ -144,12 +149,10 @@ class Reader:
         self._failed = False
         self._closed = False
         self._bytes_read = 0
-        self._started_s: float | None = None
-        self._ended_s: float | None = None
         self._waited_s = 0.0
         self._unpinned_reason: str | None = None
-        self._spans: Iterator[Span] = iter(())
-        self._held: _Held | None = None
+        self._planned: Iterator[PlannedChunk] = iter(())
+        self._held: _HeldBlock | None = None
         self._base = 0
 
     def __enter__(self) -> Reader:
@@ -166,15 +169,15 @@ class Reader:
     def __next__(self) -> Chunk:
         if self._closed:
             raise ReaderClosed("The reader is closed.")
-        span = next(self._spans, None)
-        if span is None:
+        planned = next(self._planned, None)
+        if planned is None:
             self._next_block()
-            span = next(self._spans)
+            planned = next(self._planned)
         held, tensor = self._held, self._tensor
         if held is None or tensor is None:
             raise ReaderClosed("The reader is closed.")
-        begin = self._base + span.at
-        return Chunk(span.piece, span.start, tensor[begin : begin + span.nbytes], span.last, held)
+        begin = self._base + planned.at
+        return Chunk(planned.byte_range, planned.start, tensor[begin : begin + planned.nbytes], planned.last, held)
 
     @property
     def held_blocks(self) -> int:
@@ -186,16 +189,12 @@ class Reader:
     def stats(self) -> ReaderStats:
         reasons = [file.fallback_reason for file in self._files.values() if file.fallback_reason]
         more = f" So are {len(reasons) - 1} more files." if len(reasons) > 1 else ""
-        now = time.monotonic()
         with self._lock:
             return ReaderStats(
                 bytes_read=self._bytes_read,
-                bytes_planned=self._bytes_planned,
-                bytes_wanted=self._bytes_wanted,
                 direct=not reasons,
                 fallback_reason=reasons[0] + more if reasons else None,
                 unpinned_reason=self._unpinned_reason,
-                seconds=(self._ended_s or now) - self._started_s if self._started_s is not None else 0.0,
                 waited_s=self._waited_s,
             )
 
@@ -203,7 +202,6 @@ class Reader:
         """End the reads, join the threads and free the ring. From any thread; a second call has no effect."""
         with self._lock:
             self._closed = True
-            self._ended_s = self._ended_s or time.monotonic()
             ring, self._ring = self._ring, None
             self._tensor = None
             self._held = None
@@ -225,7 +223,6 @@ class Reader:
         self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
         self._tensor = self._ring.tensor()
         self._unpinned_reason = self._ring.unpinned_reason
-        self._started_s = time.monotonic()
         for thread in self._threads:
             with self._lock:
                 self._working += 1
@@ -241,7 +238,6 @@ class Reader:
         with self._lock:
             index = self._next_given
             if index == len(self._plan):
-                self._ended_s = self._ended_s or time.monotonic()
                 raise StopIteration
             if index not in self._results:
                 since = time.monotonic()
@@ -259,30 +255,30 @@ class Reader:
             del self._results[index]
             self._next_given += 1
             block = self._plan[index]
-            self._held = _Held(self, result, len(block.spans))
+            self._held = _HeldBlock(self, result, len(block.chunks))
             self._base = result * self._block_bytes
-            self._spans = iter(block.spans)
+            self._planned = iter(block.chunks)
 
     def _waits_for_itself(self, index: int) -> bool:
         return self._next_read == index and not self._free
 
-    def _release(self, chunk: Chunk, held: _Held) -> None:
+    def _release(self, chunk: Chunk, held: _HeldBlock) -> None:
         with self._lock:
             if chunk._held is None:
                 return
             chunk._held = None
-            held.left -= 1
-            if held.left == 0:
-                self._free.append(held.slot)
+            held.chunks_left -= 1
+            if held.chunks_left == 0:
+                self._free.append(held.ring_block)
                 self._freed.notify()
 
     def _work(self) -> None:
         """The loop of one thread. It takes the next block and a free part of the ring together, so that earlier blocks are always ahead."""
         try:
             while (task := self._take()) is not None:
-                index, slot = task
+                index, ring_block = task
                 try:
-                    result: int | BaseException = slot if self._fill(index, slot) else ReaderClosed("The reader is closed.")
+                    result: int | BaseException = ring_block if self._fill(index, ring_block) else ReaderClosed("The reader is closed.")
                 except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
                     traceback.clear_frames(raised.__traceback__)  # they hold views, which would keep a closed ring's memory
                     result = raised
@@ -309,11 +305,11 @@ class Reader:
     def _nothing_left(self) -> bool:
         return self._closed or self._failed or self._next_read == len(self._plan)
 
-    def _fill(self, index: int, slot: int) -> bool:
+    def _fill(self, index: int, ring_block: int) -> bool:
         ring = self._ring
         if ring is None:
             return False
-        memory = ring.memory(slot)
+        memory = ring.memory(ring_block)
         for read in self._plan[index].reads:
             if self._closed:
                 return False
@@ -331,3 +327,154 @@ class Reader:
         if last:
             for file in self._files.values():
                 file.close()
+
+
+class PlannedChunk(NamedTuple):
+    """A chunk before it is read: the range's bytes from `start` on will be at the block's byte `at`."""
+
+    byte_range: ByteRange
+    start: int
+    at: int
+    nbytes: int
+    last: bool
+
+
+@dataclass(slots=True)
+class Read:
+    """One read from the file's byte `offset` to the block's byte `at`. It is complete after `wanted` bytes; the block has `room` bytes."""
+
+    file: SourceFile
+    offset: int
+    at: int
+    room: int
+    wanted: int = 0
+
+    @property
+    def length(self) -> int:
+        """The bytes to request from the file: a multiple of ALIGNMENT, which may exceed the file's end."""
+        return -(-self.wanted // ALIGNMENT) * ALIGNMENT
+
+
+class Block(NamedTuple):
+    """The reads that fill one block of the ring, and the chunks of ranges in it."""
+
+    reads: list[Read]
+    chunks: list[PlannedChunk]
+
+
+def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], block_bytes: int) -> list[Block]:
+    """The blocks for these ranges, in their order. A range that fits a block is never cut.
+
+    A range that begins at most GAP_BYTES after the one before joins its read; any other range gets a separate read, in the rest of the
+    block where that suffices. Raises CheckpointError for a range that ends beyond its file.
+    """
+    blocks: list[Block] = []
+    read: Read | None = None
+    for byte_range in ranges:
+        file = files[byte_range.path]
+        position, end = byte_range.offset, byte_range.offset + byte_range.nbytes
+        if position < 0 or byte_range.nbytes < 0:
+            raise ValueError(
+                f"A range of {byte_range.path} begins at {position} and has {byte_range.nbytes} bytes; neither can be negative."
+            )
+        if end > file.size_bytes:
+            raise CheckpointError(f"the file ends at byte {file.size_bytes}, before byte {end}", file=file.path, cure=_AGAIN)
+        if position == end:
+            if not blocks:
+                blocks.append(Block([], []))
+            blocks[-1].chunks.append(PlannedChunk(byte_range, 0, 0, 0, True))
+            continue
+        whole = end - position // ALIGNMENT * ALIGNMENT <= block_bytes
+        while position < end:
+            if read is None or not _takes(read, file, position, end if whole else position + 1):
+                read = _next_read(blocks, read, file, position, end, block_bytes)
+            stop = min(end, read.offset + read.room)
+            read.wanted = max(read.wanted, stop - read.offset)
+            blocks[-1].chunks.append(
+                PlannedChunk(byte_range, position - byte_range.offset, read.at + position - read.offset, stop - position, stop == end)
+            )
+            position = stop
+    return blocks
+
+
+def _takes(read: Read, file: SourceFile, position: int, end: int) -> bool:
+    """Whether the bytes from `position` to `end` can be part of `read`."""
+    return read.file is file and read.offset <= position <= read.offset + read.wanted + GAP_BYTES and end <= read.offset + read.room
+
+
+def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:
+    """A read that begins at `position`: after the last read where the block has room for all of it, else in a new block."""
+    offset = position // ALIGNMENT * ALIGNMENT
+    at = 0 if before is None else -(-(before.at + before.length) // ALIGNMENT) * ALIGNMENT
+    if before is None or at + end - offset > block_bytes:
+        blocks.append(Block([], []))
+        at = 0
+    read = Read(file, offset, at, block_bytes - at)
+    blocks[-1].reads.append(read)
+    return read
+
+
+class SourceFile:
+    """Safe for several threads.
+
+    direct: None reads through the page cache where the file system does not take O_DIRECT, True raises there, False always does so.
+    Raises CheckpointError when the file is not there or is none.
+    """
+
+    def __init__(self, path: str, *, direct: bool | None) -> None:
+        self.path = path
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise _unreadable(path, "the file cannot be read", error) from error
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointError("this is not a regular file", file=path, cure="Name a checkpoint whose shards are files")
+        self.size_bytes = facts.st_size
+        self._file = DirectFile(path, direct=direct is not False)
+        self._must_be_direct = direct is True
+        self._lock = threading.Lock()
+        self._reads_left = 0
+
+    @property
+    def fallback_reason(self) -> str | None:
+        reason = self._file.fallback_reason
+        return reason and f"{self.path} is read through the page cache, which is dropped behind every block: {reason}."
+
+    def expect(self, reads: int) -> None:
+        """Announce reads; the file is closed after the last of them."""
+        self._reads_left += reads
+
+    def read(self, buffer: memoryview, offset: int, wanted: int) -> int:
+        """Fill `buffer` with the file's bytes from `offset` on, at least `wanted`; returns the number read. Raises CheckpointError."""
+        try:
+            count = self._file.read(buffer, offset, wanted)
+        except OSError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold views of `buffer`
+            raise _unreadable(self.path, f"{len(buffer)} bytes at {offset} cannot be read", error) from error
+        if self._must_be_direct and self._file.fallback_reason:
+            problem = f"O_DIRECT is required, but {self._file.fallback_reason}"
+            raise CheckpointError(problem, file=self.path, cure="Put the checkpoint on a local ext4 or xfs, or allow buffered reads")
+        if count < wanted:
+            problem = f"the file ends at byte {offset + count}, before byte {offset + wanted}"
+            raise CheckpointError(problem, file=self.path, cure=_AGAIN)
+        return count
+
+    def finished(self) -> None:
+        """Note the end of one of the expected reads."""
+        with self._lock:
+            self._reads_left -= 1
+        if self._reads_left == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file. No thread may be reading. A second call has no effect."""
+        self._file.close()
+
+
+def _unreadable(path: str, what: str, error: OSError) -> CheckpointError:
+    if error.errno == errno.ENOENT:
+        return CheckpointError("the file is missing", file=path, cure=_AGAIN)
+    if error.errno == errno.EACCES:
+        return CheckpointError(f"{what}: permission denied", file=path, cure="Make it readable for the user that sparkd runs as")
+    cure = "Look for disk errors in the kernel's log, then download the file again" if error.errno == errno.EIO else None
+    return CheckpointError(f"{what}: {error.strerror or error}", file=path, cure=cure)

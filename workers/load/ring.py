@@ -1,4 +1,4 @@
-"""One bounded allocation of equal blocks for reads, page-aligned and, for CUDA, pinned. Never reads a file."""
+"""One bounded allocation of equal blocks for reads and writes, page-aligned and, for CUDA, pinned."""
 
 from __future__ import annotations
 

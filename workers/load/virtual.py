@@ -1,5 +1,4 @@
-"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made. Never
-reads weights, never touches a device.
+"""The virtual quantized checkpoint: the tensors that vLLM will receive, and the bytes of the real checkpoint from which each is made.
 
 A checkpoint is cut into units. A unit is the least that must be in memory at once: one tensor that passes through, one weight to quantize,
 or several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units are in the order of their
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,11 +19,9 @@ from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.load.formats import quantizer
 from workers.load.formats.fp8_source import refuse_scale
-from workers.load.reader import Piece
-from workers.load.trace import Region
 from workers.quantization.fusion import FUSED
-from workers.quantization.packed import Packed, PackedWeight, blocks, packed_of
-from workers.quantization.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
+from workers.quantization.packed import Packed, PackedWeight, packed_of, packed_weights
+from workers.quantization.packed_scale import PackedScale, refuse_codes, scale_of, scale_of_weight, scales_beside
 from workers.quantization.recipe import Format
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -46,7 +43,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-SHORTEST_READ_BYTES = 128 * 2**10  # for shorter runs of a row the whole rows are read instead
 
 # The format of a weight that is stored in FP8 and not quantized again, while others are.
 DEQUANTIZED = Format("bf16")
@@ -55,12 +51,32 @@ _LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
 _LEADER = {name: group[0] for group in FUSED for name in group}
 
 
+class MatrixRegion(NamedTuple):
+    """Rows [row_start, row_stop) and columns [col_start, col_stop) of a matrix."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_stop - self.col_start
+
+    def is_whole(self, shape: tuple[int, int]) -> bool:
+        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
+
+
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SourceMatrix:
     """The place of a 2-D weight: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
 
     transposed: the file holds [K, N] where vLLM's format needs [N, K]. row_start, row_count select rows of the result (gate or up of one
-    packed block).
+    packed expert).
     """
 
     ref: TensorRef
@@ -83,35 +99,35 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
+    """One weight to quantize: received under `module`, made from `source` (and from `scale` where the source is FP8).
 
     scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
     """
 
     module: str
     format: Format
-    stored: Stored
+    source: SourceMatrix
     scale: TensorRef | None = None
-    scaled: BlockScale | None = None
+    scaled: PackedScale | None = None
     joint: str = "."
 
     @property
     def made_from(self) -> tuple[TensorRef, ...]:
-        return (self.stored.ref,) if self.scale is None else (self.stored.ref, self.scale)
+        return (self.source.ref,) if self.scale is None else (self.source.ref, self.scale)
 
     @property
     def scale_shape(self) -> tuple[int, int]:
         """[N, K] of the matrix to which `scale` belongs."""
-        return self.stored.shape if self.scaled is None else self.scaled.shape
+        return self.source.shape if self.scaled is None else self.scaled.shape
 
-    def scale_origin(self, need: WeightSlice) -> tuple[int, int]:
-        """(row, column) of the scaled matrix at which the needed part begins."""
+    def scale_origin(self, need: MatrixRegion) -> tuple[int, int]:
+        """(row, column) of the scaled matrix at which the needed region begins."""
         return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Suffix -> (dtype, shape) of the emitted tensors. An int4 weight under a name of vLLM's own has no shape tensor."""
-        parts = _parts(self.format, *self.stored.shape)
-        return {suffix: what for suffix, what in parts.items() if self.joint == "." or suffix != "weight_shape"}
+        """Suffix -> (dtype, shape) of the tensors that vLLM receives. An int4 weight under a name of vLLM's own has no shape tensor."""
+        parts = parts_of(self.format, *self.source.shape)
+        return {suffix: form for suffix, form in parts.items() if self.joint == "." or suffix != "weight_shape"}
 
 
 class Unit(NamedTuple):
@@ -125,10 +141,10 @@ class Unit(NamedTuple):
         return self.plain.name if self.plain is not None else ", ".join(weight.module for weight in self.weights)
 
 
-class Emitted(NamedTuple):
+class OutputTensor(NamedTuple):
     """One tensor that vLLM receives: its unit, and for a quantized one the weight and the part (`suffix`).
 
-    A tuple, like Unit and Piece, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
+    A tuple, like Unit and ByteRange, because one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
     """
 
     name: str
@@ -144,7 +160,7 @@ class Emitted(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+def parts_of(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The parts of a format for a shape, cached because thousands of experts have one shape."""
     return quantizer(form).parts(n, k)
 
@@ -162,7 +178,7 @@ class VirtualCheckpoint:
     keep: Callable[[str], bool] = lambda _name: True
     input_scale: Callable[[str], float] = lambda _module: 1.0
     units: list[Unit] = field(init=False)
-    _emitted: list[Emitted] | None = field(init=False, default=None)
+    _outputs: list[OutputTensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
@@ -172,25 +188,25 @@ class VirtualCheckpoint:
         """The modules whose format rounds activations, each expert by itself."""
         return (weight.module for unit in self.units for weight in unit.weights if weight.format.rounds_activations)
 
-    def emitted(self) -> Sequence[Emitted]:
+    def outputs(self) -> Sequence[OutputTensor]:
         """The tensors that vLLM will see, unit by unit."""
-        if self._emitted is None:
-            self._emitted = self._all_emitted()
-        return self._emitted
+        if self._outputs is None:
+            self._outputs = self._all_outputs()
+        return self._outputs
 
-    def _all_emitted(self) -> list[Emitted]:
-        emitted: list[Emitted] = []
+    def _all_outputs(self) -> list[OutputTensor]:
+        outputs: list[OutputTensor] = []
         for index, unit in enumerate(self.units):
             if unit.plain is not None:
-                emitted.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
+                outputs.append(OutputTensor(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
             for number, weight in enumerate(unit.weights):
                 for suffix, (dtype, shape) in weight.parts().items():
-                    emitted.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
-        return emitted
+                    outputs.append(OutputTensor(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
+        return outputs
 
     @property
-    def emitted_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.emitted())
+    def output_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.outputs())
 
 
 def dtype_of(ref: TensorRef) -> torch.dtype:
@@ -201,101 +217,6 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
             f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first"
         )
     return dtype
-
-
-class WeightSlice(NamedTuple):
-    """The part of one weight that a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
-
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-
-    def is_whole(self, shape: tuple[int, int]) -> bool:
-        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
-
-
-def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> WeightSlice | None:
-    """The box of a weight that covers the regions of its parts, widened to whole groups. None where no part is needed.
-
-    regions: (suffix, region of that part); a part without rows and columns (a global scale) does not count.
-    """
-    return _need(weight.format, *weight.stored.shape, tuple(regions))
-
-
-@functools.lru_cache(maxsize=4096)
-def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> WeightSlice | None:
-    """`need_of`, cached because thousands of experts have equal arguments."""
-    parts = _parts(form, n, k)
-    boxes: list[tuple[int, int, int, int]] = []
-    for suffix, region in regions:
-        shape = parts[suffix][1]
-        if region is None or len(shape) != 2 or math.prod(shape) <= 2:
-            continue
-        (r0, r1), (c0, c1) = region
-        down, across = -(-n // shape[0]), -(-k // shape[1])
-        boxes.append((r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
-    if not boxes:
-        return None
-    row_step, col_step = granularity(form)
-    r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
-    c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
-    return WeightSlice(
-        r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
-    )
-
-
-def granularity(form: Format) -> tuple[int, int]:
-    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
-    return (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
-
-
-def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:
-    """The bytes of a tensor that passes through: whole leading rows only. (piece, first row, rows); a scalar is one row."""
-    if not ref.shape or region is None:
-        return Piece(key, ref.path, ref.offset, ref.nbytes), 0, ref.shape[0] if ref.shape else 1
-    start, stop = region[0]
-    row_bytes = ref.nbytes // max(1, ref.shape[0])
-    return Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes), start, stop - start
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The part to read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrowed only if the runs are long
-    enough."""
-
-    row_start: int
-    rows: int
-    col_start: int
-    cols: int
-
-
-def stored_pieces(key: object, stored: Stored, need: WeightSlice) -> tuple[list[Piece], Box]:
-    """(byte runs, box) with the needed part of a weight, in as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
-    size = DTYPES[stored.ref.dtype].itemsize
-    first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
-    rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
-    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < SHORTEST_READ_BYTES:
-        box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
-        return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
-    box = Box(rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0])
-    starts = range(box.row_start, box.row_start + box.rows)
-    return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
-
-
-def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: WeightSlice) -> torch.Tensor:
-    """The needed rows and columns, cut from the part of the file's matrix that was read ([box.rows, box.cols])."""
-    if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
-        return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
-    if stored.transposed:
-        matrix = matrix.t()
-        row_at, col_at = box.col_start, box.row_start
-    else:
-        row_at, col_at = box.row_start, box.col_start
-    first = stored.row_start + need.row_start - row_at
-    count = need.row_stop - need.row_start
-    matrix = matrix[first : first + count]
-    return matrix[:, need.col_start - col_at : need.col_stop - col_at]
 
 
 def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable[[str], bool]) -> list[Unit]:
@@ -314,8 +235,8 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 
 def _group(weight: Weight) -> str:
-    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed block are read together."""
-    if weight.format.weight_name != "nvfp4" and weight.stored.row_count is None:
+    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed expert are read together."""
+    if weight.format.weight_name != "nvfp4" and weight.source.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
     return f"{parent}.{_LEADER.get(last, last)}"
@@ -354,7 +275,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
             tensor=ref.name,
             cure=f"{module}.weight_scale_inv or .weight_scale is expected",
         )
-    return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
+    return [Weight(module, form, SourceMatrix(ref, ref.offset, *ref.shape), scale)]
 
 
 def _made(form: Format) -> str:
@@ -382,16 +303,24 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
         scale = scale_of(ref, packed.module, checkpoint.tensors)
         used.update(scales_beside(packed.module, checkpoint.tensors))
 
-    def weight_of(block: PackedWeight) -> Weight:
-        stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
+    def weight_of(packed_weight: PackedWeight) -> Weight:
+        source = SourceMatrix(
+            ref,
+            ref.offset + packed_weight.expert * size,
+            rows,
+            cols,
+            packed_weight.transposed,
+            packed_weight.row_start,
+            row_count=packed_weight.row_count,
+        )
         if scale is None:
-            return Weight(block.module, form, stored, joint=block.joint)
-        scaled = block_scale(ref, block, scale)
-        return Weight(block.module, form, stored, scaled.ref, scaled, block.joint)
+            return Weight(packed_weight.module, form, source, joint=packed_weight.joint)
+        scaled = scale_of_weight(ref, packed_weight, scale)
+        return Weight(packed_weight.module, form, source, scaled.ref, scaled, packed_weight.joint)
 
-    weights = [weight_of(block) for block in blocks(ref, packed, checkpoint)]
+    weights = [weight_of(packed_weight) for packed_weight in packed_weights(ref, packed, checkpoint)]
     for weight in weights[:2]:
-        quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
+        quantizer(form).check(weight.module, *weight.source.shape, file=ref.path)
     return weights
 
 
@@ -401,6 +330,6 @@ def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
     def place(unit: Unit) -> tuple[int, int]:
         if unit.plain is not None:
             return shard[unit.plain.path], unit.plain.offset
-        return min((shard[weight.stored.ref.path], weight.stored.offset) for weight in unit.weights)
+        return min((shard[weight.source.ref.path], weight.source.offset) for weight in unit.weights)
 
     return sorted(units, key=place)

@@ -1,4 +1,4 @@
-"""Owns the walk over a checkpoint that gives each weight its format, and one format to all weights that vLLM fuses into one matrix."""
+"""Walks over a checkpoint and gives each weight its format, and one format to all weights that vLLM fuses into one matrix."""
 
 from __future__ import annotations
 
@@ -180,11 +180,11 @@ def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:
 
 
 def _told(group: _Group, chosen: Format) -> str:
-    wishes: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
     for choice, module in group.choices.items():
-        wish = "cannot be quantized" if choice == BARRED else f"would be {'kept' if choice.format.keeps else choice.format.spelling}"
-        wishes.setdefault(wish, []).append(_NUMBERS.sub("*", module))
-    parts = "; ".join(f"{', '.join(modules)} {wish}" for wish, modules in wishes.items())
+        outcome = "cannot be quantized" if choice == BARRED else f"would be {'kept' if choice.format.keeps else choice.format.spelling}"
+        outcomes.setdefault(outcome, []).append(_NUMBERS.sub("*", module))
+    parts = "; ".join(f"{', '.join(modules)} {outcome}" for outcome, modules in outcomes.items())
     result = "keep their precision" if chosen.keeps else f"get {chosen.spelling}"
     return f"{parts}; vLLM runs them as one, so all of them {result}"
 

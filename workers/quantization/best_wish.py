@@ -1,4 +1,4 @@
-"""Owns the value `best` of `quantize`, with the memory goal that it may have. Never chooses a format."""
+"""The value `best` of `quantize`, with the memory goal that it may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns which weights vLLM cannot load in blocks of 128x128, by their shapes alone. Never decides their format.
+"""Says which weights vLLM cannot load in blocks of 128x128, by their shapes alone.
 
 The rules are those of vllm/model_executor/layers/quantization/utils/fp8_utils.py (validate_fp8_block_shape, validate_fp8_block_shape_moe)
 on one rank; a larger tensor-parallel size divides the rows further, and is checked where the model is built.

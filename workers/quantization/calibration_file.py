@@ -1,4 +1,4 @@
-"""Owns where the figures of a calibration are kept, and the memory that one takes. Never runs a model."""
+"""The file in which the figures of a calibration are kept, and the memory that one takes."""
 
 from __future__ import annotations
 

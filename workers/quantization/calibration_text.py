@@ -1,4 +1,4 @@
-"""Reads the text over which a model is measured. Never runs a model."""
+"""Reads the text over which a model is measured."""
 
 from __future__ import annotations
 

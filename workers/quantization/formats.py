@@ -1,4 +1,4 @@
-"""Owns the weight formats' names and spellings. Never quantizes: workers/load/formats does."""
+"""The weight formats' names and spellings; the quantizers are in workers/load/formats."""
 
 from __future__ import annotations
 

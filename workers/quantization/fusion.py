@@ -1,4 +1,4 @@
-"""Owns the groups of weights that a checkpoint stores apart and vLLM multiplies as one matrix. Never looks at a checkpoint.
+"""The groups of weights that a checkpoint stores apart and vLLM multiplies as one matrix.
 
 The names are those of `packed_modules_mapping` in vllm/model_executor/models (llama, deepseek_v2, qwen3_5), and Mixtral's.
 """

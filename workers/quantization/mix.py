@@ -1,4 +1,4 @@
-"""Owns the choice of `quantize: best`: a format for each unit within a budget of bytes, at the least error, as a plain recipe.
+"""Chooses `quantize: best`: a format for each unit within a budget of bytes, at the least error, as a plain recipe.
 
 The error of a unit in a format is the sensitivity of its class times the squared relative error of that format. Every unit begins in its
 smallest format. Then the move to a larger one that saves most error for its bytes is made, again and again, as long as one fits into the
@@ -53,10 +53,10 @@ def select(listed: UnitList, budget: int) -> dict[str, str]:
     choice = _within(listed, budget, kinds)
     while len(used := set(choice.values()) - {BF16}) > MOST_KINDS:
         without = [_within(listed, budget, used - {spelling}) for spelling in sorted(used)]
-        fitting = [one for one in without if listed.nbytes(one) <= budget]
+        fitting = [choice for choice in without if listed.nbytes(choice) <= budget]
         if not fitting:
             break  # units whose columns suit no common format
-        choice = min(fitting, key=lambda one: total_cost(listed, one))
+        choice = min(fitting, key=lambda choice: total_cost(listed, choice))
     return choice
 
 

@@ -1,7 +1,6 @@
-"""Maps experts that a checkpoint packs into one tensor [experts, ., .] to single weights and vLLM's names for them. Never reads a weight,
-never imports torch or vLLM.
+"""Maps experts that a checkpoint packs into one tensor [experts, ., .] to single weights and vLLM's names for them. Imports no torch.
 
-Three layouts are known. Most models keep gate behind up in one block and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
+Three layouts are known. Most models keep gate behind up in one matrix and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
 gpt-oss interleaves their rows, has biases, and its class takes both halves as one (`experts.0.w13_weight`, models/gpt_oss.py of 0.32,
 `_get_streamed_expert_info`). Granite calls the first `block_sparse_moe.input_linear` and the second `output_linear`, and vLLM takes them
 under the names of the first layout (models/granitemoehybrid.py, `get_expert_mapping`; models/granitemoe.py of 0.32).
@@ -27,7 +26,7 @@ _JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 @dataclass(frozen=True, slots=True)
 class Packed:
     """The parts of a packed tensor's name. module: its path, the key of its format; experts: vLLM's path of the experts; which:
-    gate_up_proj or down_proj; upright: its blocks are known to be [N, K], as in torch's linear layers."""
+    gate_up_proj or down_proj; upright: its matrices are known to be [N, K], as in torch's linear layers."""
 
     module: str
     experts: str
@@ -37,9 +36,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One weight of a packed tensor: block number `expert`, or `row_count` rows of its [N, K] form from `row_start` on.
+    """One weight of a packed tensor: matrix number `expert`, or `row_count` rows of its [N, K] form from `row_start` on.
 
-    transposed: the block is stored as [K, N]. joint: the text between `module` and a part's suffix.
+    transposed: the matrix is stored as [K, N]. joint: the text between `module` and a part's suffix.
     """
 
     module: str
@@ -66,11 +65,11 @@ def in_vllm(module: str) -> str:
     return module if packed is None else f"{packed.experts}.{packed.which}"
 
 
-def blocks(ref: TensorRef, packed: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
+def packed_weights(ref: TensorRef, packed: Packed, checkpoint: Checkpoint) -> list[PackedWeight]:
     """The weights of a packed tensor. packed: the parts of its name.
 
-    The shape and the model's hidden size H decide whether a block is transposed: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
-    and [I, H] its transpose. A square block has the orientation of its sibling. Raises CheckpointError where none of this decides.
+    The shape and the model's hidden size H decide whether a matrix is transposed: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
+    and [I, H] its transpose. A square one has the orientation of its sibling. Raises CheckpointError where none of this decides.
     """
     experts, which = packed.experts, packed.which
     transposed = not packed.upright and _transposed(ref, which, checkpoint)
@@ -118,7 +117,7 @@ def _transposed(ref: TensorRef, which: str, checkpoint: Checkpoint) -> bool:
 
 
 def _stands_transposed(ref: TensorRef, which: str, hidden: int) -> bool | None:
-    """Whether a packed block is the transpose of torch's linear layout; None where it is square."""
+    """Whether a packed matrix is the transpose of torch's linear layout; None where it is square."""
     _, rows, cols = ref.shape
     return None if rows == cols else (cols if which == "gate_up_proj" else rows) != hidden
 

@@ -1,10 +1,10 @@
-"""Finds the part of a scale that belongs to a block of a packed FP8 tensor. Never reads a weight, never imports torch or vLLM.
+"""Finds the part of a scale that belongs to one weight of a packed FP8 tensor. Imports no torch.
 
 Checkpoints store three kinds of scales for `experts.gate_up_proj` [experts, ., .]:
 
 * one value for all experts, or one for each: `_weight_scale` [] (ModelOpt's FP8 of Llama 4; vllm/model_executor/models/mllama4.py,
   `_rename_weight_for_modelopt_checkpoint`), `_scale_inv` [experts, 1, 1] (Mistral-Small-4-119B-2603);
-* one for each row of the result: `_scale` [experts, 1, N] beside blocks [K, N] (transformers/integrations/fbgemm_fp8.py,
+* one for each row of the result: `_scale` [experts, 1, N] beside matrices [K, N] (transformers/integrations/fbgemm_fp8.py,
   FbgemmFp8Llama4TextExperts);
 * one for each 128x128: `_scale_inv` [experts, rows/128, columns/128], rows and columns as the file has them
   (transformers/integrations/finegrained_fp8.py, FP8Experts).
@@ -30,10 +30,11 @@ _CURE = "Leave out `quantize`, and vLLM serves them as they are"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScale:
-    """The scale of one block, or of the rows of one weight in it. ref: its bytes, two-dimensional, transposed where the block is.
+class PackedScale:
+    """The scale of one expert's matrix, or of the rows of one weight in it.
 
-    shape: [N, K] of the scaled matrix; first: the row of that matrix at which the weight begins.
+    ref: its bytes, two-dimensional, transposed where the matrix is. shape: [N, K] of the scaled matrix; first: the row of that matrix at
+    which the weight begins.
     """
 
     ref: TensorRef
@@ -73,24 +74,24 @@ def packed_module_of(name: str) -> str | None:
     return match[1] if match is not None and packed_of(match[1]) is not None else None
 
 
-def block_scale(packed: TensorRef, block: PackedWeight, scale: TensorRef) -> BlockScale:
-    """The scale of one block. Raises CheckpointError for a scale whose shape is none of the three kinds."""
+def scale_of_weight(packed: TensorRef, weight: PackedWeight, scale: TensorRef) -> PackedScale:
+    """The scale of one weight. Raises CheckpointError for a scale whose shape is none of the three kinds."""
     experts, rows, cols = packed.shape
-    n, k = (cols, rows) if block.transposed else (rows, cols)
+    n, k = (cols, rows) if weight.transposed else (rows, cols)
     count = math.prod(scale.shape)
     each = scale.shape[1:] if scale.shape[:1] == (experts,) else None
     across = -(-cols // BLOCK)
-    weight = (n if block.row_count is None else block.row_count, k)
+    shape = (n if weight.row_count is None else weight.row_count, k)
     if count == 1 or (each is not None and math.prod(each) == 1):
-        return BlockScale(_part(scale, block.expert if count > 1 else 0, (1, 1)), weight)
+        return PackedScale(_part(scale, weight.expert if count > 1 else 0, (1, 1)), shape)
     if each in ((n,), (n, 1), (1, n)):
-        shape = (1, weight[0]) if block.transposed else (weight[0], 1)
-        return BlockScale(_part(scale, block.expert * n + block.row_start, shape), weight)
+        own = (1, shape[0]) if weight.transposed else (shape[0], 1)
+        return PackedScale(_part(scale, weight.expert * n + weight.row_start, own), shape)
     if each == (-(-rows // BLOCK), across):
-        first = block.expert * math.prod(each)
-        if not block.transposed and block.row_start % BLOCK == 0 and (weight[0] % BLOCK == 0 or block.row_start + weight[0] == n):
-            return BlockScale(_part(scale, first + block.row_start // BLOCK * across, (-(-weight[0] // BLOCK), across)), weight)
-        return BlockScale(_part(scale, first, each), (n, k), block.row_start)
+        first = weight.expert * math.prod(each)
+        if not weight.transposed and weight.row_start % BLOCK == 0 and (shape[0] % BLOCK == 0 or weight.row_start + shape[0] == n):
+            return PackedScale(_part(scale, first + weight.row_start // BLOCK * across, (-(-shape[0] // BLOCK), across)), shape)
+        return PackedScale(_part(scale, first, each), (n, k), weight.row_start)
     raise CheckpointError(
         f"packed experts in FP8 of shape {list(packed.shape)} have a scale of shape {list(scale.shape)}, which is neither one value, nor "
         "one for each expert, row or 128x128 block",

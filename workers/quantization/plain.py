@@ -1,4 +1,4 @@
-"""Linear layers that vLLM's model classes cannot load in quantized form, by model type. Never looks at a checkpoint, never imports torch.
+"""Linear layers that vLLM's model classes cannot load in quantized form, by model type.
 
 MambaMixer builds its projections without a quantization method (vllm/model_executor/layers/mamba/mamba_mixer.py, 0.32 and 0.33; that of
 Mamba-2 takes one). BLOOM's class reorders every tensor of query_key_value along its first dimension (models/bloom.py, `_repack_qkv`), which

@@ -1,4 +1,4 @@
-"""Owns which weight of a checkpoint gets which format. Never reads a weight, never imports torch.
+"""A recipe: which weight of a checkpoint gets which format. Imports no torch.
 
 `quantize:` is a format (nvfp4, nvfp4-a4, mxfp4, int4-g32, int4-g64, int4-g128, nf4-g32 to nf4-g512, fp8, fp8-block, bf16; int4 is
 int4-g128, nf4 is nf4-g64) or a mapping:
@@ -102,19 +102,19 @@ class QuantizationRecipe:
         if model_type in UNCHANGED:
             return Assignment((), [UNCHANGED[model_type]])
         plain, why = PLAIN.get(model_type, (frozenset(), ""))
-        deciding, told = _Deciding(self), set[str]()
+        deciding, sentences = _Deciding(self), set[str]()
 
         def choose(module: str, kind: str) -> FormatChoice:
             choice = deciding.choice(module, kind)
             if choice.format.keeps or module.rpartition(".")[2] not in plain:
                 return choice
-            told.add(why)
+            sentences.add(why)
             return BARRED
 
         assignment = assign(checkpoint, choose)
         if self.calibration is not None:
             text_of(self.calibration)
-        assignment.adjustments = (*told, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
+        assignment.adjustments = (*sentences, *assignment.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return assignment
 
 

@@ -1,4 +1,4 @@
-"""Owns how a rule matches weights, and which weights keep their precision unless a rule names them. Never looks at a checkpoint."""
+"""Matches rules against weights, and says which weights keep their precision unless a rule names them."""
 
 from __future__ import annotations
 

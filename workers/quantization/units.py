@@ -1,4 +1,4 @@
-"""Owns the units of a checkpoint, which are the weights that must have one format, with their bytes in each. Never chooses a format.
+"""The units of a checkpoint for a mix: weights that must have one format, with their bytes in each.
 
 A unit is what `group_of` joins: the parts of a matrix that vLLM fuses, or all experts of a layer.
 """
@@ -13,7 +13,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef, towers_of
 from sparkd.checkpoint import tensor_class as class_of_tensor
 from workers.quantization.formats import SPELLINGS, Format
 from workers.quantization.fusion import group_of
-from workers.quantization.packed import blocks, packed_of
+from workers.quantization.packed import packed_of, packed_weights
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -125,7 +125,7 @@ def _shapes(tensor: TensorRef, checkpoint: Checkpoint) -> Iterable[tuple[int, in
     _, rows, columns = tensor.shape
     return [
         (one.row_count or (columns if one.transposed else rows), rows if one.transposed else columns)
-        for one in blocks(tensor, packed, checkpoint)
+        for one in packed_weights(tensor, packed, checkpoint)
     ]
 
 

@@ -29,22 +29,19 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.cache.atomic_folder import appearing
-from workers.cache.companions import companions_bytes, write_companions
-from workers.cache.layout import lay_out, neighbours
+from workers.cache.layout import companions_bytes, lay_out, neighbours, write_companions
 from workers.cache.manifest import on_device
-from workers.cache.shard_writer import MIB, ShardWriter, Staging
 from workers.cache.store import CachedCheckpoint, find
-from workers.cache.writer import MARGIN_BYTES, bytes_of, layout_of
+from workers.cache.writer import MARGIN_BYTES, MIB, ShardWriter, Staging, bytes_of, layout_of
 from workers.files.direct_file import DirectFile
 from workers.load.input_scales import measured
 from workers.load.pipeline import Pipeline, Receivers
-from workers.load.reader import Piece, Reader
+from workers.load.reader import ByteRange, Reader
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
-from workers.vllm.load.config import linear_modules, quantization_config
-from workers.vllm.load.supported import refuse_unserved
+from workers.vllm.load.config import linear_modules, quantization_config, refuse_unserved
 
 GIB = 1 << 30
 EVERY_S = 0.25
@@ -140,7 +137,7 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
         target = DirectFile(os.path.join(folder, file.name), size_bytes=file.size_bytes)
         try:
             target.reserve()
-            with Reader([Piece(file.name, path, 0, file.size_bytes)], pin=False) as reader:
+            with Reader([ByteRange(file.name, path, 0, file.size_bytes)], pin=False) as reader:
                 for chunk in reader:
                     target.write(chunk.start, memoryview(chunk.view.numpy()))
                     done += chunk.view.numel()
@@ -198,7 +195,7 @@ class _Into:
             self.add(name, tensor)
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
-        self._writer.put([self._writer.slots[name]], view, start_byte)
+        self._writer.put([self._writer.tensors[name]], view, start_byte)
 
     def advance(self, bytes_done: int, _units_done: int) -> None:
         self._tell("checkpoint", bytes_done, self.total)

@@ -76,7 +76,6 @@ BROKEN: dict[str, Break] = {
     "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
     "no weights": lambda folder: without(folder, *SHARDS, INDEX),
     "a layer is missing": with_another_layer,
-    "the head is missing": lambda folder: in_one_file(folder, HEADLESS),
 }
 
 

@@ -107,7 +107,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
 
 
 def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:
-    sizes = [chosen(folder, gib)[1] for gib in (14, 17, 19, 21, 60)]
+    sizes = [chosen(folder, gib)[1] for gib in (16, 19, 21, 23, 60)]
     assert sizes == sorted(set(sizes))
     assert chosen(folder, 60)[0] == AS_IT_IS
 

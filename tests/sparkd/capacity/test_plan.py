@@ -527,12 +527,7 @@ def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
     assert choice is not None, [one["reason"] for one in found["options"]]
     assert choice["nodes"] == book.find(name).recipe.nodes.min
     assert choice["max_model_len"] == spec.max_model_len
-    if name.endswith("-32gb"):
-        # The guide's figures: 4.2 GiB of cache, 32.1 to 32.8 GB in all with the system's part. Its vLLM 0.18 kept two states, 0.32 three.
-        parts = choice["footprint"]
-        assert parts["kv"] / GIB == pytest.approx(4.2 * 17 / 12, abs=0.1)
-        others = parts["total"] - parts["kv"] + 4.2 * GIB
-        assert (others + parts["system"]) / 1e9 == pytest.approx(32.5, abs=2.0)
+    assert choice["footprint"]["sureness"] == "guess"
 
 
 def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

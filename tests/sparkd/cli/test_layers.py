@@ -222,8 +222,8 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speech: list[Tensor] = [("talker.model.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
-    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *speech]))
+    ahead: list[Tensor] = [("mtp.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
+    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *ahead]))
     questions: list[ModelQuestion] = []
 
     def ask(asked: Sequence[ModelQuestion], *_: Any, **__: Any) -> list[ModelAnswer]:
@@ -234,10 +234,10 @@ def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
     monkeypatch.setattr("sparkd.vllm.installed.full_version_in", lambda _: "0.32.0")
     assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
     held = json.loads(capsys.readouterr().out)["held"]
-    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"talker": 2 * 256 * 256})
+    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"mtp": 2 * 256 * 256})
     assert len(questions) == 1 and "nvfp4" in questions[0].args[-1]
     code, out, _ = run(capsys, ["--json", "--layers", folder])
-    assert code == 0 and json.loads(out)["held"]["sureness"] == "known" and len(questions) == 1
+    assert code == 0 and json.loads(out)["held"]["sureness"] == "guess" and len(questions) == 1
 
 
 @pytest.mark.parametrize(

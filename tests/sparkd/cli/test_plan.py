@@ -91,7 +91,10 @@ def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         parts = option["footprint"]
         assert option["fits"] and option["reason"] is None and option["format"] == "int4-g32" and option["max_model_len"] == 2048
         assert sum(parts[name] for name in PARTS) == parts["total"]
-        assert parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"] and parts["withheld"] == 0
+        assert (
+            parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"] - parts["upper"]
+            and parts["withheld"] == 0
+        )
         assert sum(parts["by_class"].values()) <= parts["weights"] and parts["requests"] == 3
         assert parts["kv_bytes_per_request"] == parts["kv_bytes_per_token"] * 2048
     choice = found["choice"]
@@ -230,6 +233,25 @@ def test_the_command_names_the_folders_that_a_start_here_would_use(
     profiles = json.loads(rank["environment"][VARIABLE])["profiles"]
     assert (loader["cache_dir"], profiles) == (f"{state}/quantized", f"{state}/kv-profiles")
     assert rank["command"][0] == runtime and found["vllm"]["runtime"] == runtime
+
+
+def test_a_terminal_shows_the_guess_until_vllm_has_spoken(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path)
+    engine.says(spark=[{"question": 0, "answer": answer()}])
+    (tmp_path / "sparkd.yaml").write_text(f"state_dir: {tmp_path}\nengine: {{runtime: {engine.python}}}\nmodels: {{}}\n")
+    argv = ["plan", str(folder), "--quantize", "bf16", "--config", str(tmp_path / "sparkd.yaml")]
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("LINES", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    assert exit_code(argv) == 0
+    guess, erased, final = re.split(r"(\x1b\[\d+A\x1b\[J)", capsys.readouterr().out)
+    assert "was not asked about it" in guess and "answered" in final and "In sparkd.yaml" not in guess
+    assert erased.startswith(f"\x1b[{guess.count(chr(10))}A")
+    # The answer is kept: nothing is drawn twice.
+    assert exit_code(argv) == 0
+    assert "\x1b[J" not in capsys.readouterr().out
 
 
 def test_a_plan_says_whose_vllm_it_asked(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

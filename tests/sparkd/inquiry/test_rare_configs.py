@@ -82,7 +82,7 @@ def planned(answer: ModelAnswer, *, asked: bool) -> dict[str, Any]:
     return option
 
 
-def test_a_plan_is_vllms_own_or_says_that_it_guesses_and_how_much_at_most(answers: Mapping[str, ModelAnswer | None]) -> None:
+def test_a_plan_is_vllms_own_or_says_that_it_guesses(answers: Mapping[str, ModelAnswer | None]) -> None:
     answer = answers["served"]
     assert answer is not None and answer.refusal is None, answer
     (stage,) = answer.stages
@@ -93,12 +93,6 @@ def test_a_plan_is_vllms_own_or_says_that_it_guesses_and_how_much_at_most(answer
     found = exact["footprint"]
     assert (exact["max_model_len"], found["kv_bytes_per_request"], found["weights"]) == (tokens, size, weights)
     assert (found["sureness"], guess["footprint"]["sureness"]) == ("exact", "guess")
-    serving = Serving(1, max_num_seqs=answer.facts["max_num_seqs"], max_num_batched_tokens=answer.facts["max_num_batched_tokens"])
-    figures = exact_of(answer, serving, same_format=True)
-    assert figures is not None and figures.layout is not None
-    least = figures.layout.cost(guess["max_model_len"]).least
-    upper = guess["footprint"]
-    assert least <= upper["kv"] + upper["upper_kv"] and weights + least <= upper["weights"] + upper["kv"] + upper["upper"]
 
 
 def test_a_class_that_looks_its_kernels_up_is_counted(answers: Mapping[str, ModelAnswer | None]) -> None:

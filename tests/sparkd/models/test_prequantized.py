@@ -114,16 +114,16 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return found
 
 
-def test_a_plan_has_it_behind_what_fits_as_it_is_and_before_what_is_quantized(
+def test_a_plan_takes_it_where_the_stored_model_does_not_fit_and_names_it_in_any_case(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    formats = [("as stored", None), ("as stored", "awq"), ("fp8", None)]
+    formats = [[("as stored", None), ("fp8", None)], [("as stored", "awq"), ("fp8", None)]]
     file, room = tmp_path / "machine.yaml", 1 << 40
     for best, name in enumerate((f"{model}", f"{model}-AWQ")):
         file.write_text(f"memory_bytes: {room}\nsystem_bytes: 0\nunified: false\n")
         found = planned(capsys, str(model), "--ctx", "256", "--batch", "16", "--margin", "0", "--eager", "--hardware", str(file))
-        assert [(one["format"], one["prequantized"]) for one in found["options"][: 3 - best]] == formats[best:]
-        assert found["choice"]["config"]["model"] == name
+        assert [(one["format"], one["prequantized"]) for one in found["options"][:2]] == formats[best]
+        assert found["choice"]["model"] == name
         assert any(lacking(note, f"{model}-AWQ") == [] for note in found["notes"])
         room = found["options"][0]["footprint"]["total"] - (64 << 20)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from sparkd.recipes.admin_flags import refuse_flags
-from sparkd.vllm.flags import Value, amount, in_order, parsed, value_of, without, words
+from sparkd.vllm.flags import Value, amount, flags_in, parsed, value_of, without, words
 from sparkd.vllm.reserved_args import owned_args
 
 
@@ -57,7 +57,7 @@ class Counted(list[str]):
             yield arg
 
 
-@pytest.mark.parametrize("walk", [in_order, owned_args, refuse_flags, parsed])
+@pytest.mark.parametrize("walk", [flags_in, owned_args, refuse_flags, parsed])
 def test_twice_as_many_arguments_are_twice_the_work(walk: Callable[[Sequence[str]], object]) -> None:
     """Arguments come from an added model too, and are judged on the event loop."""
     few, many = Counted(["--seed", "1"] * 100), Counted(["--seed", "1"] * 200)

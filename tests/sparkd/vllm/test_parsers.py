@@ -113,7 +113,7 @@ def made(folder: Path, **files: Any) -> Path:
 
 
 def decided(folder: Path, **keys: Any) -> tuple[str | None, str | None, Parsers, list[str]]:
-    spec, parsers = with_parsers(parse_model("m", {"model": str(folder), **keys}, over_admin=False), {}, None)
+    spec, parsers = with_parsers(parse_model("m", {"model": str(folder), **keys}, over_admin=False), {})
     return spec.tool_call_parser, spec.reasoning_parser, parsers, spec.vllm_flags()
 
 
@@ -143,7 +143,7 @@ def test_a_processors_template_is_not_that_of_tools(tmp_path: Path) -> None:
 
 def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_them(tmp_path: Path) -> None:
     def told(model: str, **keys: Any) -> Parsers | None:
-        return expected(parse_model("m", {"model": model, **keys}, over_admin=False), {"HF_HUB_CACHE": str(tmp_path)}, None)
+        return expected(parse_model("m", {"model": model, **keys}, over_admin=False), {"HF_HUB_CACHE": str(tmp_path)})
 
     folder, without = made(tmp_path / "m", template=QWEN3), made(tmp_path / "n", template="{{ messages }}")
     assert told(str(folder)) == Parsers("hermes", "qwen3")
@@ -163,7 +163,7 @@ def test_files_that_are_not_all_here_do_not_tell_that_there_is_no_parser(tmp_pat
     (tmp_path / "models--owner--name" / "refs").mkdir()
     (tmp_path / "models--owner--name" / "refs" / "main").write_text("a" * 40)
     spec = parse_model("m", {"model": "owner/name"}, over_admin=False)
-    assert expected(spec, {"HF_HUB_CACHE": str(tmp_path)}, None) is None
+    assert expected(spec, {"HF_HUB_CACHE": str(tmp_path)}) is None
 
 
 def test_a_hub_that_is_silent_now_does_not_tell_that_there_is_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +173,13 @@ def test_a_hub_that_is_silent_now_does_not_tell_that_there_is_no_parser(monkeypa
     remote = Remote("1" * 40, ("config.json", "tokenizer_config.json"), silent)
     monkeypatch.setattr(parser_choice, "looked_at", lambda spec, env: remote)
     monkeypatch.setattr(parser_choice, "_here", lambda spec, env: None)
-    assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}, None) is None
+    assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}) is None
 
 
 def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:
     def told(model: str, recipe: dict[str, Any] | None = None, **keys: Any) -> list[tuple[str | None, str | None]]:
         spec = parse_model("m", {"model": model, **keys}, over_admin=False)
-        rows = explained(spec, {"HF_HUB_CACHE": str(tmp_path)}, None, recipe or {})
+        rows = explained(spec, {"HF_HUB_CACHE": str(tmp_path)}, recipe or {})
         assert in_words(rows)
         return [(rows[kind]["name"], rows[kind]["from"]) for kind in ("tool", "reasoning")]
 

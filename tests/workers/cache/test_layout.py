@@ -41,13 +41,13 @@ def test_every_layout_is_a_checkpoint(
     found = read_checkpoint(folder)
 
     assert {name: (ref.dtype, ref.shape) for name, ref in found.tensors.items()} == tensors
-    slots = {slot.name: slot for shard in shards for slot in shard.slots}
+    places = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     for name, ref in found.tensors.items():
-        assert (ref.offset, ref.nbytes) == (slots[name].offset, slots[name].nbytes)
-        assert ref.path.endswith(shards[slots[name].shard].name)
+        assert (ref.offset, ref.nbytes) == (places[name].offset, places[name].nbytes)
+        assert ref.path.endswith(shards[places[name].shard].name)
         assert ref.offset % ITEM_BYTES[ref.dtype] == 0
     for shard in shards:
-        assert sum(slot.nbytes for slot in shard.slots) <= limit or len([slot for slot in shard.slots if slot.nbytes]) == 1
+        assert sum(tensor.nbytes for tensor in shard.tensors) <= limit or len([tensor for tensor in shard.tensors if tensor.nbytes]) == 1
 
 
 def test_tensors_lie_in_the_order_in_which_they_come() -> None:
@@ -61,14 +61,14 @@ def test_tensors_lie_in_the_order_in_which_they_come() -> None:
 
     (shard,) = lay_out(tensors)
 
-    assert [slot.name for slot in shard.slots] == ["b.weight_packed", "b.weight_shape", "a.weight", "b.weight_global_scale", "odd"]
+    assert [tensor.name for tensor in shard.tensors] == ["b.weight_packed", "b.weight_shape", "a.weight", "b.weight_global_scale", "odd"]
     assert shard.name == "model-00001-of-00001.safetensors"
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
     shards = lay_out({"a": ("U8", (8,)), "b": ("U8", (64,)), "c": ("U8", (8,))}, 16)
 
-    assert [[slot.name for slot in shard.slots] for shard in shards] == [["a"], ["b"], ["c"]]
+    assert [[tensor.name for tensor in shard.tensors] for shard in shards] == [["a"], ["b"], ["c"]]
     assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert json.loads(index_json(shards))["metadata"] == {"total_size": 80}
 

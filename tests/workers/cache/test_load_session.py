@@ -11,12 +11,12 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
-from workers.cache.load_session import LoadSession, parts_key
+from workers.cache.load_session import LoadSession, layout_key
 from workers.load import pipeline
-from workers.load.pipeline import Handed
+from workers.load.pipeline import SinkTensor
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
-from workers.load.trace import Taken, Trace
+from workers.load.trace import TensorTrace, Trace
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -65,11 +65,11 @@ def virtual_in(folder: Path, bad: str = "") -> VirtualCheckpoint:
 
 
 def trace_of(virtual: VirtualCheckpoint, left_out: tuple[str, ...]) -> Trace:
-    taken = {}
-    for tensor in virtual.emitted():
+    traces = {}
+    for tensor in virtual.outputs():
         region = None if tensor.name.startswith(left_out) else tuple((0, size) for size in tensor.shape)
-        taken[tensor.name] = Taken(tensor.shape, region, 1)
-    return Trace(taken)
+        traces[tensor.name] = TensorTrace(tensor.shape, region, 1)
+    return Trace(traces)
 
 
 def session_of(virtual: VirtualCheckpoint, *left_out: str) -> tuple[LoadSession, Cache]:
@@ -92,7 +92,7 @@ def test_the_cache_gets_what_the_model_leaves_out_too(tmp_path: Path, streamed: 
     handed = {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in session.tensors()}
     session.finish()
 
-    assert cache.came.keys() == {tensor.name for tensor in virtual.emitted()}
+    assert cache.came.keys() == {tensor.name for tensor in virtual.outputs()}
     assert not [name for name in handed if name.startswith((EMBEDDING, MODULES[1]))]
     assert cache.ends == ["finish"]
     plain = LoadSession(virtual, CPU, READER, None, torch.bfloat16, ProgressFile(None))
@@ -118,7 +118,7 @@ def test_a_draft_does_not_take_most_of_its_targets_folder(tmp_path: Path, left_o
 
 
 def test_ranks_that_read_different_parts_have_different_keys() -> None:
-    one = Handed(torch.uint8, (32, 64), (64, 64), (0, 0))
-    other = Handed(torch.uint8, (32, 64), (64, 64), (32, 0))
-    keys = {parts_key(parts) for parts in ({"a": one}, {"a": other}, {"b": one}, {"a": one, "b": one}, {"b": one, "a": one})}
+    one = SinkTensor(torch.uint8, (32, 64), (64, 64), (0, 0))
+    other = SinkTensor(torch.uint8, (32, 64), (64, 64), (32, 0))
+    keys = {layout_key(parts) for parts in ({"a": one}, {"a": other}, {"b": one}, {"a": one, "b": one}, {"b": one, "a": one})}
     assert len(keys) == 4

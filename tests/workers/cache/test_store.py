@@ -21,10 +21,9 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import facts, lacking
 from tests.support.waiting import HUNG_S
-from workers.cache import manifest, shard_writer, store
+from workers.cache import manifest, store
 from workers.cache import writer as cache_writer
 from workers.cache.manifest import MANIFEST, USED, cache_key, entry_name, model_name, on_device
-from workers.cache.shard_writer import Staging
 from workers.cache.store import (
     CachedCheckpoint,
     entries,
@@ -38,7 +37,7 @@ from workers.cache.store import (
     swept,
     written_now,
 )
-from workers.cache.writer import CODES, CacheContent, CacheWriter
+from workers.cache.writer import CODES, CacheContent, CacheWriter, ShardWriter, Staging
 from workers.files import direct_file
 from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 
@@ -213,10 +212,10 @@ def test_no_error_of_the_writer_ends_a_load(cache_dir: str, source: Checkpoint, 
 
     tensors = quantized(source)
     made = writer(cache_dir, source, tensors)
-    monkeypatch.setattr(shard_writer.ShardWriter, "put", fail)
+    monkeypatch.setattr(ShardWriter, "put", fail)
     if when == "close":
-        close = shard_writer.ShardWriter.close
-        monkeypatch.setattr(shard_writer.ShardWriter, "close", lambda self: (close(self), fail()))
+        close = ShardWriter.close
+        monkeypatch.setattr(ShardWriter, "close", lambda self: (close(self), fail()))
     made.add(PLAIN, tensors[PLAIN])
     made.add(PLAIN, tensors[PLAIN])
 
@@ -243,7 +242,7 @@ def test_a_load_that_waits_for_the_disk_says_so_once(
 ) -> None:
     """The disk takes a second block once it was said, with a ring of one."""
     monkeypatch.setattr(cache_writer, "SLOW_S", 0.0)
-    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    monkeypatch.setattr("workers.cache.writer.LOOK_S", 0.001)
     said = threading.Event()
     real = direct_file.DirectFile.write
 

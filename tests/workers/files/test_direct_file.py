@@ -29,7 +29,7 @@ from tests.workers.load.shards import (
 )
 from workers.files import direct_file
 from workers.files.direct_file import ALIGNMENT, FLUSH_BYTES, DirectFile
-from workers.load.reader import Piece
+from workers.load.reader import ByteRange
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -38,16 +38,16 @@ def test_a_file_that_cannot_be_read_is_named_before_anything_is_read(tmp_path: P
     """One that is missing, a folder, and one that ends too early."""
     for path in (tmp_path / "gone.safetensors", tmp_path):
         with pytest.raises(CheckpointError) as raised:
-            make_reader([Piece(0, str(path), 0, 1)])
+            make_reader([ByteRange(0, str(path), 0, 1)])
         assert raised.value.file == str(path)
     with pytest.raises(CheckpointError, match=r"shard\.bin: .* 5000, .* 5001\."):
-        make_reader([Piece(0, write_shard(tmp_path, 5000), 4000, 1001)])
+        make_reader([ByteRange(0, write_shard(tmp_path, 5000), 4000, 1001)])
 
 
 @pytest.mark.parametrize(("past_cache", "left"), [(None, 0), (None, 9000), (None, 61440), (False, 4096), (False, 61440)])
 def test_a_file_that_is_cut_later_fails_where_its_bytes_are_due(tmp_path: Path, past_cache: bool | None, left: int) -> None:
     path = write_shard(tmp_path, 100_000)
-    reader = make_reader([Piece(n, path, n * 20_000, 20_000) for n in range(5)], block_bytes=20_480 + 4096, direct=past_cache)
+    reader = make_reader([ByteRange(n, path, n * 20_000, 20_000) for n in range(5)], block_bytes=20_480 + 4096, direct=past_cache)
     os.truncate(path, left)
     whole = 0
     with reader, pytest.raises(CheckpointError, match=rf"shard\.bin: .* {left}, .* [0-9]+\."):
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(name, flags, mode)
 
-    reader = make_reader([Piece(0, path, 0, 1)])
+    reader = make_reader([ByteRange(0, path, 0, 1)])
     monkeypatch.setattr(os, "open", denied)
     with reader, pytest.raises(CheckpointError) as raised:
         next(reader)
@@ -74,12 +74,12 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_nothing_stays_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shard(tmp_path, (5 << 20) + 123)
-    pieces = [Piece(n, path, n * 700_000 + 1, 650_000) for n in range(7)]
+    ranges = [ByteRange(n, path, n * 700_000 + 1, 650_000) for n in range(7)]
     before = cached_pages(path)
-    reader = make_reader(pieces, block_bytes=256 * KIB)
+    reader = make_reader(ranges, block_bytes=256 * KIB)
     drain(reader)
     assert cached_pages(path) <= before
-    forced = make_reader(pieces, block_bytes=256 * KIB, direct=False)
+    forced = make_reader(ranges, block_bytes=256 * KIB, direct=False)
     drain(forced)
     assert cached_pages(path) <= before
     assert not forced.stats.direct
@@ -92,9 +92,9 @@ def test_a_file_system_without_o_direct(shards: dict[str, bytes], monkeypatch: p
     """Only the file that needs it is read through the page cache."""
     stubborn, other = shard_of(shards, 300_007), shard_of(shards, 3 * 65536)
     _refuse_direct(monkeypatch, stubborn, where)
-    pieces = [Piece(0, other, 0, 150_000), Piece(1, stubborn, 7, 250_000), Piece(2, other, 150_000, 10)]
-    reader = make_reader(pieces, block_bytes=32 * KIB)
-    assert contents(reader) == expected(shards, pieces)
+    ranges = [ByteRange(0, other, 0, 150_000), ByteRange(1, stubborn, 7, 250_000), ByteRange(2, other, 150_000, 10)]
+    reader = make_reader(ranges, block_bytes=32 * KIB)
+    assert contents(reader) == expected(shards, ranges)
     assert not reader.stats.direct
     assert reader.stats.fallback_reason is not None
     assert stubborn in reader.stats.fallback_reason
@@ -177,7 +177,7 @@ def test_a_file_has_its_size_at_once_and_space_where_that_is_asked_for(tmp_path:
 def test_direct_reads_that_were_demanded(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     path = shard_of(shards, 300_007)
     _refuse_direct(monkeypatch, path, "first read")
-    with make_reader([Piece(0, path, 0, 9)], direct=True) as reader, pytest.raises(CheckpointError, match="O_DIRECT"):
+    with make_reader([ByteRange(0, path, 0, 9)], direct=True) as reader, pytest.raises(CheckpointError, match="O_DIRECT"):
         next(reader)
 
 
@@ -187,7 +187,7 @@ def test_memory_file_systems(shards: dict[str, bytes]) -> None:
     data = shards[shard_of(shards, 300_007)]
     try:
         path.write_bytes(data)
-        assert contents(make_reader([Piece(0, str(path), 3, 300_000)], block_bytes=8 * KIB)) == [data[3:300_003]]
+        assert contents(make_reader([ByteRange(0, str(path), 3, 300_000)], block_bytes=8 * KIB)) == [data[3:300_003]]
     finally:
         path.unlink()
 

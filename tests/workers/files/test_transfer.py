@@ -196,7 +196,7 @@ def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path:
     assert lacking(made, here)["bytes"] < made.size
 
     ended = pulled(made, here)
-    sizes = [chunks.span(made.size, index)[1] for index in kept[1:]]
+    sizes = [chunks.range_of(made.size, index)[1] for index in kept[1:]]
     assert ended["fetched_bytes"] == made.size - sum(sizes)
     assert next((tmp_path / "b").rglob("snapshots/*/*")).read_bytes() == FILES[name]
 
@@ -408,7 +408,7 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
     data, buffer = content(CHUNK + 77), Buffer()
     file = DirectFile(tmp_path / "f", size_bytes=len(data))
     for index in (1, 0):
-        offset, size = chunks.span(len(data), index)
+        offset, size = chunks.range_of(len(data), index)
         buffer.view[:size] = data[offset : offset + size]
         file.write(offset, buffer.view[:size])
     assert bytes(buffer.read(file, CHUNK, CHUNK)) == data[CHUNK:]

@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from workers.load.reader import Chunk, Piece, Reader
+from workers.load.reader import ByteRange, Chunk, Reader
 
 KIB = 1024
 SIZES = (0, 1, 4095, 4096, 4097, 3 * 65536, 300_007)
@@ -38,8 +38,8 @@ def nothing_left() -> Iterator[None]:
     assert open_files() <= fds
 
 
-def make_reader(pieces: Sequence[Piece], **options: Any) -> Reader:
-    return Reader(pieces, **{"block_bytes": 64 * KIB, "blocks": 4, "threads": 3, "pin": False, **options})
+def make_reader(ranges: Sequence[ByteRange], **options: Any) -> Reader:
+    return Reader(ranges, **{"block_bytes": 64 * KIB, "blocks": 4, "threads": 3, "pin": False, **options})
 
 
 def released(reader: Reader) -> Iterator[Chunk]:
@@ -64,8 +64,8 @@ def contents(reader: Reader) -> list[bytes]:
     return [bytes(one) for one in found]
 
 
-def expected(shards: dict[str, bytes], pieces: Sequence[Piece]) -> list[bytes]:
-    return [shards[one.path][one.offset : one.offset + one.nbytes] for one in pieces]
+def expected(shards: dict[str, bytes], ranges: Sequence[ByteRange]) -> list[bytes]:
+    return [shards[one.path][one.offset : one.offset + one.nbytes] for one in ranges]
 
 
 def shard_of(shards: dict[str, bytes], size: int) -> str:
@@ -83,13 +83,13 @@ def write_shard(folder: Path, size: int) -> str:
     return str(path)
 
 
-def any_piece(shards: dict[str, bytes]) -> st.SearchStrategy[Piece]:
-    def ranges(path: str) -> st.SearchStrategy[Piece]:
+def any_range(shards: dict[str, bytes]) -> st.SearchStrategy[ByteRange]:
+    def ranges(path: str) -> st.SearchStrategy[ByteRange]:
         size = len(shards[path])
         near = st.sampled_from(sorted({min(size, edge) for edge in (0, 1, 4095, 4096, 4097, 8192, 65536, 65537, size)}))
         edge = st.one_of(near, st.integers(0, size))
         small = st.builds(lambda begin, more: (begin, min(size, begin + more)), edge, st.integers(0, 5000))
-        return st.one_of(st.tuples(edge, edge), small).map(lambda two: Piece(None, path, min(two), abs(two[1] - two[0])))
+        return st.one_of(st.tuples(edge, edge), small).map(lambda two: ByteRange(None, path, min(two), abs(two[1] - two[0])))
 
     return st.sampled_from(sorted(shards)).flatmap(ranges)
 

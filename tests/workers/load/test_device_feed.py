@@ -17,9 +17,9 @@ import torch
 
 from sparkd.errors import CheckpointError
 from workers.load import device_feed as module
-from workers.load.device_feed import Feed
-from workers.load.read_plan import Input
-from workers.load.reader import Piece, Reader
+from workers.load.device_feed import DeviceFeed
+from workers.load.read_plan import TensorRead
+from workers.load.reader import ByteRange, Reader
 
 CPU = torch.device("cpu")
 BLOCK = 4096
@@ -151,22 +151,22 @@ class Ringed:
             yield chunk
 
 
-def inputs(folder: Path, sizes: Sequence[int]) -> tuple[list[Input], list[bytes]]:
+def reads_of(folder: Path, sizes: Sequence[int]) -> tuple[list[TensorRead], list[bytes]]:
     data = random.Random(3).randbytes(sum(sizes))
     path = folder / "file"
     path.write_bytes(data)
     made, at = [], 0
     for number, size in enumerate(sizes):
-        made.append(Input((Piece(number, str(path), at, size),), size))
+        made.append(TensorRead((ByteRange(number, str(path), at, size),), size))
         at += size
-    return made, [data[one.pieces[0].offset :][: one.nbytes] for one in made]
+    return made, [data[one.ranges[0].offset :][: one.nbytes] for one in made]
 
 
 @contextlib.contextmanager
-def fed(device: Device, sources: Sequence[Input], blocks: int = 4) -> Iterator[Feed]:
-    pieces = [piece for source in sources for piece in source.pieces]
-    with Reader(pieces, block_bytes=BLOCK, blocks=blocks, threads=2, pin=False) as reader:
-        made = Feed(Ringed(reader), CPU)  # type: ignore[arg-type]
+def fed(device: Device, sources: Sequence[TensorRead], blocks: int = 4) -> Iterator[DeviceFeed]:
+    ranges = [byte_range for source in sources for byte_range in source.ranges]
+    with Reader(ranges, block_bytes=BLOCK, blocks=blocks, threads=2, pin=False) as reader:
+        made = DeviceFeed(Ringed(reader), CPU)  # type: ignore[arg-type]
         made._cuda = True
         yield made
 
@@ -175,7 +175,7 @@ SIZES = [3000, 9000, 100, 1, 12000, 5000, 700, 8192, 4096, 33, 20000, 64]
 ORDERS = ["main", "aside", *(f"chance {seed}" for seed in range(3))]
 
 
-def worked_off(feed: Feed, device: Device, sources: Sequence[Input]) -> list[torch.Tensor]:
+def worked_off(feed: DeviceFeed, device: Device, sources: Sequence[TensorRead]) -> list[torch.Tensor]:
     """Batches of two, straight placing, single tensors and tensors part by part in turn; what a kernel on the main stream sees of each."""
     seen = [torch.zeros(source.nbytes, dtype=torch.uint8) for source in sources]
 
@@ -199,7 +199,7 @@ def worked_off(feed: Feed, device: Device, sources: Sequence[Input]) -> list[tor
             continue
         parts = torch.zeros(sixth[1].nbytes, dtype=torch.uint8)
         at = 0
-        for part in feed.parts(sixth[1]):
+        for part in feed.views(sixth[1]):
             parts[at : at + part.numel()].copy_(part, non_blocking=True)
             at += part.numel()
         kernel(sixth[0], parts)
@@ -212,7 +212,7 @@ def test_whichever_lane_is_ahead_every_byte_arrives(
     tmp_path: Path, order: str, blocks: int, sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(monkeypatch, order)
-    sources, wanted = inputs(tmp_path, sizes)
+    sources, wanted = reads_of(tmp_path, sizes)
     with fed(device, sources, blocks) as feed:
         seen = worked_off(feed, device, sources)
         feed.finish()
@@ -228,7 +228,7 @@ def test_whichever_lane_is_ahead_every_byte_arrives(
 def test_the_device_here_shows_a_wait_that_is_forgotten(tmp_path: Path, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the buffers' turns, and of the main stream for what was copied beside it."""
     device = Device(monkeypatch, "aside" if forgotten == "wait_event" else "main")
-    sources, wanted = inputs(tmp_path, SIZES)
+    sources, wanted = reads_of(tmp_path, SIZES)
     monkeypatch.setattr(Stream, forgotten, lambda _self, _other: None)
     with fed(device, sources, 16) as feed:
         seen = worked_off(feed, device, sources)
@@ -240,7 +240,7 @@ def test_the_device_here_shows_a_wait_that_is_forgotten(tmp_path: Path, forgotte
 
 def test_two_buffers_take_turns_and_the_host_waits_for_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, "aside")
-    sources, wanted = inputs(tmp_path, [4000] * 5)
+    sources, wanted = reads_of(tmp_path, [4000] * 5)
     places, seen, waited = [], [], []
     synchronize = Event.synchronize
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event) or synchronize(event))
@@ -261,7 +261,7 @@ def test_two_buffers_take_turns_and_the_host_waits_for_no_kernel(tmp_path: Path,
 def test_a_larger_buffer_waits_for_all_that_the_main_stream_has_been_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch hands out memory again whose last use is still queued on the stream that it was allocated for."""
     device = Device(monkeypatch, "aside")
-    sources, _ = inputs(tmp_path, [100, 100, 4000])
+    sources, _ = reads_of(tmp_path, [100, 100, 4000])
     done: list[int] = []
     with fed(device, sources, 16) as feed:
         for number, source in enumerate(sources):
@@ -286,9 +286,9 @@ def test_an_error_in_a_lane_is_raised_as_it_is_and_spoils_nothing(
 ) -> None:
     """A file that ends in the middle of what is copied; whatever came before it is right."""
     device = Device(monkeypatch, order)
-    sources, wanted = inputs(tmp_path, [5000, 6000, 30000])
+    sources, wanted = reads_of(tmp_path, [5000, 6000, 30000])
     with fed(device, sources) as feed:
-        os.truncate(sources[0].pieces[0].path, 20000)  # behind all that the ring can hold
+        os.truncate(sources[0].ranges[0].path, 20000)  # behind all that the ring can hold
         seen = []
         with pytest.raises(CheckpointError, match=" 20000,"):
             for number, source in enumerate(sources):
@@ -310,7 +310,7 @@ def test_a_load_that_is_cancelled_between_the_lanes_ends_at_once(
     tmp_path: Path, at: int, how: type[BaseException], order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(monkeypatch, order)
-    sources, wanted = inputs(tmp_path, [9000] * 3)
+    sources, wanted = reads_of(tmp_path, [9000] * 3)
     seen = []
     with pytest.raises(how), fed(device, sources) as feed:
         for number, source in enumerate(sources):
@@ -328,7 +328,7 @@ def test_an_event_stands_behind_many_small_copies(tmp_path: Path, monkeypatch: p
     device = Device(monkeypatch, "main")
     monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(Event(device)) or made[-1])
     monkeypatch.setattr(module, "EVENT_CHUNKS", 64)
-    sources, wanted = inputs(tmp_path, [16] * 200)
+    sources, wanted = reads_of(tmp_path, [16] * 200)
     with fed(device, sources, 16) as feed:
         seen = [feed.take(source, keep=True) for source in sources]
         assert len(made) == 3

@@ -28,7 +28,7 @@ from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
-from workers.vllm.load import supported
+from workers.vllm.load import config
 from workers.vllm.load.config import quantization_config
 
 CPU = torch.device("cpu")
@@ -85,11 +85,11 @@ def test_a_rank_takes_its_rows_of_both_halves_at_once(
             assert stock.GptOssModel._try_load_streamed_expert(name, tensor, parameters, set())
 
     trace = Trace()
-    take(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    take(phantoms(((one.name, one.shape, one.dtype) for one in virtual.outputs()), CPU, trace))
     reader = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=2, pin=False)
-    take(pipeline_of(virtual, CPU, reader, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    take(pipeline_of(virtual, CPU, reader, regions={name: traced.region for name, traced in trace.tensors.items()}).tensors())
 
-    assert all(taken.once for taken in trace.taken.values())
+    assert all(traced.once for traced in trace.tensors.values())
     kind = quantizer(form)
     for name, half, dim in (("gate_up_proj", "w13", 0), ("down_proj", "w2", 1)):
         for expert, block in enumerate(stored(checkpoint.tensors[f"{MLP}.{name}"])):
@@ -154,13 +154,13 @@ def test_a_published_checkpoint_passes_through_unchanged(tmp_path: Path) -> None
     formats = QuantizationRecipe.parse("int4-g32").assign(checkpoint)
     assert not formats
     assert any("(mxfp4)" in said for said in formats.adjustments)
-    emitted = VirtualCheckpoint(checkpoint, formats).emitted()
-    assert {(one.name, one.shape) for one in emitted} == {(name, ref.shape) for name, ref in checkpoint.tensors.items()}
+    outputs = VirtualCheckpoint(checkpoint, formats).outputs()
+    assert {(one.name, one.shape) for one in outputs} == {(name, ref.shape) for name, ref in checkpoint.tensors.items()}
 
 
 def described(folder: Path, quantize: Any, ranks: int = 1) -> None:
     checkpoint = read_checkpoint(folder)
-    supported.refuse_unserved(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint), ranks)
+    config.refuse_unserved(checkpoint, QuantizationRecipe.parse(quantize).assign(checkpoint), ranks)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_vllms_class_cannot_take_is_said_before_anything_is_loaded(
 def test_on_a_gpu_only_int4_has_biases(
     folder: Path, one_rank: None, quantize: str, served_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supported, "_is_cpu", lambda: False)
+    monkeypatch.setattr(config, "_is_cpu", lambda: False)
     if served_there:
         described(folder, quantize)
         return

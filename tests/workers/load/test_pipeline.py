@@ -16,13 +16,12 @@ from tests.support.pipelines import pipeline_of
 from workers.cache.layout import lay_out, neighbours
 from workers.cache.load_session import LoadSession
 from workers.cache.writer import CODES
-from workers.load.expert_placement import answered, families
 from workers.load.formats import global_scale, quantizer
 from workers.load.pipeline import Pipeline
 from workers.load.progress import ProgressFile
 from workers.load.read_plan import Run, steps
 from workers.load.reader import Reader
-from workers.load.trace import Trace, phantoms
+from workers.load.trace import Trace, expert_families, inferred_targets, phantoms
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -191,8 +190,8 @@ class Rank:
     def regions(self, virtual: VirtualCheckpoint) -> dict:
         """What it takes of each tensor, as the loader finds it."""
         trace = Trace()
-        self.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-        return {name: taken.region for name, taken in trace.taken.items()}
+        self.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.outputs()), CPU, trace))
+        return {name: traced.region for name, traced in trace.tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_a_sink_gets_the_rows_of_a_large_tensor_that_are_read(tmp_path, monkeypa
     weights = random_weights()
     name = "model.embed_tokens.weight"
     virtual = VirtualCheckpoint(read_checkpoint(str(written(tmp_path / "m", weights))), {})
-    regions = {one.name: None for one in virtual.emitted()} | {name: ((first, 512), (0, HIDDEN))}
+    regions = {one.name: None for one in virtual.outputs()} | {name: ((first, 512), (0, HIDDEN))}
     came = torch.zeros((512 - first) * HIDDEN * 2, dtype=torch.uint8)
 
     class Sink:
@@ -329,14 +328,14 @@ class Fused:
     def asked(self, virtual: VirtualCheckpoint) -> dict:
         """A Pipeline's arguments for this model, as the loader finds them."""
         trace = self.trace(virtual)
-        return {"regions": {name: one.region for name, one in trace.taken.items()}, "straight": trace.straight}
+        return {"regions": {name: one.region for name, one in trace.tensors.items()}, "direct_targets": trace.direct_targets}
 
     def trace(self, virtual: VirtualCheckpoint) -> Trace:
         trace = Trace()
-        found = families(virtual.emitted())
-        skipped = {name for family in found for number, name in family.names.items() if number not in family.asked}
-        self.load_weights(phantoms(((o.name, o.shape, o.dtype) for o in virtual.emitted() if o.name not in skipped), CPU, trace))
-        trace.straight = answered(found, trace.taken)
+        found = expert_families(virtual.outputs())
+        skipped = {name for family in found for number, name in family.names.items() if number not in family.traced}
+        self.load_weights(phantoms(((o.name, o.shape, o.dtype) for o in virtual.outputs() if o.name not in skipped), CPU, trace))
+        trace.direct_targets = inferred_targets(found, trace.tensors)
         return trace
 
 
@@ -361,11 +360,11 @@ def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkey
     want = Fused(ranks, rank).load(pipeline_of(virtual, CPU, READER, regions=arguments["regions"]))
     got = Fused(ranks, rank)
     arguments = got.asked(virtual)
-    straight = set(arguments["straight"])
+    direct_targets = set(arguments["direct_targets"])
     got.load(pipeline_of(virtual, CPU, READER, **arguments, batch_bytes=batch_bytes))
     same_memory(got, want)
-    assert not set(got.handed) & straight
-    assert arguments["straight"] == {}, "a place holds memory"
+    assert not set(got.handed) & direct_targets
+    assert arguments["direct_targets"] == {}, "a place holds memory"
 
 
 def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -376,8 +375,8 @@ def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     cache.mkdir()
     with open(cache / "model.safetensors", "wb") as file:
         file.write(shard.header)
-        for slot in shard.slots:
-            file.write(kept[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for tensor in shard.tensors:
+            file.write(kept[tensor.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     (cache / "config.json").write_text((folder / "m" / "config.json").read_text())
     return cache
 
@@ -393,14 +392,14 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     got, want = Fused(), Fused().load(pipeline_of(virtual, CPU, READER))
     arguments = got.asked(stored)
     pipeline = pipeline_of(stored, CPU, READER, **arguments)
-    runs = [step for step in steps(pipeline._plans, 0, arguments["straight"]) if isinstance(step, Run)]
-    straight = len(arguments["straight"])
+    runs = [step for step in steps(pipeline._plans, 0, arguments["direct_targets"]) if isinstance(step, Run)]
+    placed = len(arguments["direct_targets"])
     got.load(pipeline)
     same_memory(got, want)
-    parts = straight // (2 * 3 * (EXPERTS - 3))
+    parts = placed // (2 * 3 * (EXPERTS - 3))
     # For each layer: down, and gate with up, in every part; the first, second and last expert are handed to the model.
     assert len(runs) == 2 * 2 * parts
-    assert sum(len(run.plans) for run in runs) == straight
+    assert sum(len(run.plans) for run in runs) == placed
 
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
@@ -410,7 +409,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     virtual = virtual_in(written(tmp_path / "m", random_weights(), shards=1), quantize)
     trace = Fused(2, 1).trace(virtual)
     first = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
-    handed = first.pipeline.handed()
+    sink_layout = first.pipeline.sink_layout()
     parts: dict[str, torch.Tensor] = {}
 
     class Keep:
@@ -432,12 +431,12 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     got = Fused(2, 1)
     trace = got.trace(virtual)
     second = LoadSession(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
-    second.read_parts(cached, handed)
+    second.read_own(cached, sink_layout)
     trace.forget_targets()
     got.handed.clear()
     got.load_weights(second.tensors())
     whole = Fused(2, 1).load(pipeline_of(virtual, CPU, READER, regions=Fused(2, 1).asked(virtual)["regions"]))
     same_memory(got, whole)
-    cut = {name for name, one in handed.items() if not one.is_whole and "weight_shape" not in name}
-    assert cut
-    assert not cut & set(got.handed), "no part was made whole for the model's loader"
+    in_part = {name for name, one in sink_layout.items() if not one.is_whole and "weight_shape" not in name}
+    assert in_part
+    assert not in_part & set(got.handed), "no part was made whole for the model's loader"

@@ -15,7 +15,7 @@ import pytest
 from sparkd.errors import CheckpointError
 from tests.workers.load.shards import KIB, make_reader, open_files, released, ring_bytes_mapped, write_shard
 from workers.load import reader as reader_module
-from workers.load.reader import Piece, ReaderClosed
+from workers.load.reader import ByteRange, ReaderClosed
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -30,12 +30,12 @@ def test_a_disk_error_is_raised_where_it_is_due(tmp_path: Path, monkeypatch: pyt
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    reader = make_reader([Piece(n, path, n * 4096, 4096) for n in range(10)], block_bytes=4096)
+    reader = make_reader([ByteRange(n, path, n * 4096, 4096) for n in range(10)], block_bytes=4096)
     seen = []
     with reader:
         with pytest.raises(CheckpointError, match="Input/output error"):
             for chunk in released(reader):
-                seen.append(chunk.piece.key)
+                seen.append(chunk.byte_range.key)
         with pytest.raises(CheckpointError, match="Input/output error"):
             next(reader)
     assert seen == [0, 1, 2, 3, 4]
@@ -46,7 +46,7 @@ def test_a_defect_reaches_the_consumer_instead_of_a_thread(tmp_path: Path, monke
         raise ZeroDivisionError
 
     monkeypatch.setattr(os, "preadv", broken)
-    with make_reader([Piece(0, write_shard(tmp_path, 4096), 0, 4096)]) as reader, pytest.raises(ZeroDivisionError):
+    with make_reader([ByteRange(0, write_shard(tmp_path, 4096), 0, 4096)]) as reader, pytest.raises(ZeroDivisionError):
         next(reader)
 
 
@@ -57,7 +57,7 @@ def test_an_error_keeps_no_memory_of_the_ring(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "preadv", broken)
     before = ring_bytes_mapped()
-    reader = make_reader([Piece(0, write_shard(tmp_path, 4096), 0, 4096)], block_bytes=1 << 20)
+    reader = make_reader([ByteRange(0, write_shard(tmp_path, 4096), 0, 4096)], block_bytes=1 << 20)
     with pytest.raises(CheckpointError) as raised, reader:
         assert ring_bytes_mapped() > before
         next(reader)
@@ -68,7 +68,7 @@ def test_an_error_keeps_no_memory_of_the_ring(tmp_path: Path, monkeypatch: pytes
 def test_an_exception_of_the_consumer_ends_everything(tmp_path: Path) -> None:
     path = write_shard(tmp_path, 1 << 20)
     before = ring_bytes_mapped()
-    with pytest.raises(KeyError), make_reader([Piece(0, path, 0, 1 << 20)], block_bytes=64 * KIB) as reader:
+    with pytest.raises(KeyError), make_reader([ByteRange(0, path, 0, 1 << 20)], block_bytes=64 * KIB) as reader:
         chunk = next(reader)
         raise KeyError(chunk.start)
     with pytest.raises(ReaderClosed):
@@ -85,10 +85,10 @@ def test_an_exception_of_the_consumer_ends_everything(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_never_starts_holds_nothing(tmp_path: Path) -> None:
-    reader = make_reader([Piece(0, write_shard(tmp_path, 4096), 0, 4096)])
+    reader = make_reader([ByteRange(0, write_shard(tmp_path, 4096), 0, 4096)])
     reader.close()
     reader.close()
-    assert reader.stats.seconds == 0.0
+    assert reader.stats.bytes_read == 0
 
 
 def test_close_wakes_a_consumer_that_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_close_wakes_a_consumer_that_waits_for_the_disk(tmp_path: Path, monkeypa
         return len(buffers[0])
 
     monkeypatch.setattr(os, "preadv", slow)
-    reader = make_reader([Piece(0, write_shard(tmp_path, 1 << 20), 0, 1 << 20)])
+    reader = make_reader([ByteRange(0, write_shard(tmp_path, 1 << 20), 0, 1 << 20)])
 
     def consume() -> None:
         try:
@@ -131,7 +131,7 @@ def test_close_does_not_wait_for_a_dead_disk_for_ever(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "preadv", dead)
     monkeypatch.setattr(reader_module, "_JOIN_S", 0.0)
     others = set(threading.enumerate())
-    reader = make_reader([Piece(0, write_shard(tmp_path, 1 << 20), 0, 1 << 20)], threads=2)
+    reader = make_reader([ByteRange(0, write_shard(tmp_path, 1 << 20), 0, 1 << 20)], threads=2)
     with reader:
         reading.wait()
     mine = set(threading.enumerate()) - others
@@ -143,7 +143,7 @@ def test_close_does_not_wait_for_a_dead_disk_for_ever(tmp_path: Path, monkeypatc
 
 def test_close_while_every_block_is_held(tmp_path: Path) -> None:
     path = write_shard(tmp_path, 1 << 20)
-    with make_reader([Piece(0, path, 0, 1 << 20)], block_bytes=4096, blocks=2, threads=4) as reader:
+    with make_reader([ByteRange(0, path, 0, 1 << 20)], block_bytes=4096, blocks=2, threads=4) as reader:
         held = [next(reader), next(reader)]
     for chunk in held:
         chunk.release()
@@ -160,7 +160,7 @@ def test_threads_that_cannot_be_started_leave_nothing(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(threading.Thread, "start", start)
     before = ring_bytes_mapped()
-    with pytest.raises(RuntimeError, match="new thread"), make_reader([Piece(0, write_shard(tmp_path, 4096), 0, 4096)]):
+    with pytest.raises(RuntimeError, match="new thread"), make_reader([ByteRange(0, write_shard(tmp_path, 4096), 0, 4096)]):
         pass
     assert ring_bytes_mapped() == before
 
@@ -169,7 +169,7 @@ def test_files_are_closed_as_soon_as_they_are_read(shards: dict[str, bytes]) -> 
     paths = [path for path, data in shards.items() if data]
     gc.collect()
     fds = open_files()
-    reader = make_reader([Piece(path, path, 0, 1) for path in paths], threads=1, block_bytes=4096, blocks=2)
+    reader = make_reader([ByteRange(path, path, 0, 1) for path in paths], threads=1, block_bytes=4096, blocks=2)
     with reader:
         for chunk in released(reader):
             del chunk

@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.load.trace import NotAView, Taken, Trace, phantoms, streamed
+from workers.load.trace import NotAView, TensorTrace, Trace, phantom_of, phantoms
 
 CPU = torch.device("cpu")
 
 
-def asked(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[Taken, torch.Tensor]:
+def asked(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[TensorTrace, torch.Tensor]:
     trace = Trace()
     ((name, tensor),) = phantoms([("w", shape, dtype)], CPU, trace)
-    return trace.taken[name], tensor
+    return trace.tensors[name], tensor
 
 
 TAKES = [
@@ -30,37 +30,37 @@ TAKES = [
 
 @pytest.mark.parametrize(("take", "region", "shape"), [case[1:] for case in TAKES], ids=[case[0] for case in TAKES])
 def test_what_a_weight_loader_copies_is_what_is_taken(take, region, shape):
-    taken, tensor = asked((8, 6))
+    traced, tensor = asked((8, 6))
     part = take(tensor)
     assert tuple(part.shape) == shape
     parameter = torch.zeros(shape)
     parameter.data.copy_(part)
-    assert taken.region == region
-    assert taken.once
+    assert traced.region == region
+    assert traced.once
     assert not parameter.any(), "nothing is written while asking"
 
 
 def test_nothing_is_taken_of_what_is_only_looked_at():
-    taken, tensor = asked((8, 6))
+    traced, tensor = asked((8, 6))
     assert tensor.shape == (8, 6)
     assert tensor.narrow(0, 0, 2).dtype is torch.bfloat16
-    assert taken.region is None
-    assert not taken.once
+    assert traced.region is None
+    assert not traced.once
 
 
 def test_two_copies_take_the_box_around_both():
-    taken, tensor = asked((8, 6))
+    traced, tensor = asked((8, 6))
     torch.zeros(2, 6).copy_(tensor[1:3])
     torch.zeros(1, 6).copy_(tensor[6:7])
-    assert taken.region == ((1, 7), (0, 6))
-    assert not taken.once
+    assert traced.region == ((1, 7), (0, 6))
+    assert not traced.once
 
 
 def test_an_assignment_into_one_expert_is_a_copy():
-    taken, tensor = asked((1,), torch.float32)
+    traced, tensor = asked((1,), torch.float32)
     scales = torch.zeros(4, 2)
     scales[3, 1] = tensor.reshape(())
-    assert taken.region == ((0, 1),)
+    assert traced.region == ((0, 1),)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,21 @@ def test_an_assignment_into_one_expert_is_a_copy():
     ids=["arithmetic", "concatenation", "a value", "another shape", "a step", "another dtype"],
 )
 def test_what_is_no_plain_view_is_needed_whole(calculate):
-    taken, tensor = asked((8, 6))
+    traced, tensor = asked((8, 6))
     calculate(tensor)
-    assert taken.region == ((0, 8), (0, 6))
-    assert not taken.once
+    assert traced.region == ((0, 8), (0, 6))
+    assert not traced.once
 
 
 def test_a_streamed_tensor_hands_its_copies_to_the_caller():
     seen = []
-    tensor = streamed(Taken((8, 6)), torch.bfloat16, CPU, lambda target, phantom: seen.append((tuple(target.shape), phantom.region)))
+    traced = TensorTrace((8, 6))
+    tensor = phantom_of(traced, torch.bfloat16, CPU, lambda target, phantom: seen.append((tuple(target.shape), phantom.region)))
     torch.zeros(3, 6).copy_(tensor.narrow(0, 2, 3))
     assert seen == [((3, 6), ((2, 5), (0, 6)))]
 
 
 def test_a_streamed_tensor_cannot_be_calculated_with():
-    tensor = streamed(Taken((8, 6)), torch.bfloat16, CPU, lambda target, phantom: None)
+    tensor = phantom_of(TensorTrace((8, 6)), torch.bfloat16, CPU, lambda target, phantom: None)
     with pytest.raises(NotAView):
         tensor + 1

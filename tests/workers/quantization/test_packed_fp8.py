@@ -25,7 +25,7 @@ from workers.load.trace import Trace, phantoms
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import Format
 from workers.quantization.packed import PackedWeight
-from workers.quantization.packed_scale import block_scale, packed_module_of
+from workers.quantization.packed_scale import packed_module_of, scale_of_weight
 from workers.quantization.recipe import QuantizationRecipe
 
 INTER = 192  # gate ends within a block of 128 rows
@@ -142,8 +142,8 @@ def test_a_rank_takes_its_part(tmp_path: Path, layout: str, rank: int, batch_byt
     checkpoint = read_checkpoint(str(packed(layout, tmp_path, 256)[0]))
     virtual = VirtualCheckpoint(checkpoint, QuantizationRecipe.parse("mxfp4").assign(checkpoint))
     trace = Trace()
-    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-    regions = {name: taken.region for name, taken in trace.taken.items()}
+    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.outputs()), CPU, trace))
+    regions = {name: traced.region for name, traced in trace.tensors.items()}
     one, whole = Rank(rank), Rank(rank)
     one.load_weights(pipeline_of(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
     whole.load_weights(pipeline_of(virtual, CPU, READER).tensors())
@@ -158,7 +158,7 @@ WEIGHT = TensorRef("model.layers.0.mlp.experts.gate_up_proj", "F8_E4M3", (EXPERT
 def test_a_scale_of_another_shape_is_named(shape: tuple[int, ...]) -> None:
     scale = TensorRef(f"{WEIGHT.name}_scale_inv", "F32", shape, WEIGHT.path, 0, 4 * int(np.prod(shape)))
     with pytest.raises(CheckpointError) as caught:
-        block_scale(WEIGHT, PackedWeight("m", 0, False, 0, INTER), scale)
+        scale_of_weight(WEIGHT, PackedWeight("m", 0, False, 0, INTER), scale)
     assert (caught.value.file, caught.value.tensor) == (WEIGHT.path, scale.name)
 
 
@@ -173,7 +173,7 @@ def test_what_is_a_scale_of_packed_experts_is_told_by_its_name() -> None:
 def test_a_block_that_is_shared_by_gate_and_up_stays_whole() -> None:
     scale = TensorRef("s", "F32", (EXPERTS, 3, 1), "/m", 1000, 4 * EXPERTS * 3)
     up = PackedWeight("m", 2, False, INTER, INTER)
-    found = block_scale(WEIGHT, up, scale)
+    found = scale_of_weight(WEIGHT, up, scale)
     assert (found.first, found.shape, found.ref.shape, found.ref.offset) == (INTER, (2 * INTER, HIDDEN), (3, 1), 1000 + 4 * 2 * 3)
-    whole = block_scale(WEIGHT, replace(up, row_start=0, row_count=None), scale)
+    whole = scale_of_weight(WEIGHT, replace(up, row_start=0, row_count=None), scale)
     assert (whole.first, whole.shape) == (0, (2 * INTER, HIDDEN))

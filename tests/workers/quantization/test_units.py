@@ -76,7 +76,7 @@ def test_the_predicted_bytes_are_those_of_the_tensors_that_the_loader_makes(tmp_
     budget = listed.kept_bytes + int(share * (listed.stored_bytes - listed.kept_bytes))
     choice = select(listed, budget)
     formats = QuantizationRecipe.parse(recipe_of(listed, choice)).assign(checkpoint)
-    real = VirtualCheckpoint(checkpoint, formats).emitted_bytes
+    real = VirtualCheckpoint(checkpoint, formats).output_bytes
     assert math.isclose(listed.nbytes(choice), real, rel_tol=0.01)
 
 

@@ -57,7 +57,7 @@ def cached(source: Checkpoint, cache_dir: Path) -> None:
     virtual = VirtualCheckpoint(source, formats)
     described = quantization_config(formats, linear_modules(source))
     made = CacheWriter(str(cache_dir), CacheContent(source, RECIPE, None, described, layout_of(virtual)))
-    for name in (tensor.name for tensor in virtual.emitted()):
+    for name in (tensor.name for tensor in virtual.outputs()):
         module, _, suffix = name.rpartition(".")
         form = formats.get(module)
         made.add(name, tensor_of(source, name) if form is None else quantizer(form).quantize(tensor_of(source, f"{module}.weight"))[suffix])

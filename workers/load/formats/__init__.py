@@ -1,4 +1,4 @@
-"""The quantizers of the weight formats. Never decides which tensor gets which format."""
+"""The quantizers of the weight formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the interface of every quantizer, and cuts a weight so that temporaries stay small. It never knows a format's encoding."""
+"""The interface of every quantizer, which works on slices of a weight so that temporaries stay small."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sparkd.errors import CheckpointError
 from workers.quantization.formats import fitting
 
 # Elements that torch works on at once: a float32 temporary of 512 KiB. On a GPU more, where a launch costs microseconds.
-CHUNK_ELEMENTS = 1 << 17
-GPU_CHUNK_ELEMENTS = 1 << 22
+SLICE_ELEMENTS = 1 << 17
+GPU_SLICE_ELEMENTS = 1 << 22
 # Below this a float32 or bfloat16 scale would be a subnormal, which some kernels take for zero.
 SMALLEST_SCALE = 2.0**-126
 Parts = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Quantizer(ABC):
 
         global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
         two keeps every product exact. out: contiguous tensors to write into, with the leading dimensions and the shapes of `parts`; None
-        allocates them. A GPU computes with Triton's kernels and copies nothing to the host. A CPU computes with torch, in chunks of rows;
+        allocates them. A GPU computes with Triton's kernels and copies nothing to the host. A CPU computes with torch, in slices of rows;
         of scales that are almost equally good it may choose another (the relative errors agree to 0.1 %, test_formats.py).
         """
         lead = weight.shape[:-2]
@@ -102,10 +102,10 @@ def amax_each(weight: Tensor) -> Tensor:
     return torch.stack([amax(matrix) for matrix in weight])
 
 
-def row_chunks(matrix: Tensor, *, step: int = 1) -> list[slice]:
-    """Cut a matrix into chunks of whole rows, a multiple of `step`, of about CHUNK_ELEMENTS."""
+def row_slices(matrix: Tensor, *, step: int = 1) -> list[slice]:
+    """Cut a matrix into slices of whole rows, a multiple of `step`, of about SLICE_ELEMENTS."""
     rows, columns = matrix.shape
-    elements = GPU_CHUNK_ELEMENTS if matrix.is_cuda else CHUNK_ELEMENTS
+    elements = GPU_SLICE_ELEMENTS if matrix.is_cuda else SLICE_ELEMENTS
     height = max(1, elements // columns // step) * step
     return [slice(top, min(rows, top + height)) for top in range(0, rows, height)]
 

@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float: rounding and codes. It never chooses a scale.
+"""E2M1, the 4-bit float: rounding and codes.
 
 Code = sign << 3 | index into 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling Formats v1.0, section 5.3.3). In a byte the even column has the
 low nibble.

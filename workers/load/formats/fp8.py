@@ -1,4 +1,4 @@
-"""FP8 weights (E4M3), scaled per output channel or per 128x128 block. It never quantizes activations."""
+"""FP8 weights (E4M3), scaled per output channel or per 128x128 block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from workers.load.formats.base import SMALLEST_SCALE, Parts, Quantizer, row_chunks
+from workers.load.formats.base import SMALLEST_SCALE, Parts, Quantizer, row_slices
 
 LARGEST = 448.0
 BLOCK = 128
@@ -28,7 +28,7 @@ class Fp8Quantizer(Quantizer):
 
     def _fill(self, weight: Tensor, out: Parts) -> None:
         for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
-            for rows in row_chunks(matrix):
+            for rows in row_slices(matrix):
                 chunk = matrix[rows].float()
                 scale[rows] = _scale(chunk.abs().amax(1, keepdim=True))
                 value[rows] = chunk / scale[rows]
@@ -55,7 +55,7 @@ class Fp8BlockQuantizer(Quantizer):
     def _fill(self, weight: Tensor, out: Parts) -> None:
         k = weight.shape[-1]
         for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
-            for rows in row_chunks(matrix, step=BLOCK):
+            for rows in row_slices(matrix, step=BLOCK):
                 chunk = torch.nn.functional.pad(matrix[rows].float(), (0, -k % BLOCK, 0, -matrix[rows].shape[0] % BLOCK))
                 tiles = chunk.view(-1, BLOCK, scale.shape[1], BLOCK)
                 scales = _scale(tiles.abs().amax((1, 3)))

@@ -1,5 +1,5 @@
 """Weights that a checkpoint stores in FP8: dequantized to the precision that another format is quantized from, or rearranged into a layout
-that keeps their codes and scales. Never reads a file."""
+that keeps their codes and scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.load.formats.base import Parts, Quantizer, row_chunks
+from workers.load.formats.base import Parts, Quantizer, row_slices
 from workers.quantization.formats import Format
 
 BLOCK = 128
@@ -64,14 +64,14 @@ def dequantize_fp8(
     scale, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
     # All matrices as the rows of one.
     matrices, height, _ = scale.shape
-    stored, flat, scale = part.flatten(0, -2), result.flatten(0, -2), scale.flatten(0, 1)
+    codes, flat, scale = part.flatten(0, -2), result.flatten(0, -2), scale.flatten(0, 1)
     first = torch.arange(matrices, device=part.device).unsqueeze(1) * height
     rows_of = (first + _index(origin[0], n, rows_each, part.device)).view(-1)
     columns_of = _index(origin[1], k, columns_each, part.device)
-    for rows in row_chunks(stored):
+    for rows in row_slices(codes):
         factor = scale.index_select(0, rows_of[rows])
         factor = factor.index_select(1, columns_of) if columns_each else factor
-        flat[rows] = stored[rows].float().mul_(factor)
+        flat[rows] = codes[rows].float().mul_(factor)
     return result
 
 

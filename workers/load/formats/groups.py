@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from workers.load.formats.base import SMALLEST_SCALE, Parts, Quantizer, row_chunks
+from workers.load.formats.base import SMALLEST_SCALE, Parts, Quantizer, row_slices
 
 Nearest = Callable[[Tensor], Tensor]
 
@@ -42,7 +42,7 @@ class GroupQuantizer(Quantizer):
         for index, matrix in enumerate(weight):
             parts = {suffix: part[index] for suffix, part in out.items()}
             packed, scale = parts["weight_packed"].view(torch.uint8), parts["weight_scale"]
-            for rows in row_chunks(matrix):
+            for rows in row_slices(matrix):
                 groups = matrix[rows].reshape(-1, self.group_size).t().float().contiguous()
                 codes, chosen = self._encode(groups, parts)
                 scale[rows] = chosen.view(scale[rows].shape)

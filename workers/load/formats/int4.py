@@ -1,4 +1,4 @@
-"""INT4, symmetric: codes -8 to 7 and a bfloat16 scale for a group of columns. It never packs for a kernel."""
+"""INT4, symmetric: codes -8 to 7 and a bfloat16 scale for a group of columns."""
 
 from __future__ import annotations
 

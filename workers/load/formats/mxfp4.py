@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 codes and a power-of-two scale (E8M0) for 32 columns. It never packs for a kernel."""
+"""MXFP4: E2M1 codes and a power-of-two scale (E8M0) for 32 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NF4: a table of 16 levels and a bfloat16 scale for a group of columns. It never packs for a kernel.
+"""NF4: a table of 16 levels and a bfloat16 scale for a group of columns.
 
 The levels are those of QLoRA (arXiv 2305.14314, appendix E): quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
 In a byte the even column has the high nibble, as bitsandbytes stores it. Scales are bfloat16: float32 scales leave the same error to

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for 16 columns, one float32 divisor for the tensor. It never decides which weights share the divisor."""
+"""NVFP4: E2M1 codes, an E4M3 scale for 16 columns, one float32 divisor for the tensor."""
 
 from __future__ import annotations
 

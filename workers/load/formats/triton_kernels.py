@@ -1,5 +1,4 @@
-"""The quantizers as CUDA kernels: each reads a weight once and searches the scale in registers. It never runs without a GPU (or Triton's
-interpreter).
+"""The quantizers as CUDA kernels: each reads a weight once and searches the scale in registers.
 
 Each tries the scales that the torch quantizer beside it tries. Strides are free, nothing is synchronised.
 """

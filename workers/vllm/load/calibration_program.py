@@ -1,5 +1,4 @@
-"""Measures how large the inputs of a model's layers become over a text, for formats whose activations have four bits. Writes nothing but
-its answer.
+"""Measures how large the inputs of a model's layers become over a text, for formats whose activations have four bits.
 
 The program is a child of a loading rank: it reads {"folder": PATH, "free_bytes": NUMBER, "text": TEXT, "parent": PID} from stdin and
 writes one JSON line, {"largest": {PARAMETER: MAGNITUDE}}. A parameter has transformers' own name, without `.weight`; experts that
@@ -21,18 +20,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
 from workers.host import processes
-from workers.load.reference_model import running
+from workers.quantization.calibration_file import BESIDE_BYTES
 
 # The scale of an input is a power of two with room above: a longer text would not change it.
 MOST_TOKENS = 512
 
 
 def largest_inputs(folder: str, free_bytes: int, text: str) -> dict[str, float]:
-    """The largest magnitude of what is multiplied with each parameter; empty where the model cannot be run (reference_model.running)."""
+    """The largest magnitude of what is multiplied with each parameter; empty where the model cannot be run."""
     dtype = torch.bfloat16 if _has_bf16() else torch.float32
-    model_and_tokens = running(read_checkpoint(folder), free_bytes, text, MOST_TOKENS, dtype)
+    model_and_tokens = _running(read_checkpoint(folder), free_bytes, text, MOST_TOKENS, dtype)
     if model_and_tokens is None:
         return {}
     model, tokens = model_and_tokens
@@ -75,6 +74,27 @@ class Operands(TorchDispatchMode):
     def _name(self, tensor: Any) -> str | None:
         is_matrix = isinstance(tensor, torch.Tensor) and tensor.dim() in (2, 3)
         return self._names.get(tensor.untyped_storage().data_ptr()) if is_matrix else None
+
+
+def _running(checkpoint: Checkpoint, free_bytes: int, text: str, most_tokens: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor] | None:
+    """The model and the first tokens of a text (int64 [1, most_tokens at most]), on the CPU; None, with the reason on stderr, where it
+    takes more memory than free_bytes, the checkpoint is quantized, or transformers cannot run it."""
+    needed = checkpoint.total_bytes * dtype.itemsize // 2 + BESIDE_BYTES
+    if checkpoint.quantization is not None or needed > free_bytes:
+        memory = f"it takes {needed / 2**30:.1f} GiB to run it unquantized, and {free_bytes / 2**30:.1f} GiB are free"
+        sys.stderr.write(f"{memory if needed > free_bytes else 'the checkpoint is quantized'}\n")
+        return None
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        tokens = AutoTokenizer.from_pretrained(checkpoint.folder)(text, return_tensors="pt").input_ids
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        sys.stderr.write(f"transformers cannot run it: {type(error).__name__}: {error}\n")
+        return None
+    return model.eval(), tokens[:, :most_tokens]
 
 
 def _has_bf16() -> bool:

@@ -1,18 +1,40 @@
-"""The compressed-tensors description of a quantized checkpoint, as config.json carries it for any vLLM. Never decides a format."""
+"""Reads the loader's settings, and writes vLLM's configuration from them: the quantization_config of the checkpoint that vLLM will receive.
+
+The description is that of compressed-tensors, as config.json carries it for any vLLM. Importing this module imports no vLLM.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from sparkd.checkpoint import VISION_PARTS, tensor_class
-from sparkd.errors import CheckpointError
+from sparkd.checkpoint import VISION_PARTS, Checkpoint, TensorRef, read_checkpoint, tensor_class
+from sparkd.errors import CheckpointError, SparkdError
+from workers.cache.store import has_entry
+from workers.load.progress import ProgressFile
+from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import SPELLINGS, Format
-from workers.quantization.packed import in_vllm, packed_of
+from workers.quantization.packed import in_vllm, is_interleaved, packed_of
+from workers.quantization.recipe import QuantizationRecipe
+from workers.vllm.load.warmup import make_ready
+from workers.vllm.symbols import symbol
 
-if TYPE_CHECKING:
-    from sparkd.checkpoint import Checkpoint, TensorRef
+NAME = "spark"  # of the quantization method
+
+KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
+BLOCK_BYTES = 8 * 2**20
+RING_BYTES = 64 * 2**20
+# A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory (`python -m tests.bench.loader`).
+CPU_RING_BYTES = 32 * 2**20
+
+BLOCK = 128
+# vLLM's gpt-oss takes some parts of its experts one at a time (models/gpt_oss.py, _get_streamed_expert_info), and on a GPU only the integer
+# method of compressed-tensors has parameters for their biases.
+_KEEP = "add 'experts' to `keep`"
 
 # Names as compressed_tensors.config.CompressionFormat has them (0.17). NF4 is not among them: sparkd alone reads an nf4 checkpoint.
 _COMPRESSION = {
@@ -35,6 +57,198 @@ _MOVED = ("per_layer_model_projection", "altup_projections")
 # The names that vLLM's models give a vision tower, its projector, and a part of it that they put beside it, whatever its checkpoint does
 # (lightonocr.py, minicpmv4_6.py, opencua.py, phi4mm.py, pixtral.py).
 _TOWERS = r"re:(.*\.)?(visual|vision_(tower|encoder|language_adapter)|vpm|(vit_)?merger|multi_modal_projector)\..*"
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """The loader's own settings.
+
+    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for the load's progress. ring_bytes: memory for reads in
+    flight; None for the device's default.
+    direct: False forbids O_DIRECT, True requires it, None uses it where the file system has it. enable_weights_track: False loads a model
+    although the checkpoint lacks weights, as for vLLM's setting of the same name.
+    """
+
+    recipe: QuantizationRecipe
+    cache_dir: str | None = None
+    cache_limit_bytes: int | None = None
+    progress: str | None = None
+    ring_bytes: int | None = None
+    block_bytes: int = BLOCK_BYTES
+    direct: bool | None = None
+    enable_weights_track: bool = True
+
+    @classmethod
+    def parse(cls, raw: Any) -> LoaderSettings:
+        """Parse the settings. Raises CheckpointError with the name of a key that is unknown or has a wrong value."""
+        if not isinstance(raw, Mapping):
+            raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
+        if unknown := sorted(set(raw) - set(KEYS)):
+            raise CheckpointError(f"the load format spark_stream has no setting {unknown[0]!r}", cure=f"It has {', '.join(KEYS)}")
+        settings = {key: value for key, value in raw.items() if value is not None}
+        recipe = QuantizationRecipe.parse(settings.pop("quantize", None))
+        for key, kind, what in (
+            ("cache_dir", str, "a folder"),
+            ("progress", str, "a file"),
+            ("cache_limit_bytes", int, "a number of bytes"),
+            ("ring_bytes", int, "a number of bytes"),
+            ("block_bytes", int, "a number of bytes"),
+            ("direct", bool, "true or false"),
+            ("enable_weights_track", bool, "true or false"),
+        ):
+            if key not in settings:
+                continue
+            value = settings[key]
+            is_of_kind = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+            if not is_of_kind or (isinstance(value, int) and kind is int and value <= 0):
+                problem = f"the setting {key!r} of spark_stream must be {what}, not {value!r}"
+                raise CheckpointError(problem, cure="Correct --model-loader-extra-config")
+        parsed = cls(recipe=recipe, **settings)
+        smallest = CPU_RING_BYTES if parsed.ring_bytes is None else parsed.ring_bytes
+        if parsed.block_bytes % 4096 or smallest < 2 * parsed.block_bytes:
+            raise CheckpointError(
+                f"ring_bytes {smallest} and block_bytes {parsed.block_bytes} do not suit each other",
+                cure="block_bytes is a multiple of 4096 and ring_bytes at least twice that",
+            )
+        return parsed
+
+    def blocks(self, *, on_gpu: bool) -> int:
+        """The number of blocks of the ring."""
+        ring_bytes = self.ring_bytes or (RING_BYTES if on_gpu else CPU_RING_BYTES)
+        return ring_bytes // self.block_bytes
+
+    def may_be_cached(self, model: str) -> bool:
+        """Whether the cache has an entry for this model; only `find` checks that it is valid."""
+        return self.cache_dir is not None and has_entry(self.cache_dir, model, self.recipe.canonical())
+
+
+def describe(engine_args: Any) -> None:
+    """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
+
+    A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
+    checkpoint in one of our formats. Raises ValueError with the reason if the checkpoint cannot be loaded.
+    """
+    checkpoint = None
+    try:
+        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {})
+        checkpoint = read_checkpoint(
+            local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
+        )
+        formats = settings.recipe.assign(checkpoint)
+        VirtualCheckpoint(checkpoint, formats)
+        refuse_unserved(checkpoint, formats, getattr(engine_args, "tensor_parallel_size", 1))
+        described = quantization_config(formats, linear_modules(checkpoint))
+        if not described and engine_args.quantization is None and _is_cpu():
+            described = _quantized_elsewhere(checkpoint)
+    except SparkdError as error:
+        extra_config = engine_args.model_loader_extra_config
+        if isinstance(extra_config, Mapping) and isinstance(path := extra_config.get("progress"), str):
+            # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
+            ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
+        raise ValueError(error.message) from None
+    for sentence in formats.adjustments:
+        logger.info("sparkd: %s", sentence)
+    if not described:
+        return
+    if engine_args.quantization not in (None, NAME):
+        raise ValueError(
+            f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
+        )
+    if formats and symbol("current_platform").is_cuda() and not settings.may_be_cached(engine_args.model):
+        make_ready(os.environ)
+    described["quant_method"] = NAME
+    overrides = engine_args.hf_overrides
+    if callable(overrides):
+
+        def override_both(config: Any) -> Any:
+            config = overrides(config)
+            config.quantization_config = described
+            return config
+
+        engine_args.hf_overrides = override_both
+        return
+    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
+
+
+def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's own configuration, if our CPU kernels serve it, as vLLM's may not (no AMX, no AVX-512); else {}."""
+    details = checkpoint.quantization.details if checkpoint.quantization is not None else {}
+    return dict(details) if in_our_formats(details) else {}
+
+
+def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
+    """The checkpoint's folder. huggingface_hub fetches a Hub id, or finds it in its cache when offline."""
+    if os.path.isdir(model):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return str(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=["*.safetensors", "*.json"],
+                ignore_patterns=["consolidated*", "original/*"],
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
+            cure="Check the name, the network and HF_HUB_OFFLINE",
+        ) from error
+
+
+def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tensor_parallel_size: int) -> None:
+    """Raises CheckpointError for the first matrix or set of experts whose format vLLM could not take."""
+    _refuse_torn_blocks(checkpoint, formats)
+    wanted: dict[Format, str] = {}
+    for module, form in formats.items():
+        packed = packed_of(module)
+        if packed is not None and not form.keeps and is_interleaved(checkpoint, packed.experts):
+            wanted.setdefault(form, module)
+    for form, module in wanted.items():
+        if (problem := _unserved(form, tensor_parallel_size)) is not None:
+            raise CheckpointError(problem[0], file=checkpoint.tensors[module].path, tensor=module, cure=problem[1])
+
+
+def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
+    """vLLM's kernels for FP8 in blocks cut the activations into groups of 128 (per_token_group_quant_fp8); its CPU has another way."""
+    for module, form in formats.items():
+        ref = checkpoint.tensors.get(f"{module}.weight")
+        if form.spelling == "fp8-block" and ref is not None and len(ref.shape) == 2 and ref.shape[1] % BLOCK and not _is_cpu():
+            raise CheckpointError(
+                f"K={ref.shape[1]} is not divisible by {BLOCK}, and vLLM's fp8-block kernels on a GPU need that",
+                file=ref.path,
+                tensor=ref.name,
+                cure="Use fp8, or give that layer another format",
+            )
+
+
+def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None:
+    """(reason, cure), or None where this vLLM takes the format."""
+    if form.weight_name == "nvfp4" and "w13_weight_global_scale" not in symbol("gpt_oss_streamed"):
+        return (
+            "vLLM's gpt-oss has no place for the second scale of nvfp4 experts",
+            f"Give them another format with `layers: {{experts: mxfp4}}`, or {_KEEP}",
+        )
+    if _is_cpu():
+        if form.name == "fp8" and tensor_parallel_size > 1:
+            return (
+                "vLLM's gpt-oss cuts the scale of fp8 experts between tensor-parallel ranks, though each needs the whole",
+                f"Give them another format with `layers: {{experts: fp8-block}}`, or {_KEEP}",
+            )
+        return None
+    if form.name != "int4":
+        return (f"vLLM's {form.spelling} experts have no biases on a GPU, and gpt-oss's do", f"Use int4-g32, or {_KEEP}")
+    return None
+
+
+def _is_cpu() -> bool:
+    return bool(symbol("current_platform").is_cpu())
 
 
 def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:

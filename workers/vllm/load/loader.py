@@ -10,9 +10,9 @@ import copy
 import gc
 import inspect
 import logging
-import os
+import re
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,27 +20,22 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
-from workers.cache.layout import Tensors
-from workers.cache.load_session import LoadSession, parts_key, virtual_of
-from workers.cache.manifest import TpSlice, on_device
-from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find, has_entry
-from workers.cache.writer import CODES, CacheContent, CacheWriter, layout_of
+from workers.cache.load_session import LoadSession, virtual_of
+from workers.cache.manifest import on_device
+from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
+from workers.cache.writer import CacheContent
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
-from workers.load.settings import LoaderSettings
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
-from workers.vllm.load.ask_model import ask
-from workers.vllm.load.config import in_our_formats, linear_modules, quantization_config
+from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
+from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
 from workers.vllm.load.cpu_kernels import register_linear_kernels
-from workers.vllm.load.load_errors import ended, is_out_of_memory, mismatch
-from workers.vllm.load.method import NAME, formats_of
-from workers.vllm.load.ranks import rank_of_world
+from workers.vllm.load.method import formats_of
 from workers.vllm.load.repack import repack_in_place
-from workers.vllm.load.supported import refuse_unserved
-from workers.vllm.load.warmup import compile_kernels, make_ready
+from workers.vllm.load.warmup import compile_kernels
 from workers.vllm.symbols import symbol
 
 DefaultModelLoader: Any = symbol("DefaultModelLoader")
@@ -52,88 +47,198 @@ logger = logging.getLogger("vllm.sparkd.stream")
 _FP4_CAPABILITY = (10, 0)
 # The errors of a model class that does not accept a tensor.
 _MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
+_NO_PLACE = "There is no module or parameter named"
+# Messages of torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), Triton's launcher, cuBLAS, and errno 12 for a mapped file.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|STATUS_ALLOC_FAILED|Cannot allocate memory")
+_QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
+# The limit of vLLM's message, which may continue with all names that vLLM accepts.
+_TEXT = 160
 
 
-def describe(engine_args: Any) -> None:
-    """Write the quantization that the loader will produce into `engine_args.hf_overrides`.
+class SparkStreamLoader(DefaultModelLoader):
+    """Load format `spark_stream`: yields the tensors of a virtual quantized checkpoint to vLLM, each as soon as its bytes are read."""
 
-    A checkpoint that is quantized already, or a recipe that quantizes nothing, changes nothing, except that on a CPU our kernels serve a
-    checkpoint in one of our formats. Raises ValueError with the reason if the checkpoint cannot be loaded.
-    """
-    checkpoint = None
-    try:
-        settings = LoaderSettings.parse(engine_args.model_loader_extra_config or {})
-        checkpoint = read_checkpoint(
-            local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
+    def __init__(self, load_config: Any) -> None:
+        # The base class refuses unknown settings and formats, so it gets a copy without them.
+        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {})
+        plain = copy.copy(load_config)
+        plain.model_loader_extra_config = {}
+        plain.load_format = "safetensors"
+        super().__init__(plain)
+        self._virtual: VirtualCheckpoint | None = None
+        self._session: LoadSession | None = None
+        self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
+        self._progress: ProgressFile | None = None
+        self._placing = ""
+        if current_platform.is_cpu():
+            try:
+                register_linear_kernels()
+            except SparkdError as error:
+                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
+                raise
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
+
+        If a cache will probably be read, nothing is compiled: nothing will be quantized, and Triton first hashes 400 MB of its own files.
+        """
+        if model_config.quantization == NAME and torch.cuda.is_available() and not self._settings.may_be_cached(model_config.model):
+            described = getattr(model_config.hf_config, "quantization_config", None) or {}
+            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
+        return super().load_model(vllm_config, model_config, *args, **kwargs)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load as the base class does. Raises CheckpointError with file and tensor if vLLM's model class does not accept a tensor."""
+        try:
+            with _young_garbage_only():
+                super().load_weights(model, model_config)
+        except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
+            # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
+            is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
+            self._abandon()
+            refused = self._refusal(error, model, is_placing=is_placing)
+            if refused is None:
+                raise
+            raise refused from error
+        finally:
+            self._session = None
+
+    def _abandon(self) -> None:
+        if self._tensors is not None:
+            self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
+        if self._session is not None:
+            self._session.close()  # closing a generator that never ran closes nothing
+
+    def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
+        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
+
+        is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
+        """
+        if self._progress is None:
+            return None
+        if isinstance(error, SparkdError):
+            self._progress.failed(error.message)
+            return None
+        from_device = isinstance(error, torch.AcceleratorError) or _is_out_of_memory(error)
+        is_mismatch = isinstance(error, _MISMATCHES) and not from_device
+        if not (is_placing and is_mismatch) or self._virtual is None:
+            self._progress.failed(_ended(error))
+            return None
+        refused = _mismatch(self._virtual, self._placing, type(model).__name__, error)
+        self._progress.failed(refused.message, lasting=True)
+        return refused
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
+        self.counter_before_loading_weights = time.perf_counter()
+        progress = self._progress = ProgressFile(self._settings.progress, rank_of_world()[0])
+        self._tensors = self._streamed(self._prepared(model_config, model, progress), model)
+        return self._tensors
+
+    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
+        """The session of this load: from the cache entry that holds the whole model, or else from the checkpoint."""
+        checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
+        device = next(model.parameters()).device
+        recipe, cache_dir = self._settings.recipe, self._settings.cache_dir
+        if device.type == "cuda":
+            repack_in_place()
+            if recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
+                logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
+        is_spark = model_config.quantization == NAME
+        cache_recipe = on_device(recipe.canonical(), device.type)
+        entry = find(cache_dir, checkpoint, cache_recipe, say=logger.info) if is_spark and cache_dir is not None else None
+        if entry is not None:
+            try:
+                session = self._session_of(virtual_of(entry), model_config, model, checkpoint, progress, entry)
+                return self._begun(session, entry.spellings)
+            except CheckpointError as error:
+                # If the checkpoint has the same fault, reading it raises the error again.
+                logger.info(
+                    "sparkd: the quantized cache %s does not suit this model: %s The checkpoint is read.", entry.folder, error.message
+                )
+                entry.close()
+            except BaseException:
+                entry.close()
+                raise
+        formats = recipe.assign(checkpoint) if is_spark else {}
+        spellings = sorted({form.spelling for form in formats.values()})
+        virtual = VirtualCheckpoint(checkpoint, formats)
+        unmeasured, calibration = 0, None
+        if any(form.rounds_activations for form in formats.values()):
+            progress.begin(0, 0, "", "calibration")
+            text = text_of(recipe.calibration)
+            # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
+            # for no longer than gloo does, which is less than a large model takes.
+            inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
+            calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            virtual.input_scale = inputs.of
+            unmeasured = inputs.unmeasured(virtual.rounded_inputs)
+            _warn_of_unmeasured(unmeasured)
+        session = self._session_of(virtual, model_config, model, checkpoint, progress)
+        if formats and cache_dir is not None:
+            described = quantization_config(formats, linear_modules(checkpoint))
+            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured, CALIBRATION: calibration}
+            content = CacheContent(checkpoint, cache_recipe, None, described, {}, notes)
+            session.use_cache(cache_dir, content, self._settings.cache_limit_bytes, rank_of_world())
+        return self._begun(session, spellings)
+
+    def _session_of(
+        self,
+        virtual: VirtualCheckpoint,
+        model_config: Any,
+        model: torch.nn.Module,
+        checkpoint: Checkpoint,
+        progress: ProgressFile,
+        entry: CachedCheckpoint | None = None,
+    ) -> LoadSession:
+        """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
+        self._virtual = virtual
+        device = next(model.parameters()).device
+        check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
+        is_quantized = bool(virtual.formats) or entry is not None
+        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=is_quantized, check=check)
+        reader = partial(
+            Reader,
+            block_bytes=self._settings.block_bytes,
+            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
+            pin=device.type == "cuda",
+            direct=self._settings.direct,
         )
-        formats = settings.recipe.assign(checkpoint)
-        VirtualCheckpoint(checkpoint, formats)
-        refuse_unserved(checkpoint, formats, getattr(engine_args, "tensor_parallel_size", 1))
-        described = quantization_config(formats, linear_modules(checkpoint))
-        if not described and engine_args.quantization is None and current_platform.is_cpu():
-            described = _quantized_elsewhere(checkpoint)
-    except SparkdError as error:
-        extra_config = engine_args.model_loader_extra_config
-        if isinstance(extra_config, Mapping) and isinstance(path := extra_config.get("progress"), str):
-            # An unreadable file may be readable once its download ends. A fault in tensors that were read will last.
-            ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
-        raise ValueError(error.message) from None
-    for sentence in formats.adjustments:
-        logger.info("sparkd: %s", sentence)
-    if not described:
-        return
-    if engine_args.quantization not in (None, NAME):
-        raise ValueError(
-            f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
+        self._session = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
+        return self._session
+
+    def _begun(self, session: LoadSession, spellings: Sequence[str]) -> LoadSession:
+        if session.cached is not None:
+            _warn_of_unmeasured(session.cached.unmeasured_inputs)
+        session.begin(spellings)
+        return session
+
+    def _streamed(self, session: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
+        started = time.perf_counter()
+        try:
+            for self._placing, tensor in session.tensors():
+                yield self._placing, tensor
+            session.finish()
+        finally:
+            session.close()
+        for more in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(more)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        stats = session.pipeline.stats
+        for reason in (stats.fallback_reason, stats.unpinned_reason):
+            if reason:
+                logger.warning("sparkd: %s", reason)
+        logger.info(
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
+            session.pipeline.units_total,
+            stats.bytes_read / 2**30,
+            "checkpoint" if session.cached is None else "quantized cache",
+            seconds,
+            stats.bytes_read / seconds / 1e9,
+            " past the page cache" if stats.direct else "",
+            stats.waited_s,
         )
-    if formats and current_platform.is_cuda() and not _may_be_cached(settings, engine_args.model):
-        make_ready(os.environ)
-    described["quant_method"] = NAME
-    overrides = engine_args.hf_overrides
-    if callable(overrides):
-
-        def override_both(config: Any) -> Any:
-            config = overrides(config)
-            config.quantization_config = described
-            return config
-
-        engine_args.hf_overrides = override_both
-        return
-    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
-
-
-def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's own configuration, if our CPU kernels serve it, as vLLM's may not (no AMX, no AVX-512); else {}."""
-    details = checkpoint.quantization.details if checkpoint.quantization is not None else {}
-    return dict(details) if in_our_formats(details) else {}
-
-
-def _may_be_cached(settings: LoaderSettings, model: str) -> bool:
-    return settings.cache_dir is not None and has_entry(settings.cache_dir, model, settings.recipe.canonical())
-
-
-def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
-    """The checkpoint's folder. huggingface_hub fetches a Hub id, or finds it in its cache when offline."""
-    if os.path.isdir(model):
-        return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        return str(
-            snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=download_dir,
-                allow_patterns=["*.safetensors", "*.json"],
-                ignore_patterns=["consolidated*", "original/*"],
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise CheckpointError(
-            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
-            cure="Check the name, the network and HF_HUB_OFFLINE",
-        ) from error
+        session.progress.done(stats.bytes_read, stats.direct)
 
 
 def _warn_of_unmeasured(count: int) -> None:
@@ -158,228 +263,30 @@ def _young_garbage_only() -> Iterator[None]:
             gc.unfreeze()
 
 
-class SparkStreamLoader(DefaultModelLoader):
-    """Load format `spark_stream`: yields the tensors of a virtual quantized checkpoint to vLLM, each as soon as its bytes are read."""
+def _mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
+    """The error for the operator in place of `error`, which came up while the class `model` was given the tensor `name`."""
+    ref = source_of(virtual, name)
+    message = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
+    reason = type(error).__name__ + (f": {message}" if message else "")
+    if ref is None:
+        return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=ANOTHER_MODEL)
+    shape = f"{ref.dtype} of shape {list(ref.shape)}"
+    cure = ANOTHER_MODEL + _QUANTIZED if _NO_PLACE in message and name != ref.name else ANOTHER_MODEL
+    return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=cure)
 
-    def __init__(self, load_config: Any) -> None:
-        # The base class refuses unknown settings and formats, so it gets a copy without them.
-        self._settings = LoaderSettings.parse(load_config.model_loader_extra_config or {})
-        plain = copy.copy(load_config)
-        plain.model_loader_extra_config = {}
-        plain.load_format = "safetensors"
-        super().__init__(plain)
-        self._virtual: VirtualCheckpoint | None = None
-        self._source: LoadSession | None = None
-        self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
-        self._progress: ProgressFile | None = None
-        self._handed = ""
-        self._unmeasured = 0
-        self._calibration: str | None = None
-        if current_platform.is_cpu():
-            try:
-                register_linear_kernels()
-            except SparkdError as error:
-                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
-                raise
 
-    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host has no memory left; many libraries raise a RuntimeError for that."""
+    is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_ours or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
-        If a cache will probably be read, nothing is compiled: nothing will be quantized, and Triton first hashes 400 MB of its own files.
-        """
-        if model_config.quantization == NAME and torch.cuda.is_available() and not _may_be_cached(self._settings, model_config.model):
-            described = getattr(model_config.hf_config, "quantization_config", None) or {}
-            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
-        return super().load_model(vllm_config, model_config, *args, **kwargs)
 
-    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Load as the base class does. Raises CheckpointError with file and tensor if vLLM's model class does not accept a tensor."""
-        try:
-            with _young_garbage_only():
-                super().load_weights(model, model_config)
-        except BaseException as error:  # includes SystemExit by SIGTERM: no half-written cache may stay
-            # While we make a tensor, our generator runs and ends by its error. It is suspended while vLLM's class has the tensor.
-            is_placing = self._tensors is not None and inspect.getgeneratorstate(self._tensors) == inspect.GEN_SUSPENDED
-            self._abandon()
-            refused = self._refusal(error, model, is_placing=is_placing)
-            if refused is None:
-                raise
-            raise refused from error
-        finally:
-            self._source = None
-
-    def _abandon(self) -> None:
-        if self._tensors is not None:
-            self._tensors.close()  # the traceback would keep it alive, and with it a half-written cache
-        if self._source is not None:
-            self._source.close()  # closing a generator that never ran closes nothing
-
-    def _refusal(self, error: BaseException, model: torch.nn.Module, *, is_placing: bool) -> CheckpointError | None:
-        """Report `error` to the daemon. Returns the CheckpointError to raise instead, or None.
-
-        is_placing: vLLM's class raised it while it had a tensor. Any other error says nothing of the checkpoint: the next load may succeed.
-        """
-        if self._progress is None:
-            return None
-        if isinstance(error, SparkdError):
-            self._progress.failed(error.message)
-            return None
-        from_device = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
-        is_mismatch = isinstance(error, _MISMATCHES) and not from_device
-        if not (is_placing and is_mismatch) or self._virtual is None:
-            self._progress.failed(ended(error))
-            return None
-        refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
-        self._progress.failed(refused.message, lasting=True)
-        return refused
-
-    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of this rank's model, quantized. Raises CheckpointError, after which the engine does not start."""
-        self.counter_before_loading_weights = time.perf_counter()
-        progress = self._progress = ProgressFile(self._settings.progress, rank_of_world()[0])
-        self._tensors = self._streamed(self._prepared(model_config, model, progress), model)
-        return self._tensors
-
-    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> LoadSession:
-        checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
-        device = next(model.parameters()).device
-        if device.type == "cuda":
-            repack_in_place()
-            if self._settings.recipe.rounds_activations and torch.cuda.get_device_capability(device) < _FP4_CAPABILITY:
-                logger.warning("sparkd: this GPU has no FP4 arithmetic: layers in nvfp4-a4 are computed with activations in 16 bits.")
-        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint, device)) is not None:
-            try:
-                return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
-            except CheckpointError as error:
-                # If the checkpoint has the same fault, reading it raises the error again.
-                logger.info(
-                    "sparkd: the quantized cache %s does not suit this model: %s The checkpoint is read.", entry.folder, error.message
-                )
-                entry.close()
-            except BaseException:
-                entry.close()
-                raise
-        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
-        virtual = VirtualCheckpoint(checkpoint, formats)
-        if any(form.rounds_activations for form in formats.values()):
-            progress.begin(0, 0, "", "calibration")
-            text, cache_dir = text_of(self._settings.recipe.calibration), self._settings.cache_dir
-            # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
-            # for no longer than gloo does, which is less than a large model takes.
-            inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
-            self._calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
-            virtual.input_scale = inputs.of
-            self._unmeasured = inputs.unmeasured(virtual.rounded_inputs)
-            _warn_of_unmeasured(self._unmeasured)
-        return self._source_of(virtual, formats, model_config, model, device, checkpoint, progress)
-
-    def _source_of(
-        self,
-        virtual: VirtualCheckpoint,
-        formats: Mapping[str, Any],
-        model_config: Any,
-        model: torch.nn.Module,
-        device: torch.device,
-        checkpoint: Checkpoint,
-        progress: ProgressFile,
-        entry: CachedCheckpoint | None = None,
-    ) -> LoadSession:
-        """The session that loads `virtual`, which stands for the checkpoint, or for the cache entry that holds all of it."""
-        self._virtual = virtual
-        check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
-        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
-        if entry is not None:
-            _warn_of_unmeasured(entry.unmeasured_inputs)
-        reader = partial(
-            Reader,
-            block_bytes=self._settings.block_bytes,
-            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
-            pin=device.type == "cuda",
-            direct=self._settings.direct,
-        )
-        source = self._source = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
-        if formats and self._settings.cache_dir is not None:
-            self._beside_cache(source, checkpoint, formats, self._settings.cache_dir)
-        if trace is not None:
-            trace.forget_targets()
-        spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
-        progress.begin(
-            source.pipeline.bytes_total,
-            source.pipeline.units_total,
-            " ".join(spellings),
-            "checkpoint" if source.cached is None else "cache",
-        )
-        return source
-
-    def _whole_entry(self, checkpoint: Checkpoint, device: torch.device) -> CachedCheckpoint | None:
-        """The quantized cache of the whole model; None if there is none."""
-        if (cache_dir := self._settings.cache_dir) is None:
-            return None
-        return find(cache_dir, checkpoint, on_device(self._settings.recipe.canonical(), device.type), say=logger.info)
-
-    def _beside_cache(self, source: LoadSession, checkpoint: Checkpoint, formats: Mapping[str, Any], cache_dir: str) -> None:
-        """Let the session write the cache that there is not yet; on one of several ranks it is a cache of its own, which it reads where it
-        has one."""
-        recipe, rank = dict(on_device(self._settings.recipe.canonical(), source.device.type)), rank_of_world()
-        if rank == (0, 1):
-            if source.takes_most():
-                writer = self._writer(source, checkpoint, formats, cache_dir, recipe, None, layout_of(source.virtual))
-                if writer.state == "writing":
-                    source.write_whole(writer)
-            return
-        parts = source.pipeline.handed()
-        recipe["parts"] = parts_key(parts)
-        if (own := find(cache_dir, checkpoint, recipe, rank, say=logger.info)) is not None:
-            _warn_of_unmeasured(own.unmeasured_inputs)
-            source.read_parts(own, parts)
-            return
-        layout = {name: (CODES[part.dtype], part.shape) for name, part in parts.items()}
-        writer = self._writer(source, checkpoint, formats, cache_dir, recipe, rank, layout)
-        if writer.state == "writing":
-            source.write_parts(writer)
-
-    def _writer(
-        self,
-        source: LoadSession,
-        checkpoint: Checkpoint,
-        formats: Mapping[str, Any],
-        cache_dir: str,
-        recipe: Mapping[str, Any],
-        tp_slice: TpSlice,
-        layout: Tensors,
-    ) -> CacheWriter:
-        notes = {
-            SPELLINGS: sorted({form.spelling for form in formats.values()}),
-            UNMEASURED_INPUTS: self._unmeasured,
-            CALIBRATION: self._calibration,
-        }
-        described = quantization_config(formats, linear_modules(checkpoint))
-        content = CacheContent(checkpoint, recipe, tp_slice, described, layout, notes)
-        return CacheWriter(cache_dir, content, self._settings.cache_limit_bytes, device=source.device, on_state=source.progress.cache)
-
-    def _streamed(self, source: LoadSession, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
-        started = time.perf_counter()
-        try:
-            for self._handed, tensor in source.tensors():
-                yield self._handed, tensor
-            source.finish()
-        finally:
-            source.close()
-        for more in getattr(model, "secondary_weights", ()):
-            yield from self._get_weights_iterator(more)
-        seconds = max(time.perf_counter() - started, 1e-9)
-        pipeline = source.pipeline
-        for reason in (pipeline.fallback_reason, pipeline.unpinned_reason):
-            if reason:
-                logger.warning("sparkd: %s", reason)
-        logger.info(
-            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
-            pipeline.units_total,
-            pipeline.bytes_read / 2**30,
-            "checkpoint" if source.cached is None else "quantized cache",
-            seconds,
-            pipeline.bytes_read / seconds / 1e9,
-            " past the page cache" if pipeline.direct else "",
-            pipeline.waited_s,
-        )
-        source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
+def _ended(error: BaseException) -> str:
+    """The message for the operator about a load that ended for another reason than its checkpoint."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "The load was ended from outside."
+    message = str(error).partition("\n")[0].rstrip(". ")
+    if _is_out_of_memory(error):
+        reason = message or type(error).__name__
+        return f"The memory was used up while the weights were loaded ({reason}). Free some, or choose a smaller format."
+    return f"The load ended: {type(error).__name__}" + (f": {message}." if message else ".")

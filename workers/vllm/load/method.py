@@ -1,5 +1,4 @@
-"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none. Never
-decides a format, never reads a weight.
+"""The quantization method `spark`: vLLM's compressed-tensors, with sparkd's kernels for NF4 and where vLLM's CPU backend has none.
 
 Importing this module imports vLLM. The configuration is the `quantization_config` of workers/vllm/load/config.py under the name `spark`,
 so a streamed model and an exported checkpoint have the same description.
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from workers.quantization.recipe import Format
+from workers.vllm.load.config import NAME
 from workers.vllm.load.packed_layers import PackedMoEMethod, PackedScheme
 from workers.vllm.symbols import symbol
 
@@ -23,8 +23,6 @@ CompressedTensorsConfig: Any = symbol("CompressedTensorsConfig")
 CompressedTensorsLinearMethod: Any = symbol("CompressedTensorsLinearMethod")
 ParallelLMHead: Any = symbol("ParallelLMHead")
 current_platform: Any = symbol("current_platform")
-
-NAME = "spark"
 
 
 class SparkConfig(CompressedTensorsConfig):

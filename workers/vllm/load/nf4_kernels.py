@@ -1,4 +1,4 @@
-"""NF4 matrix products on a GPU, in Triton: dense layers and groups of experts. It never quantizes, and never routes.
+"""NF4 matrix products on a GPU, in Triton: dense layers and groups of experts.
 
 A program decodes a tile of packed rows in registers, in the very layout in which tensor cores take it, so that no weight passes through
 shared memory. Levels, and levels times scales, are rounded to the activations' type. Nothing is synchronised and every shape is known from

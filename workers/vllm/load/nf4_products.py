@@ -1,4 +1,4 @@
-"""NF4 layers on a GPU: which tile a product gets, and when a weight is decoded whole. It never holds a kernel.
+"""NF4 layers on a GPU: the tile that a product gets, and when a weight is decoded whole.
 
 Importing this module registers sparkd::packed_linear and sparkd::packed_experts for CUDA. bitsandbytes' gemm_4bit is not used: on an H100
 it takes 1.3 to 4 times as long for 1 to 16 tokens, and its scales are float32, which cost a quarter of a bit more for each weight in groups

@@ -1,4 +1,4 @@
-"""vLLM's layers whose weights stay packed: of every format on a CPU, of nf4 on a GPU too. Owns their parameters, never a kernel.
+"""vLLM's layers whose weights stay packed: of every format on a CPU, of nf4 on a GPU too.
 
 The parameters are a quantizer's parts under their own names, so that vLLM's weight loaders fill them; nothing is repacked. Importing this
 module imports vLLM.

@@ -1,5 +1,5 @@
 """Repacks a layer's experts for a kernel without a second copy: calls vLLM's own functions for a few experts at a time and writes the
-results back in place. Never computes a layout.
+results back in place.
 
 Stock vLLM repacks a layer's experts for Marlin into new tensors, so one layer's experts are in memory twice, and NVFP4's scales several
 times in wider types. Without padding the packed bytes keep their number (marlin_utils_fp4.py, marlin_utils.py), and experts

@@ -1,4 +1,4 @@
-"""Prepares Triton and the quantizers' kernels before the first weight arrives. Never quantizes a weight.
+"""Prepares Triton and the quantizers' kernels before the first weight arrives.
 
 The first kernel of a process makes Triton hash all of its own files, 400 MB. If they are not in the page cache, that takes half a second in
 which the ring is full and the disk idle. Hashing needs neither the device nor Python's lock, so it begins as soon as a configuration has a

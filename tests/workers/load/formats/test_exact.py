@@ -99,6 +99,6 @@ def test_a_weight_of_many_chunks_is_as_one(spelling: str, monkeypatch: pytest.Mo
     weight = weights.distribution("gauss", 140 if spelling == "fp8-block" else 12, 384)
     whole = form.quantize(weight)
     for elements in (384 * 5, 100, 32):
-        monkeypatch.setattr("workers.load.formats.base.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("workers.load.formats.base.SLICE_ELEMENTS", elements)
         for suffix, part in form.quantize(weight).items():
             assert torch.equal(part.view(torch.uint8), whole[suffix].view(torch.uint8))

@@ -88,7 +88,7 @@ def test_powers_of_two_as_scales() -> None:
 def test_chunks_and_a_given_result(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale = every_code(300, 200), torch.rand(3, 2)
     whole = dequantize_fp8(weight, scale, (300, 200))
-    monkeypatch.setattr("workers.load.formats.base.CHUNK_ELEMENTS", 333)
+    monkeypatch.setattr("workers.load.formats.base.SLICE_ELEMENTS", 333)
     out = torch.empty(300, 200, dtype=torch.bfloat16)
     assert dequantize_fp8(weight, scale, (300, 200), out=out) is out
     assert torch.equal(out, whole)

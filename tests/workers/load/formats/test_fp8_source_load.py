@@ -100,7 +100,7 @@ def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, 
     alone, together = Fused(2, 1), Fused(2, 1)
     alone.load(pipeline_of(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
     stream = pipeline_of(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
-    batches = [step for step in steps(stream._plans, 2**30, stream._straight) if isinstance(step, Batch)]
+    batches = [step for step in steps(stream._plans, 2**30, stream._direct_targets) if isinstance(step, Batch)]
     assert max(len(plans) for batch in batches for plans in batch.alike.values()) >= 6
     together.load(stream)
     same_memory(together, alone)

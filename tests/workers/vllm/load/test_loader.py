@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.support.late import Late
 from workers import plugin
 from workers.quantization.formats import Format
+from workers.vllm.load import config
 from workers.vllm.load.config import quantization_config
 
 loader = Late("workers.vllm.load.loader")
@@ -48,10 +49,10 @@ def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNames
 
 def test_the_models_configuration_says_what_the_loader_makes(folder):
     plain = arguments(folder, "bf16")
-    loader.describe(plain)
+    config.describe(plain)
     assert plain.hf_overrides == {}
     args = arguments(folder, hf_overrides={"rope_theta": 1.0})
-    loader.describe(args)
+    config.describe(args)
     described = args.hf_overrides["quantization_config"]
     assert args.hf_overrides["rope_theta"] == 1.0
     assert described["quant_method"] == "spark"
@@ -60,7 +61,7 @@ def test_the_models_configuration_says_what_the_loader_makes(folder):
 
 def test_overrides_that_are_a_function_are_kept(folder):
     args = arguments(folder, hf_overrides=lambda config: SimpleNamespace(**vars(config), seen=True))
-    loader.describe(args)
+    config.describe(args)
     made = args.hf_overrides(SimpleNamespace(hidden_size=128))
     assert made.seen
     assert made.quantization_config["quant_method"] == "spark"
@@ -68,11 +69,11 @@ def test_overrides_that_are_a_function_are_kept(folder):
 
 @pytest.mark.parametrize(("cpu", "quantization", "ours"), [(True, None, True), (False, None, False), (True, "compressed-tensors", False)])
 def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(folder, monkeypatch, cpu, quantization, ours):
-    monkeypatch.setattr("workers.vllm.load.loader.current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setattr(config, "_is_cpu", lambda: cpu)
     said = quantization_config({"model.layers.0.mlp.up_proj": Format("int4", 128)}, [])
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128, "quantization_config": said}))
     args = arguments(folder, None, quantization=quantization)
-    loader.describe(args)
+    config.describe(args)
     assert args.hf_overrides == ({"quantization_config": {**said, "quant_method": "spark"}} if ours else {})
 
 
@@ -89,7 +90,7 @@ def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_
 def test_what_cannot_be_loaded_is_said_in_one_sentence(folder, args, sentence, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=sentence) as caught:
-        loader.describe(arguments(folder, **args))
+        config.describe(arguments(folder, **args))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
 
@@ -98,7 +99,7 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     (folder / "model.safetensors").write_bytes(b"\x08")
     path = tmp_path / "progress"
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
+        config.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
     said = json.loads(path.read_text())["load"]
     assert said["phase"] == "failed"
     assert "model.safetensors" in said["failure"]
@@ -107,7 +108,7 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
     save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: "):
-        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
+        config.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}))
     assert json.loads(path.read_text())["load"]["failure_lasts"] is True, "what was read will not change"
 
 

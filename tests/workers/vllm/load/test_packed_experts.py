@@ -15,11 +15,10 @@ from torch.nn.functional import linear, silu
 from sparkd.errors import CheckpointError
 from tests.support.late import Late
 from tests.workers.load.products import assert_near
-from workers.load.expert_placement import answered, families, place
 from workers.load.formats import quantizer
 from workers.load.formats.nvfp4 import rounded_activations
-from workers.load.trace import Trace, phantoms
-from workers.load.virtual import Emitted
+from workers.load.trace import Trace, expert_families, inferred_targets, phantoms, place
+from workers.load.virtual import OutputTensor
 from workers.quantization.formats import Format
 from workers.vllm.load import cpu_kernels
 
@@ -149,16 +148,16 @@ def test_vllm_s_weight_loader_says_where_each_expert_goes(form: Format) -> None:
     layer, like = made(form), made(form)
     trace = Trace()
     list(layer.load_weights(phantoms(parts, torch.device("cpu"), trace)))
-    assert all(taken.once for taken in trace.taken.values())
+    assert all(traced.once for traced in trace.tensors.values())
 
-    found = families([Emitted(f"mlp.experts.{name}", shape, dtype, 0) for name, shape, dtype in parts])
-    straight = answered(found, {f"mlp.experts.{name}": one for name, one in trace.taken.items()})
-    assert {name.split(".")[2] for name in straight} == {"2", "3", "4"}
-    assert len(straight) == len(parts) // 2
+    found = expert_families([OutputTensor(f"mlp.experts.{name}", shape, dtype, 0) for name, shape, dtype in parts])
+    direct_targets = inferred_targets(found, {f"mlp.experts.{name}": one for name, one in trace.tensors.items()})
+    assert {name.split(".")[2] for name in direct_targets} == {"2", "3", "4"}
+    assert len(direct_targets) == len(parts) // 2
     for name, shape, dtype in parts:
         tensor = torch.randint(0, 100, shape).to(dtype)
         list(like.load_weights([(name, tensor)]))
-        place(straight.get(f"mlp.experts.{name}") or trace.taken[name].target, tensor)
+        place(direct_targets.get(f"mlp.experts.{name}") or trace.tensors[name].target, tensor)
     for name, parameter in layer.named_parameters():
         if not name.endswith("weight_shape"):
             assert torch.equal(parameter.view(torch.uint8), like.get_parameter(name).view(torch.uint8)), name

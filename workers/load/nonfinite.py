@@ -1,4 +1,4 @@
-"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once. Never keeps a tensor.
+"""Finds tensors of a load with a NaN or an infinity, by flags that stay on the device until many are read at once.
 
 A flag is the least or largest value of a tensor, in which a NaN or an infinity shows: one reduction for each tensor, no further memory and
 no wait. Several tensors may share a flag; the loader reads their files to find the bad one only once the flag shows a fault.
@@ -31,7 +31,7 @@ _MAY_BE_INFINITE = ("_min", "_max", ".input_scale", ".input_global_scale")
 _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?)$")
 
 
-class Finite:
+class NonFiniteCheck:
     """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
     other than weights. left_out: names of tensors that the model does not take; `damaged` has the bad ones, which are not refused."""
 
@@ -72,9 +72,9 @@ class Finite:
         if not bad:
             return
         groups = [group for groups, _ in seen for group in groups]
-        found = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
-        self.damaged += [ref for ref in found if ref.name in self._left_out]
-        blamed = [ref for ref in found if ref.name not in self._left_out]
+        suspects = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
+        self.damaged += [ref for ref in suspects if ref.name in self._left_out]
+        blamed = [ref for ref in suspects if ref.name not in self._left_out]
         if not blamed:
             return
         ref = blamed[0]

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkd.errors import StateError
-from sparkd.state.folder_owner import refuse_another_users
 from sparkd.vllm.installed import packages_of
 from workers.host import regular_file
 
@@ -60,17 +58,20 @@ def kept(key: str, folders: Sequence[Path]) -> Any:
 
 def keep(key: str, answer: Any, folders: Sequence[Path]) -> None:
     """Keep an answer in the first folder that can be written to, else in this process alone."""
-    for folder in folders:
-        with contextlib.suppress(OSError, StateError):
+    for folder in filter(_is_safe, folders):
+        with contextlib.suppress(OSError):
             _put(folder / f"{key}.json", json.dumps(answer, separators=(",", ":")))
             return
     _unkept[key] = answer
 
 
+def _is_safe(folder: Path) -> bool:
+    """Whether no other user can lead root's writes elsewhere."""
+    return os.geteuid() != 0 or not any(path.lstat().st_uid for path in (folder, *folder.parents) if os.path.lexists(path))
+
+
 def _put(path: Path, text: str) -> None:
-    """Write the file by a rename, so that no reader sees half of it, and remove the oldest files of its folder beyond _MOST_KEPT. Raises
-    OSError, and StateError for root in another user's folder: that user could lead its writes elsewhere."""
-    refuse_another_users(path.parent)
+    """Write the file by a rename, so that no reader sees half of it, and remove the oldest files of its folder beyond _MOST_KEPT."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:

@@ -22,11 +22,11 @@ from tests.support.facts import facts
 from tests.support.late import Late
 from tests.workers.load.loading import load
 from workers import plugin
-from workers.load.trace import Taken, Target, Trace
+from workers.load.trace import Target, TensorTrace, Trace
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.export import ExportRequest, export
 from workers.vllm.load import ask_model
-from workers.vllm.load.completeness import lone_experts, refuse_unfilled, unfilled
+from workers.vllm.load.ask_model import lone_experts, refuse_unfilled, unfilled
 
 default_loader = Late("vllm.model_executor.model_loader.default_loader")
 
@@ -174,9 +174,11 @@ def found(
     unclear: Collection[str] = (),
 ) -> list[str]:
     """places: the memory into which each tensor is copied. unclear: tensors that go somewhere in another way."""
-    taken = {name: Taken(view.shape, whole(view), 1, Target(view, whole(view), tuple(range(view.dim())))) for name, view in places.items()}
-    taken |= {name: Taken((4,), ((0, 4),), 2) for name in unclear}
-    trace = Trace(taken)
+    traces = {
+        name: TensorTrace(view.shape, whole(view), 1, Target(view, whole(view), tuple(range(view.dim())))) for name, view in places.items()
+    }
+    traces |= {name: TensorTrace((4,), ((0, 4),), 2) for name in unclear}
+    trace = Trace(traces)
     return [*lone_experts(trace), *unfilled(model, trace, loaded, vllms_own, experts)]
 
 
@@ -242,7 +244,7 @@ def test_what_one_expert_lacks_and_its_neighbours_have(lacks: str, named: bool) 
     names = [f"layers.0.experts.{n}.up_proj.{name}" for n in range(4) for name in ("qweight", "input_scale")]
     places = {name: somewhere for name in names if name != f"layers.0.experts.2.{lacks}"}
     assert found(nn.Module(), places) == ([f"layers.0.experts.2.{lacks}"] if named else [])
-    not_taken = Trace({f"layers.0.experts.{n}.act.weight": Taken((4,)) for n in range(2)})
+    not_taken = Trace({f"layers.0.experts.{n}.act.weight": TensorTrace((4,)) for n in range(2)})
     assert list(lone_experts(not_taken)) == []
 
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
 from tests.support.waiting import HUNG_S
-from workers.cache import shard_writer
-from workers.cache.layout import ShardLayout, Slot, Tensors, lay_out
-from workers.cache.shard_writer import ShardWriter, Staging
+from workers.cache.layout import ShardLayout, ShardTensor, Tensors, lay_out
+from workers.cache.writer import ShardWriter, Staging
 from workers.files import direct_file
 from workers.files.direct_file import DirectFile
 
@@ -32,11 +31,13 @@ BLOCK = 4096
 
 def content(shards: list[ShardLayout]) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(0)
-    return {slot.name: torch.randint(256, (slot.nbytes,), dtype=torch.uint8, generator=made) for shard in shards for slot in shard.slots}
+    return {
+        place.name: torch.randint(256, (place.nbytes,), dtype=torch.uint8, generator=made) for shard in shards for place in shard.tensors
+    }
 
 
 def expected(shard: ShardLayout, tensors: dict[str, torch.Tensor]) -> bytes:
-    return shard.header + b"".join(tensors[slot.name].numpy().tobytes() for slot in shard.slots)
+    return shard.header + b"".join(tensors[place.name].numpy().tobytes() for place in shard.tensors)
 
 
 def writer(folder: Path, shards: list[ShardLayout], *, blocks: int = 4, threads: int = 1, **more: Any) -> ShardWriter:
@@ -81,10 +82,10 @@ def test_the_files_are_what_was_put(
     with contextlib.closing(writer(folder, shards, threads=threads)) as made:  # an example may end at any draw
         order = data.draw(st.permutations(sorted(values)))
         for name in order:
-            slot, value = made.slots[name], values[name].clone()
-            edges = sorted({0, slot.nbytes, *data.draw(st.lists(st.integers(0, slot.nbytes), max_size=2))})
+            place, value = made.tensors[name], values[name].clone()
+            edges = sorted({0, place.nbytes, *data.draw(st.lists(st.integers(0, place.nbytes), max_size=2))})
             for start, stop in itertools.pairwise(edges):
-                made.put([slot], value[start:stop], start)
+                made.put([place], value[start:stop], start)
             # The writer has its own copy.
             value.zero_()
         made.settle()
@@ -99,9 +100,9 @@ def test_neighbours_are_put_as_one(tmp_path: Path, size: int) -> None:
     shards = lay_out({f"t{number}": ("U8", (size,)) for number in range(12)})
     values = content(shards)
     made = writer(tmp_path, shards)
-    slots = list(made.slots.values())
-    for group in (slots[2:7], slots[7:], slots[:2]):
-        together = torch.cat([values[slot.name] for slot in group])
+    places = list(made.tensors.values())
+    for group in (places[2:7], places[7:], places[:2]):
+        together = torch.cat([values[place.name] for place in group])
         made.put(group, together)
         together.zero_()
 
@@ -113,8 +114,8 @@ def test_neighbours_are_put_as_one(tmp_path: Path, size: int) -> None:
 def test_a_tensor_that_did_not_come_whole_is_named(tmp_path: Path, came: int) -> None:
     shards = lay_out({"a": ("U8", (BLOCK,)), "b": ("U8", (BLOCK,))})
     made = writer(tmp_path, shards)
-    made.put([made.slots["a"]], content(shards)["a"])
-    made.put([made.slots["b"]], torch.zeros(came, dtype=torch.uint8))
+    made.put([made.tensors["a"]], content(shards)["a"])
+    made.put([made.tensors["b"]], torch.zeros(came, dtype=torch.uint8))
 
     with pytest.raises(CheckpointError, match=r"^b: "):
         made.settle()
@@ -123,7 +124,7 @@ def test_a_tensor_that_did_not_come_whole_is_named(tmp_path: Path, came: int) ->
 
 def test_who_puts_waits_for_a_slow_disk_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes nothing until the one who waits has been told so."""
-    monkeypatch.setattr(shard_writer, "LOOK_S", 0.001)
+    monkeypatch.setattr("workers.cache.writer.LOOK_S", 0.001)
     gate = Gate(monkeypatch)
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(12)})
     values = content(shards)
@@ -134,8 +135,8 @@ def test_who_puts_waits_for_a_slow_disk_and_is_told(tmp_path: Path, monkeypatch:
         gate.open.set()
 
     made = writer(tmp_path, shards, waits=waits)
-    for name, slot in made.slots.items():
-        made.put([slot], values[name])
+    for name, place in made.tensors.items():
+        made.put([place], values[name])
 
     assert told == sorted(told)
     assert made.waited_s == told[-1] > 0
@@ -163,8 +164,8 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(direct_file.os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
-        for name, slot in made.slots.items():
-            made.put([slot], values[name])
+        for name, place in made.tensors.items():
+            made.put([place], values[name])
     with pytest.raises(OSError, match="No space left"):
         made.flush()
     with pytest.raises(OSError, match="No space left"):
@@ -183,17 +184,17 @@ def test_a_disk_that_failed_leaves_no_tensor_in_memory(tmp_path: Path, monkeypat
     def full(_fd: int, _data: Sequence[memoryview], _offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def put(slot: Slot) -> None:
-        view = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    def put(place: ShardTensor) -> None:
+        view = torch.zeros(place.nbytes, dtype=torch.uint8)
         held.append(weakref.ref(view))
-        made.put([slot], view)
+        made.put([place], view)
 
     monkeypatch.setattr(direct_file.os, "pwritev", full)
     gc.disable()
     try:
         with contextlib.suppress(OSError):
-            for slot in made.slots.values():
-                put(slot)
+            for place in made.tensors.values():
+                put(place)
         made.close()
         assert [view() for view in held] == [None] * len(held)
         assert ring() is None
@@ -231,7 +232,7 @@ def test_a_disk_that_is_full_from_the_beginning_leaves_no_open_file(tmp_path: Pa
 def test_closing_before_the_end_leaves_what_was_not_written(tmp_path: Path) -> None:
     shards = lay_out({"t": ("U8", (64 * BLOCK,))})
     made = writer(tmp_path, shards)
-    made.put([made.slots["t"]], torch.zeros(BLOCK, dtype=torch.uint8))
+    made.put([made.tensors["t"]], torch.zeros(BLOCK, dtype=torch.uint8))
 
     made.close()
 
@@ -254,7 +255,7 @@ def test_bytes_of_a_device_are_written_once_its_copies_have_ended(tmp_path: Path
     shards = lay_out({"t": ("U8", (3 * BLOCK,))})
     values = content(shards)
     made = writer(tmp_path, shards)
-    made.put([made.slots["t"]], values["t"].clone().as_subclass(OnDevice))
+    made.put([made.tensors["t"]], values["t"].clone().as_subclass(OnDevice))
 
     assert awaited.wait(HUNG_S)
     assert made.bytes_written == len(shards[0].header)

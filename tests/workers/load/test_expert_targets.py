@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from workers.load.expert_placement import answered, families, place
-from workers.load.trace import Trace, phantoms
-from workers.load.virtual import Emitted
+from workers.load.trace import Trace, expert_families, inferred_targets, phantoms, place
+from workers.load.virtual import OutputTensor
 
 EXPERTS, ROWS, COLS = 6, 4, 8
 CPU = torch.device("cpu")
@@ -38,9 +37,9 @@ class Layer:
         return [self.w13, self.w2, self.scale]
 
 
-def emitted(experts: int = EXPERTS) -> list[Emitted]:
+def outputs(experts: int = EXPERTS) -> list[OutputTensor]:
     return [
-        Emitted(f"model.layers.3.mlp.experts.{expert}.{name}", shape, torch.float32, 0)
+        OutputTensor(f"model.layers.3.mlp.experts.{expert}.{name}", shape, torch.float32, 0)
         for expert in range(experts)
         for name, shape in (
             ("gate_proj.weight", (ROWS, 2 * COLS)),
@@ -51,43 +50,43 @@ def emitted(experts: int = EXPERTS) -> list[Emitted]:
     ]
 
 
-def asked(layer: Layer, tensors: list[Emitted], keep: Callable[[int], bool] = lambda _number: True):
-    found = families(tensors)
-    wanted = {family.names[number] for family in found for number in family.asked}
+def asked(layer: Layer, tensors: list[OutputTensor], keep: Callable[[int], bool] = lambda _number: True):
+    found = expert_families(tensors)
+    wanted = {family.names[number] for family in found for number in family.traced}
     trace = Trace()
     for name, phantom in phantoms([(one.name, one.shape, one.dtype) for one in tensors if one.name in wanted], CPU, trace):
         layer.load(name, phantom)
-    return wanted, trace, answered(found, trace.taken)
+    return wanted, trace, inferred_targets(found, trace.tensors)
 
 
 def test_all_experts_end_where_vllm_puts_them():
-    tensors = emitted()
+    tensors = outputs()
     values = {one.name: torch.rand(one.shape) for one in tensors}
     want, got = Layer(), Layer()
-    wanted, trace, straight = asked(got, tensors)
-    assert len(straight) == len(tensors) - len(wanted)
+    wanted, trace, direct_targets = asked(got, tensors)
+    assert len(direct_targets) == len(tensors) - len(wanted)
     for one in tensors:
         want.load(one.name, values[one.name])
-        if one.name in straight:
-            place(straight[one.name], values[one.name])
+        if one.name in direct_targets:
+            place(direct_targets[one.name], values[one.name])
         else:
             got.load(one.name, values[one.name])
     assert all(torch.equal(a, b) for a, b in zip(want.memory(), got.memory(), strict=True))
-    assert trace.taken["model.layers.3.mlp.experts.4.gate_proj.weight"].region == ((0, ROWS), (0, COLS))
+    assert trace.tensors["model.layers.3.mlp.experts.4.gate_proj.weight"].region == ((0, ROWS), (0, COLS))
 
 
 def test_three_that_are_not_on_a_line_leave_all_to_vllm():
-    _, trace, straight = asked(Layer(odd=True), emitted())
-    assert straight == {}
-    assert trace.taken["model.layers.3.mlp.experts.4.down_proj.weight"].region is not None
+    _, trace, direct_targets = asked(Layer(odd=True), outputs())
+    assert direct_targets == {}
+    assert trace.tensors["model.layers.3.mlp.experts.4.down_proj.weight"].region is not None
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3])
 def test_few_experts_are_all_asked(experts):
-    tensors = emitted(experts)
-    wanted, _, straight = asked(Layer(), tensors)
+    tensors = outputs(experts)
+    wanted, _, direct_targets = asked(Layer(), tensors)
     assert wanted == {one.name for one in tensors}
-    assert straight == {}
+    assert direct_targets == {}
 
 
 def test_an_expert_that_the_rank_does_not_take_is_not_needed():
@@ -95,6 +94,6 @@ def test_an_expert_that_the_rank_does_not_take_is_not_needed():
         def load(self, name: str, tensor: torch.Tensor) -> None:
             pass
 
-    _, trace, straight = asked(Elsewhere(), emitted())
-    assert straight == {}
-    assert all(one.region is None for one in trace.taken.values())
+    _, trace, direct_targets = asked(Elsewhere(), outputs())
+    assert direct_targets == {}
+    assert all(one.region is None for one in trace.tensors.values())

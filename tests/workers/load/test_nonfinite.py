@@ -15,8 +15,8 @@ from tests.support.pipelines import pipeline_of
 from tests.workers.load.formats.test_fp8_source_load import described, fp8_source
 from tests.workers.load.test_pipeline import CPU, READER, Fused, laid_out, loaded, random_weights, virtual_in, written
 from workers.cache.load_session import LoadSession
-from workers.load import finite, pipeline
-from workers.load.finite import Finite
+from workers.load import nonfinite, pipeline
+from workers.load.nonfinite import NonFiniteCheck
 from workers.load.progress import ProgressFile
 from workers.load.read_plan import Run, steps
 from workers.load.virtual import VirtualCheckpoint
@@ -27,7 +27,7 @@ REF = TensorRef("model.norm.weight", "BF16", (4096,), "/nowhere/model.safetensor
 
 
 def refused(tensor: torch.Tensor, ref: TensorRef = REF) -> bool:
-    seen = Finite(CPU)
+    seen = NonFiniteCheck(CPU)
     seen.look([ref], tensor)
     try:
         seen.refuse()
@@ -131,7 +131,7 @@ def test_of_a_run_of_neighbours_the_bad_ones_are_named(tmp_path: Path, monkeypat
     virtual = VirtualCheckpoint(checkpoint, {})
     model = Fused()
     stream = pipeline_of(virtual, CPU, READER, **model.asked(virtual))
-    runs = [step for step in steps(stream._plans, 0, stream._straight) if isinstance(step, Run)]
+    runs = [step for step in steps(stream._plans, 0, stream._direct_targets) if isinstance(step, Run)]
     assert any({*names} <= {plan.unit.name for plan in run.plans} for run in runs)
     with pytest.raises(CheckpointError) as caught:
         model.load(stream)
@@ -146,7 +146,7 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
     weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
     virtual = virtual_in(written(tmp_path / "m", weights), "mxfp4")
     assert MASK in {name for name, _ in pipeline_of(virtual, CPU, READER).tensors()}
-    regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
+    regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.outputs()}
     with pytest.raises(CheckpointError, match=rf": {MASK}: .*NaN"):
         list(pipeline_of(virtual, CPU, READER, regions=regions).tensors())
     assert list(pipeline_of(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
@@ -154,7 +154,7 @@ def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
 
 def test_what_may_be_a_mask_is_never_nan() -> None:
     ref = REF._replace(name="model.layers.0.linear_attn.A_log")
-    seen = Finite(CPU, weights_only=True)
+    seen = NonFiniteCheck(CPU, weights_only=True)
     for bounds in ([-INF, 1.0], [-INF, INF]):
         seen.look([ref], torch.tensor(bounds))
     seen.refuse()
@@ -166,7 +166,7 @@ def test_what_may_be_a_mask_is_never_nan() -> None:
 @pytest.mark.parametrize("leaf", ["weight", "bias", "weight_scale_inv", "scale", "experts.gate_up_proj"])
 def test_a_weight_is_one_whoever_takes_it(leaf: str) -> None:
     for weights_only in (False, True):
-        seen = Finite(CPU, weights_only=weights_only)
+        seen = NonFiniteCheck(CPU, weights_only=weights_only)
         seen.look([REF._replace(name=f"model.layers.0.mlp.{leaf}")], torch.tensor([NAN, 1.0]))
         with pytest.raises(CheckpointError, match=rf"{leaf}: .*NaN"):
             seen.refuse()
@@ -179,7 +179,7 @@ def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
     virtual = VirtualCheckpoint(checkpoint, {})
     source, second = (LoadSession(virtual, CPU, READER, None, torch.bfloat16, ProgressFile(None)) for _ in range(2))
     cached: Any = SimpleNamespace(checkpoint=checkpoint, folder=checkpoint.folder, close=lambda: None)
-    second.read_parts(cached, source.pipeline.handed())
+    second.read_own(cached, source.pipeline.sink_layout())
     assert {name for name, _ in second.tensors()} == weights.keys()
     with pytest.raises(CheckpointError, match=NORM):
         list(source.tensors())
@@ -201,8 +201,8 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, b
 
 
 def test_the_flags_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "CHECKED", 8)
-    seen = Finite(CPU)
+    monkeypatch.setattr(nonfinite, "CHECKED", 8)
+    seen = NonFiniteCheck(CPU)
     seen.look([REF], torch.tensor([NAN, 1.0]))
     seen.look_now_and_then()
     for _ in range(2):
