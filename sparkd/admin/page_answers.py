@@ -13,6 +13,12 @@ from sparkd.state.nouns import Operation
 from sparkd.state.snapshot import ModelView, NodeView
 
 
+class EnginePage(BaseModel):
+    """text: in Prometheus's text format."""
+
+    text: str
+
+
 class LiveLimits(BaseModel):
     """The guard's marks on a node's memory, bytes of MemAvailable."""
 

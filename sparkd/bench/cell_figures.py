@@ -1,4 +1,4 @@
-"""Owns the figures of a cell besides the tool's: from an engine's counters before and after, and from what the nodes showed."""
+"""The figures of a cell besides llama-benchy's, from an engine's counters before and after, and from what the nodes showed."""
 
 from __future__ import annotations
 

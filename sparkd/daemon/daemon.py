@@ -36,7 +36,6 @@ from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster, replaced
 from sparkd.control.supervisor import Supervisor
-from sparkd.daemon.bench_surroundings import surroundings
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
 from sparkd.daemon.output import unblocked
@@ -144,7 +143,7 @@ class Daemon:
         self._systemd = systemd
         self._listening = listening
         self._environ = environ
-        self._own_key = secrets.token_hex(32)
+        self._own_key, self._bench_key = secrets.token_hex(32), secrets.token_hex(32)
         probe_token = secrets.token_hex(32)
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
@@ -173,8 +172,8 @@ class Daemon:
             path=config.state_dir / "history.bin",
             boundary=self._boundary,
         )
-        around = surroundings(self._supervisor, nodes, self._engines, self._scraper, self._live_page.starts, self.base_url, self._own_key)
-        self._benches = Benches(around, ledger, config.state_dir / "bench", boundary=self._boundary)
+        # llama-benchy, which others wrote, gets the key that opens models alone.
+        self._benches = Benches(self._supervisor, self._registry, self.base_url, (self._bench_key, self._own_key))
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,
@@ -407,8 +406,9 @@ class Daemon:
             log.warning("%s", warning)
         if not ring.inference and not ring.admin:
             return KeyDigests()
-        own = digest(self._own_key)
-        return KeyDigests((*ring.inference, own), tuple(ring.admin), {**ring.inference, **ring.admin, own: OWN_NAME})
+        own, bench = digest(self._own_key), digest(self._bench_key)
+        names = {**ring.inference, **ring.admin, own: OWN_NAME, bench: OWN_NAME}
+        return KeyDigests((*ring.inference, own), (*ring.admin, bench), names)
 
 
 def _otlp(url: str) -> Exporter:

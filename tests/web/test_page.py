@@ -438,7 +438,7 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     page.get_by_role("button", name="Resume").click()
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
     page.unroute("**/admin/v1/bench", taken)
-    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "tool": "guidellm", "resume": broken, "force": False}]
+    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "resume": broken, "force": False}]
     tab.open("bench", broken)
     page.get_by_role("button", name="Remove", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
@@ -466,18 +466,18 @@ def test_a_bench_is_refused_beside_others_and_else_followed_and_cancelled(tab: T
     tab.picture("bench-refused")
     assert tab.serious() == []
 
+    (served.folder / GATE).unlink()  # no cell ends
     page.get_by_role("checkbox", name="Measure although others use a model").check()
     start.click()
     running = page.get_by_role("region", name="Under way")
     expect(running.get_by_role("table", name="Cells").locator("tbody tr")).to_have_count(4)
-    (served.folder / GATE).unlink()  # no further cell ends
     expect(running.get_by_role("progressbar", name="Progress of bench quick")).to_be_visible()
     expect(running).to_contain_text("waiting")
     tab.picture("bench-running")
     running.get_by_role("button", name="Cancel bench quick").click()
     expect(running).to_have_count(0)
     ended = page.get_by_role("table", name="Earlier benches").get_by_role("row").filter(has_text="cancelled")
-    expect(ended).to_contain_text(re.compile("[0-3] of 4"))
+    expect(ended).to_contain_text("0 of 4")
     ended.get_by_role("link").click()
     page.get_by_role("checkbox", name="Measure although others use a model").check()
     page.get_by_role("button", name="Resume").click()

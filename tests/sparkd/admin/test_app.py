@@ -812,8 +812,9 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
             ("/requests", "get"), ("/requests/{request_id}", "delete"),
             ("/bench", "get"), ("/bench", "post"), ("/bench/profiles", "get"), ("/bench/compare", "get"),
-            ("/bench/{bench_id}", "get"), ("/bench/{bench_id}", "delete"),
+            ("/bench/subject", "get"), ("/bench/copy", "post"), ("/bench/{bench_id}", "get"), ("/bench/{bench_id}", "delete"),
             ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
+            ("/models/{name}/metrics", "get"),
             ("/models/{name}/start", "get"), ("/models/{name}/settings", "get"), ("/models/{name}/layers", "get"),
         }, "a new route is named here and in docs/api.md"  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]

@@ -1,20 +1,16 @@
-"""The facts about a bench's surroundings that come from files."""
+"""The facts about a benched model that come from files, and what its result teaches the next plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
-from sparkd.admin.disk_routes import Disk
+from sparkd.admin.bench_facts import UNITS, driver_of, published_of, rates_of
 from sparkd.bench.figures import read
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
-from sparkd.cluster.cluster import Cluster
-from sparkd.daemon.bench_surroundings import UNITS, driver_of, forget_quantized, incident_of, is_quantized_kept, published_of, rates_of
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
-from tests.support.fakes import scene
 
 SPARK = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.95.05  Release Build  (dvs-builder@U22)\n"
 
@@ -61,53 +57,3 @@ def test_loads_show_the_rate_of_the_disk() -> None:
     result = example().model_copy(update={"cells": [], "loads": loads})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
     assert rates_of(result) == {"disk_bytes_s": 2e9}
-
-
-class GuardedNodes:
-    """Two nodes whose guards tell of their incidents; the third does not answer."""
-
-    async def everywhere(self, method: str) -> dict[str, list[dict[str, str]] | None]:
-        assert method == "incidents"
-        ranks = {"a": ["m-1-aa", "m-2-bb", "m-2-bbb"], "b": ["m-2-bb-r1", "m-10-aa"]}
-        rows = {node: [{"id": f"2026112{place}-{rank}", "rank_id": rank} for place, rank in enumerate(ids)] for node, ids in ranks.items()}
-        return {**rows, "c": None}
-
-
-@pytest.mark.parametrize(
-    ("start", "incident"), [("m-1-aa", "20261120-m-1-aa"), ("m-2-bb", "20261121-m-2-bb"), ("m-3-cc", None), ("m-1", None)]
-)
-async def test_the_incident_of_a_start(start: str, incident: str | None) -> None:
-    assert await incident_of(cast(Cluster, GuardedNodes()), start) == incident
-
-
-class KeptWeights:
-    """A disk with quantized weights of three models' formats."""
-
-    def __init__(self) -> None:
-        self.removed: list[str] = []
-
-    async def listing(self) -> dict[str, Any]:
-        names = [("m", "m-fp8-mixed-0a"), ("m", "m-nf4-g64-0b"), ("other", "other-fp8-mixed-0c")]
-        return {"entries": [{"kind": "quantized", "id": key, "node": "a", "used_by": [user], "valid": True} for user, key in names]}
-
-    async def remove(self, kind: str, key: str, node: str) -> None:
-        self.removed.append(key)
-
-
-@pytest.mark.parametrize(
-    ("quantize", "removed"),
-    [
-        ("nf4-g64", ["m-nf4-g64-0b"]),
-        ({"format": "fp8", "layers": [{"match": "a", "format": "nf4"}]}, ["m-fp8-mixed-0a"]),
-        ({"format": "best", "gib": 0.12}, ["m-fp8-mixed-0a", "m-nf4-g64-0b"]),
-        ("auto", ["m-fp8-mixed-0a", "m-nf4-g64-0b"]),
-    ],
-)
-async def test_a_first_load_finds_no_quantized_weights_of_its_format(quantize: Any, removed: list[str], tmp_path: Path) -> None:
-    """`best` is a mix or a single format, which the entry does not tell."""
-    made = scene(tmp_path, models={"m": {"model": "/x", "quantize": quantize}})
-    disk, registry = KeptWeights(), made.supervisor.registry
-    await forget_quantized(cast(Disk, disk), registry, "m")
-    assert disk.removed == removed
-    assert await is_quantized_kept(cast(Disk, disk), registry, "m")
-    made.store.close()

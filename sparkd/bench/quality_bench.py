@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd import __version__
-from sparkd.admin.running_bench import RunningBench
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
+from sparkd.bench.client import Client, model_path
 from sparkd.bench.divergence import divergences, perplexity
 from sparkd.bench.figures import one_line, percentile
 from sparkd.bench.passages import (
@@ -33,9 +35,9 @@ from sparkd.bench.passages import (
     shipped_text,
 )
 from sparkd.bench.result import Cell, QualityRow, text_label
-from sparkd.errors import BadRequest, EngineError, SparkdError
+from sparkd.bench.running_bench import RunningBench
+from sparkd.errors import BadRequest, EngineError, RankError, SparkdError
 from sparkd.schema.quantize import recipe
-from sparkd.state.nouns import Want
 from workers.quantization.formats import Format
 
 FORMATS = ("fp8", "nvfp4", "mxfp4", "int4")
@@ -53,91 +55,84 @@ class _Reference:
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class QualityBench:
-    """formats: spellings, `entry` for the recipe of the entry, or empty for the entry's or FORMATS. text: the name of the text, and profile
-    a shorter one; content: of the text."""
+class QualityBench(BaseModel):
+    """
+    text: the name of the text.
+    profile: a shorter one.
+    content: of the text.
+    formats: spellings, `entry` for the mix of the entry, or empty for the entry's own or FORMATS.
+    """
 
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["quality"] = "quality"
     text: str
     profile: str
-    content: str = field(repr=False)
+    content: str = Field(repr=False)
     formats: tuple[str, ...] = ()
     tool: str = f"sparkd {__version__}"
-    kind: Literal["quality"] = "quality"
     cells: tuple[Cell, ...] = ()
 
     async def run(self, bench: RunningBench) -> str:
         """Measure the formats that are not measured yet, each by an engine of its own, one after another."""
-        quantize = bench.view().quantize
+        quantize = (await bench.client.model(bench.model))["quantize"]
         rows = bench.result.quality or [QualityRow(format=name) for name in (STORED, *(self.formats or _formats_of(quantize)))]
-        bench.keep(quality=[row if row.measured else QualityRow(format=row.format) for row in rows])
-        wanted = {view.name: view.wanted_by for view in bench.around.snapshot().models.values() if view.want is Want.RUNNING}
+        await bench.keep(quality=[row if row.measured else QualityRow(format=row.format) for row in rows])
         reference: _Reference | None = None
-        try:
-            for number, row in enumerate(bench.result.quality):
-                # The reference is asked again for rows that are missing: what it said is kept in memory only.
-                if row.measured and not (row.format == STORED and any(not each.measured for each in bench.result.quality)):
-                    continue
-                measured, said = await self._format(bench, number, quantize, reference)
-                reference = said or reference
-                quality = list(bench.result.quality)
-                quality[number] = measured
-                bench.keep(quality=quality)
-                await bench.save()
-        finally:
-            for name, by in wanted.items():
-                view = bench.around.snapshot().models.get(name)
-                if view is not None and view.want is Want.STOPPED and view.wanted_by == "swap":
-                    bench.around.want(name, Want.RUNNING, by)
+        for number, row in enumerate(bench.result.quality):
+            # The reference is asked again for rows that are missing: what it said is kept in memory only.
+            if row.measured and not (row.format == STORED and any(not each.measured for each in bench.result.quality)):
+                continue
+            measured, said = await self._format(bench, number, reference)
+            reference = said or reference
+            quality = list(bench.result.quality)
+            quality[number] = measured
+            await bench.keep(quality=quality)
         rows = bench.result.quality
         failed = [row.format for row in rows if not row.measured]
         line = f"{bench.result.id}: {len(rows) - len(failed)} of {len(rows)} formats were measured."
         return f"{line} Failed: {', '.join(failed)}." if failed else line
 
-    async def _format(
-        self, bench: RunningBench, number: int, quantize: Any, reference: _Reference | None
-    ) -> tuple[QualityRow, _Reference | None]:
+    async def _format(self, bench: RunningBench, number: int, reference: _Reference | None) -> tuple[QualityRow, _Reference | None]:
         """The row of a format; of the reference also what it said."""
-        form, model, around = bench.result.quality[number].format, bench.result.subject.model, bench.around
+        form, client = bench.result.quality[number].format, bench.client
         count = len(bench.result.quality)
 
         def tell(message: str, share: float) -> None:
             bench.tell(f"{form} ({number + 1} of {count}): {message}", (number + share) / count)
 
         lent: str | None = None
-        since_seq = bench.newest_event()
+        since_seq = await bench.newest_event()
         try:
-            lent = around.lend(model, form.replace(" ", "-"), None if form == STORED else quantize if form == ENTRY else form)
+            lent = (await client.post("/bench/copy", {"model": bench.model, "format": form}))["name"]
             tell("loading", 0)
-            around.want(lent, Want.RUNNING, "admin")
             await bench.ready(lent, once=True)
-            return await self._measured(bench, lent, form, reference, tell)
+            return await self._measured(client, lent, form, reference, tell)
         except SparkdError as error:
             why = await bench.engine_failure(lent, since_seq) if lent is not None else None
             return QualityRow(format=form, error=why or one_line(error.message)), None
         finally:
             if lent is not None:
-                around.take_back(lent)
+                # An operator may have removed it already; the daemon removes what is left when the bench has ended.
+                with suppress(RankError):
+                    await client.delete(model_path(lent))
 
     async def _measured(
-        self, bench: RunningBench, lent: str, form: str, reference: _Reference | None, tell: Callable[[str, float], None]
+        self, client: Client, lent: str, form: str, reference: _Reference | None, tell: Callable[[str, float], None]
     ) -> tuple[QualityRow, _Reference | None]:
         said, divergent, losses, pieces = _Reference(), list[float](), list[float](), passages(self.content)
-        around = bench.around
-        headers = {"authorization": f"Bearer {around.key}"} if around.key else {}
-        async with httpx.AsyncClient(base_url=around.base_url, headers=headers, trust_env=False, timeout=None) as client:
-            for number, piece in enumerate(pieces):
-                tell("reading the text", 0.5 + 0.25 * number / len(pieces))
-                question = {"prompt": piece, "max_tokens": 1, "prompt_logprobs": LOOKED_UP}
-                read = await asyncio.to_thread(read_passage, await _answer(client, lent, question))
-                theirs = None if reference is None or form == STORED else reference.likely[number]
-                mine, apart, loss = await asyncio.to_thread(_compared, read, theirs, keep=form == STORED)
-                said.likely.append(mine)
-                divergent += apart
-                losses += [loss] * len(read.likely)
-            tell(f"{len(prompts())} prompts", 0.75)
-            question = {"prompt": list(prompts()), "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
-            said.tokens = read_tokens(await _answer(client, lent, question))
+        for number, piece in enumerate(pieces):
+            tell("reading the text", 0.5 + 0.25 * number / len(pieces))
+            question: dict[str, Any] = {"prompt": piece, "max_tokens": 1, "prompt_logprobs": LOOKED_UP}
+            read = await asyncio.to_thread(read_passage, await _answer(client, lent, question))
+            theirs = None if reference is None or form == STORED else reference.likely[number]
+            mine, apart, loss = await asyncio.to_thread(_compared, read, theirs, keep=form == STORED)
+            said.likely.append(mine)
+            divergent += apart
+            losses += [loss] * len(read.likely)
+        tell(f"{len(prompts())} prompts", 0.75)
+        question = {"prompt": list(prompts()), "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
+        said.tokens = read_tokens(await _answer(client, lent, question))
         row = QualityRow(
             format=form,
             perplexity=_perplexity(losses),
@@ -157,12 +152,12 @@ def _formats_of(quantize: Mapping[str, Any] | str | None) -> tuple[str, ...]:
     return (form,) if isinstance(form, str) and recipe(form) == quantize else (ENTRY,)
 
 
-async def _answer(client: httpx.AsyncClient, model: str, question: Mapping[str, Any]) -> bytes:
+async def _answer(client: Client, model: str, question: Mapping[str, Any]) -> bytes:
     """The body of a completion. Raises EngineError, which says nothing of the question: an engine's error may repeat it."""
     body = {"model": model, "return_token_ids": True, **_GREEDY, **question}
     answer = bytearray()
     try:
-        async with asyncio.timeout(ANSWER_S), client.stream("POST", "/v1/completions", json=body) as response:
+        async with asyncio.timeout(ANSWER_S), client.completion(body) as response:
             if response.status_code != 200:
                 raise EngineError(f"{model} answered with status {response.status_code}: `sparkd logs {model}` may say why.")
             async for piece in response.aiter_bytes():
@@ -189,14 +184,19 @@ def _perplexity(losses: list[float]) -> float:
     return math.exp(fmean(losses))
 
 
+def check_format(form: str) -> None:
+    """Raises BadRequest for a format that is none."""
+    try:
+        if form != ENTRY:
+            Format.parse(form)
+    except SparkdError as error:
+        raise BadRequest(error.message, param="formats") from None
+
+
 def quality_bench(formats: Sequence[str], text: str | None, text_name: str | None) -> QualityBench:
     """Raises BadRequest for a format that is none, and for a text that is too short or too long."""
     for form in formats:
-        try:
-            if form != ENTRY:
-                Format.parse(form)
-        except SparkdError as error:
-            raise BadRequest(error.message, param="formats") from None
+        check_format(form)
     name = SHIPPED if text is None else text_name or OWN_TEXT
     content = shipped_text() if text is None else checked(name, text)
-    return QualityBench(text_label(name, content), name_of(content), content, tuple(dict.fromkeys(formats)))
+    return QualityBench(text=text_label(name, content), profile=name_of(content), content=content, formats=tuple(dict.fromkeys(formats)))
