@@ -22,10 +22,10 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.engine.metrics import page_of
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
+from sparkd.gateway.scraper import page_of
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.schema.engine_args import engine_args, recipe_of
 from sparkd.schema.model import ModelConfig

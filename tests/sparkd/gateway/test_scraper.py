@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine import metrics as scrape
-from sparkd.engine.metrics import KEEP_S, MAX_BYTES, Scraper, merge
-from sparkd.engine.upstream import Upstream
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway import scraper as scrape
+from sparkd.gateway.scraper import KEEP_S, MAX_BYTES, Scraper, labelled, merge, samples
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import RawEngine, until_gone
 from tests.support.fakes import FakeClock
 
@@ -46,7 +45,7 @@ def page_of(model_name: str, running: int = 1) -> str:
 
 
 def test_two_engines_become_one_exposition_that_parses() -> None:
-    merged = merge({("small", "n1"): page_of("small"), ("large", "n2"): page_of("large", 7)})
+    merged = merge([labelled(page_of("small"), "small", "n1"), labelled(page_of("large", 7), "large", "n2")]).decode()
 
     families = {family.name: family for family in text_string_to_metric_families(merged)}
     assert families.keys() == {
@@ -70,7 +69,7 @@ def test_two_engines_become_one_exposition_that_parses() -> None:
 
 
 def test_help_and_type_stand_once_before_their_family_whose_samples_stand_together() -> None:
-    lines = merge({("a", "n"): page_of("a"), ("b", "n"): page_of("b"), ("c", "n"): page_of("c")}).splitlines()
+    lines = merge(labelled(page_of(name), name, "n") for name in "abc").decode().splitlines()
 
     heads = [line.split()[1:3] for line in lines if line.startswith("#")]
     assert len(heads) == len({tuple(head) for head in heads})
@@ -86,25 +85,23 @@ def test_help_and_type_stand_once_before_their_family_whose_samples_stand_togeth
 @pytest.mark.parametrize(
     ("line", "merged"),
     [
-        ("vllm:up 1", 'vllm:up{model="m",node="n"} 1'),
-        ("vllm:up{} 1", 'vllm:up{model="m",node="n"} 1'),
-        ('vllm:up{a="1",} 1e+06', 'vllm:up{model="m",node="n",a="1"} 1e+06'),
-        ('vllm:up{a="}{,\\" \\\\"} NaN', 'vllm:up{model="m",node="n",a="}{,\\" \\\\"} NaN'),
-        ('vllm:up{model="x",node="y",name="z"} 1', 'vllm:up{model="m",node="n",exported_model="x",exported_node="y",name="z"} 1'),
-        ('vllm:up{a=",model=\\""} 1', 'vllm:up{model="m",node="n",a=",model=\\""} 1'),
-        ("vllm:up  +Inf 1700000000000 ", 'vllm:up{model="m",node="n"} +Inf 1700000000000'),
+        ("vllm:up 1", 'vllm:up{model="m",node="n"} 1.0'),
+        ("vllm:up{} 1", 'vllm:up{model="m",node="n"} 1.0'),
+        ('vllm:up{a="1",} 1e+06', 'vllm:up{a="1",model="m",node="n"} 1e+06'),
+        ('vllm:up{a="}{,\\" \\\\"} NaN', 'vllm:up{a="}{,\\" \\\\",model="m",node="n"} NaN'),
+        ('vllm:up{model="x",node="y",name="z"} 1', 'vllm:up{exported_model="x",exported_node="y",model="m",name="z",node="n"} 1.0'),
         ("process_cpu_seconds_total 1", ""),
         ("sparkd_requests_total 1", ""),
-        ("vllm:up one", ""),
-        ('vllm:up{a="1" 1', ""),
+        ("what is this", ""),
     ],
 )
 def test_one_line(line: str, merged: str) -> None:
-    assert merge({("m", "n"): line}) == (f"{merged}\n" if merged else "")
+    found = merge([labelled(line, "m", "n")]).decode().splitlines()
+    assert [line for line in found if not line.startswith("#")] == ([merged] if merged else [])
 
 
 def test_names_of_models_and_nodes_are_escaped() -> None:
-    merged = merge({('a"b\\c\nd', "[::1]"): "vllm:up 1"})
+    merged = merge([labelled("vllm:up 1", 'a"b\\c\nd', "[::1]")]).decode()
 
     ((family,),) = ([*text_string_to_metric_families(merged)],)
     assert family.samples[0].labels == {"model": 'a"b\\c\nd', "node": "[::1]"}
@@ -113,18 +110,17 @@ def test_names_of_models_and_nodes_are_escaped() -> None:
 def test_a_family_whose_name_begins_anothers_keeps_its_own_samples() -> None:
     page = "# TYPE vllm:num gauge\nvllm:num 1\nvllm:num_requests 2\n# TYPE vllm:size histogram\nvllm:size_sum 3\nvllm:num_left 4\n"
 
-    families = {family.name: family.type for family in text_string_to_metric_families(merge({("m", "n"): page}))}
+    families = {family.name: family.type for family in text_string_to_metric_families(merge([labelled(page, "m", "n")]).decode())}
     assert families == {"vllm:num": "gauge", "vllm:num_requests": "unknown", "vllm:size": "histogram", "vllm:num_left": "unknown"}
 
 
-PIECES = st.sampled_from([*'{}"\\=, a\n1-.e\ré', "vllm:x", "# TYPE ", "# HELP ", 'a="b"', "NaN", "model", "counter"])
+def test_values_are_added_up_over_their_labels() -> None:
+    page = page_of("m") + 'vllm:steps{engine="0"} 1\nvllm:steps{engine="1"} 2e+06\nvllm:lost NaN\nvllm:most +Inf\n'
 
-
-@settings(max_examples=150, deadline=None)
-@given(st.dictionaries(st.tuples(st.text(max_size=4), st.text(max_size=4)), st.lists(PIECES, max_size=40).map("".join), max_size=3))
-def test_whatever_an_engine_serves_the_scrape_can_be_read(pages: dict[tuple[str, str], str]) -> None:
-    for family in text_string_to_metric_families(merge(pages)):
-        assert family.name.startswith("vllm:")
+    values = samples(page)
+    assert (values["vllm:steps"], values["vllm:num_requests_running"], values["vllm:most"]) == (2_000_001.0, 1.0, math.inf)
+    assert math.isnan(values["vllm:lost"])
+    assert "process_open_fds" not in values
 
 
 # Fetching.
@@ -167,13 +163,28 @@ async def test_pages_come_from_every_engine_with_its_key() -> None:
         assert made["a"].heard[0].headers["authorization"] == f"Bearer {'k' * 32}"
 
 
-async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault_of(page: str) -> str | None:
-        if "1" in page:
-            raise KeyError(page)
-        return None
+async def test_a_page_in_another_format_costs_its_own_series_only_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines("a", "b") as (made, targets):
+        made["a"].replies(http("vllm:num_requests_running 1"))
+        scraper = Scraper(lambda: targets, FakeClock())
+        for page in ("vllm:x one", 'vllm:x{a="1} 1', "# TYPE vllm:x\nvllm:x 1"):
+            made["b"].replies(http(page))
+            await scraper.once()
+            assert running(scraper.text()) == {"a": 1.0}
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
 
-    monkeypatch.setattr(scrape, "fault_of", fault_of)
+        made["b"].replies(http("vllm:num_requests_running 2"))
+        await scraper.once()
+        assert running(scraper.text()) == {"a": 1.0, "b": 2.0}
+
+
+async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(page: str, model: str, node: str) -> Sequence[Metric]:
+        if model == "a":
+            raise RuntimeError(page)
+        return labelled(page, model, node)
+
+    monkeypatch.setattr(scrape, "labelled", broken)
     boundary = Boundary(FakeClock())
     async with engines("a", "b") as (made, targets):
         made["a"].replies(http("vllm:num_requests_running 1"))
@@ -182,7 +193,9 @@ async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyP
         await scraper.once()
 
         assert running(scraper.text()) == {"b": 2.0}
-        assert "scraper of a (KeyError)" in str(boundary.condition)
+        assert "scraper of a (RuntimeError)" in str(boundary.condition)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    caplog.clear()
 
 
 def ages(scraper: Scraper) -> dict[str, float]:
@@ -274,7 +287,7 @@ async def test_run_goes_on_until_it_is_cancelled(monkeypatch: pytest.MonkeyPatch
 
 
 def test_behind_our_own_metrics_the_whole_still_parses() -> None:
-    whole = metrics.text(merge({("m", "n"): page_of("m")}).encode()).decode()
+    whole = metrics.text(merge([labelled(page_of("m"), "m", "n")])).decode()
 
     names = [family.name for family in text_string_to_metric_families(whole)]
     assert {"sparkd_requests", "vllm:num_requests_running"} <= set(names)

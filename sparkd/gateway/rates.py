@@ -1,4 +1,4 @@
-"""Owns what an engine's counters come to: tokens per second, latencies and ratios over the last seconds, out of pages of its metrics."""
+"""Computes tokens per second, latencies and ratios over the last seconds from the counters of an engine."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.engine.http import Connection
-from sparkd.engine.upstream import (
+from sparkd.errors import EngineError, EngineGone
+from sparkd.gateway.connection import Connection
+from sparkd.gateway.upstream import (
     MAX_MODEL_LIST_BYTES,
     MAX_OPENAPI_BYTES,
     ServedModels,
@@ -18,7 +19,6 @@ from sparkd.engine.upstream import (
     served_models,
     served_routes,
 )
-from sparkd.errors import EngineError, EngineGone
 from sparkd.state.abilities import Abilities
 from tests.sparkd.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
@@ -63,7 +63,7 @@ async def test_it_keeps_no_cookies_and_its_connection(engine: RawEngine, upstrea
 
 async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may take the connection before the task that asked for the page goes on."""
-    pool = upstream.wire
+    pool = upstream.pool
     keep, bodies = pool.keep, []
 
     def keep_and_take(connection: Connection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.engine.rates import LATENCY_S, EngineRates, Rates, quantile, sample_of
+from sparkd.gateway.rates import LATENCY_S, EngineRates, Rates, quantile, sample_of
 
 INF = float("inf")
 

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from sparkd.engine import http as wire
-from sparkd.engine.http import Connection, ConnectionPool, RawHeaders
 from sparkd.errors import EngineError, EngineGone
+from sparkd.gateway import connection as wire
+from sparkd.gateway.connection import Connection, ConnectionPool, RawHeaders
 from tests.sparkd.gateway.fakes import soon
 from tests.support.fakes import FakeClock
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from sparkd.errors import EngineError, EngineGone
+from sparkd.gateway.responses import RawHeaders
 
 CONNECT_TIMEOUT_S = 2.0
 # vLLM closes a connection that was idle for 5 s, or for VLLM_HTTP_TIMEOUT_KEEP_ALIVE, which workers.rank.command raises. A request written
@@ -43,8 +44,6 @@ _CHUNKS = [(b"\n" * (_MAX_PASSED_BYTES + 1), 0)] * (_MAX_PASSED_BYTES + 1)
 for _head, _size in [(b"%x\r\n" % size, size) for size in range(1, _MAX_PASSED_BYTES)]:
     if len(_head) + _size + 2 <= _MAX_PASSED_BYTES:
         _CHUNKS[len(_head) + _size + 2] = _head, _size
-
-RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class ResponseSink(Protocol):

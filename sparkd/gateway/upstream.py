@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sparkd.engine.http import ConnectionPool, RawHeaders
 from sparkd.errors import EngineError
+from sparkd.gateway.connection import ConnectionPool
+from sparkd.gateway.responses import RawHeaders
 
 MAX_MODEL_LIST_BYTES = 1 << 20
 MAX_OPENAPI_BYTES = 8 << 20
@@ -17,13 +18,13 @@ MAX_OPENAPI_BYTES = 8 << 20
 class Upstream:
     """Where an engine listens. sparkd sends `api_key` in the Authorization header, and nowhere else."""
 
-    __slots__ = ("api_key", "base_url", "socket_path", "wire")
+    __slots__ = ("api_key", "base_url", "pool", "socket_path")
 
     def __init__(self, *, socket_path: str | None = None, base_url: str = "http://engine", api_key: str | None = None) -> None:
         self.socket_path = socket_path
         self.base_url = base_url
         self.api_key = api_key
-        self.wire = ConnectionPool(socket_path, base_url, api_key)
+        self.pool = ConnectionPool(socket_path, base_url, api_key)
 
     async def get(self, path: str, most_bytes: int, timeout_s: float) -> bytes:
         """The body of the engine's answer, cut off somewhere after `most_bytes`.
@@ -31,10 +32,10 @@ class Upstream:
         Raises EngineError for a status other than 200 or an incomplete answer, EngineGone if no server listens, and TimeoutError.
         """
         async with asyncio.timeout(timeout_s):
-            connection = await self.wire.connection()
+            connection = await self.pool.connection()
             body = _Body(most_bytes)
             try:
-                await connection.ask(b"GET " + path.encode() + self.wire.preamble + b"\r\n", b"", body)
+                await connection.ask(b"GET " + path.encode() + self.pool.preamble + b"\r\n", b"", body)
                 return await body.whole
             finally:
                 # After a complete answer the pool may have lent the connection to another request already.
@@ -42,7 +43,7 @@ class Upstream:
                     connection.abort()
 
     def close(self) -> None:
-        self.wire.close()
+        self.pool.close()
 
     def __repr__(self) -> str:
         return f"Upstream({self.socket_path or self.base_url})"
