@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.inquiry import parser_answers
 from sparkd.inquiry.parser_answers import answers, refused
-from sparkd.vllm import answer_cache, parser_answers
+from sparkd.vllm import answer_cache
 from sparkd.vllm.answer_cache import places
 from sparkd.vllm.arg_check import RefusedArg
 from tests.sparkd.vllm.test_installed import environment
