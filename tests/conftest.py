@@ -37,11 +37,11 @@ LONGEST = (
 # By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
 SHARED = {
     "served": (
-        "e2e/test_serving.py", "e2e/test_swap.py", "e2e/test_tools.py", "e2e/test_traces.py", "e2e/test_metrics_page.py",
+        "e2e/test_serving.py", "e2e/test_swap.py", "e2e/test_tools.py", "e2e/test_metrics_page.py",
         "e2e/test_serving_page.py",
     ),
     "stage": (
-        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py", "sparkd/daemon/test_traced_requests.py",
+        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py",
         "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
     ),
     "answers": (

@@ -1,4 +1,4 @@
-"""The admin API's routes of benches: start, list, one, compare, remove, and the profiles. Never waits for one."""
+"""The admin API's routes of benches: start, list, one, compare, remove, the profiles, and two for the bench's program."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
-from sparkd.admin.quality_bench import quality_bench
-from sparkd.admin.running_bench import BenchWork
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import measured, read
+from sparkd.bench.job import Work
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
-from sparkd.bench.result import BenchResult, BenchState, Kind
+from sparkd.bench.quality_bench import quality_bench
+from sparkd.bench.result import BenchResult, BenchState, BenchSubject, Kind
 from sparkd.errors import BadRequest, UnknownRoute
 
 MOST_PROFILE_CHARS = 65_536
@@ -35,8 +35,8 @@ _Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 class Benching(BaseModel):
     """A bench that is asked for.
 
-    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; tool:
-    that measures it; book, book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
+    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; book,
+    book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
     other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
     the bench to go on with; force: although others use a model.
     """
@@ -45,7 +45,6 @@ class Benching(BaseModel):
 
     model: str = Field(max_length=256)
     kind: Literal["speed", "load", "quality"] = "speed"
-    tool: Literal["llama-benchy", "guidellm", "aiperf", "vllm"] = "llama-benchy"
     book: str | None = Field(default=None, min_length=1000)
     book_name: _Shown | None = None
     times: int = Field(default=3, ge=1, le=50)
@@ -63,6 +62,26 @@ class BenchStarted(BaseModel):
     operation: str
     href: str
     bench: str
+
+
+class Copying(BaseModel):
+    """A model that a bench of quality loads in another format: one of vLLM's loader, `as stored`, or `entry` for that of its entry."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=256)
+    format: str = Field(max_length=64)
+
+
+class Copied(BaseModel):
+    name: str
+
+
+class BenchAbout(BaseModel):
+    """folder: of the model's files on the daemon's node; null where they are not there."""
+
+    subject: BenchSubject
+    folder: str | None
 
 
 class BenchRow(BaseModel):
@@ -98,7 +117,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             raise UnknownRoute("This daemon measures no models.")
         return benches
 
-    async def work_of(what: Benching) -> BenchWork:
+    async def work_of(what: Benching) -> Work:
         if what.kind == "load":
             if what.resume is not None:
                 raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
@@ -108,7 +127,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
             return quality_bench(what.formats, what.text, what.text_name)
         profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
         book = None if what.book is None else (what.book, what.book_name)
-        return await measuring().speed(what.model, profile, what.tool, book, what.resume)
+        return await measuring().speed(profile, book, what.resume)
 
     @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> dict[str, Any]:
@@ -123,6 +142,17 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
     @api.get("/bench/profiles", **answers(BenchProfiles), summary="The profiles that come with sparkd")
     async def bench_profiles() -> dict[str, Any]:
         return {"profiles": [_profile(named(name)) for name in shipped()]}
+
+    @api.get("/bench/subject", **answers(BenchAbout), summary="What a result says of a model: its entry, files, versions and nodes")
+    async def bench_subject(model: str) -> dict[str, Any]:
+        about = await measuring().subject(model)
+        return {"subject": about.subject.model_dump(), "folder": about.folder}
+
+    @api.post(
+        "/bench/copy", **answers(Copied), summary="Add a model again in another format, until it is removed or the bench that runs ends"
+    )
+    async def copy_model(what: Copying) -> dict[str, Any]:
+        return {"name": measuring().lend(what.model, what.format)}
 
     @api.get("/bench/compare", **answers(Comparison), summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
     async def compare_benches(a: str, b: str) -> dict[str, Any]:

@@ -1,26 +1,35 @@
-"""Owns the benches: one at a time, on request, and what came of each. Never starts one by itself, nor beside a load."""
+"""The benches: one at a time, on request, each by a program of its own, and the results that are kept."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from sparkd.admin.load_bench import LoadBench, load_bench
-from sparkd.admin.running_bench import KIND, BenchWork, RunningBench, Surroundings, subject_of
-from sparkd.admin.speed_bench import SpeedBench, speed_bench
-from sparkd.bench import benchy
+from sparkd.admin.bench_facts import Benched, benched, check_lendable, lend, rates_of
+from sparkd.bench import benchy, tool_process
+from sparkd.bench.job import Job, Work
+from sparkd.bench.load_bench import LoadBench, load_bench
 from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchResult, BenchStore, CellResult, Kind
-from sparkd.control.journal import Ledger
-from sparkd.errors import BadRequest, ClusterError, Conflict, SparkdError, UnknownModel
-from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import STARTING, Operation, OperationState
+from sparkd.bench.speed_bench import SpeedBench, speed_bench
+from sparkd.capacity.learned_rates import learn
+from sparkd.control.registry import Roster
+from sparkd.control.supervisor import Supervisor
+from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, SparkdError, UnknownModel
+from sparkd.state.nouns import STARTING, Operation, OperationState, Progress, Want
 from sparkd.state.snapshot import ModelView
+from workers.host.interpreter import PACKAGE_DIR, module_command
+
+KIND = "bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +40,41 @@ class Started:
     bench: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """wanted: by model, whether it was to be loaded before the bench, and for whom."""
+
+    operation: Operation
+    bench: str
+    model: str
+    work: Work
+    wanted: Mapping[str, tuple[Want, str]]
+
+
 class Benches:
-    """folder: of the results, and of the text."""
+    """
+    base_url: of the daemon's own gateway.
+    keys: of the daemon's own, the one for its admin API and the one for models alone; empty where it is open.
+    """
 
     def __init__(
-        self, around: Surroundings, ledger: Ledger, folder: Path, wall: Callable[[], float] = time.time, boundary: Boundary | None = None
+        self,
+        supervisor: Supervisor,
+        registry: Roster,
+        base_url: str,
+        keys: tuple[str, str],
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        self._boundary = boundary or Boundary(time.monotonic)
-        self._around, self._ledger, self._wall = around, ledger, wall
-        self._folder, self.store = folder, BenchStore(folder)
+        self._supervisor, self._registry, self._ledger = supervisor, registry, supervisor.ledger
+        self._boundary = supervisor.boundary
+        self._base_url, self._keys, self._wall = base_url, keys, wall
+        self._folder = registry.config.state_dir / "bench"
+        self.store = BenchStore(self._folder)
         self._tasks: asyncio.TaskGroup | None = None
-        self._running: RunningBench | None = None
+        self._running: _Running | None = None
         self._task: asyncio.Task[None] | None = None
+        # The second of two that start at once finds the first.
+        self._turn = asyncio.Lock()
 
     async def run(self) -> None:
         """Until cancelled; then a bench that is under way ends, and its figures so far are kept."""
@@ -55,53 +87,48 @@ class Benches:
 
     async def find(self, bench_id: str) -> BenchResult:
         """Raises UnknownBench and StateError."""
-        if self._running is not None and self._running.result.id == bench_id:
-            return self._running.result
         return self._now(await asyncio.to_thread(self.store.read, bench_id))
 
-    async def start(self, model: str, work: BenchWork, *, resume: str | None = None, force: bool = False) -> Started:
+    async def start(self, model: str, work: Work, *, resume: str | None = None, force: bool = False) -> Started:
         """Measure a model, or the cells that an earlier bench has not measured.
 
-        Raises UnknownModel, BadRequest, and Conflict where another bench or a load is under way, or others use a model."""
-        views = self._around.snapshot().models
-        view = next((view for view in views.values() if model in (view.name, *view.aliases)), None)
-        if view is None:
-            raise UnknownModel(model, list(views))
-        await self._cancelled()
-        self._refuse_beside_others(view, views.values(), work.kind, force=force)
-        result = await self._begun(view, work, resume)
-        self._refuse_a_second()
-        if self._tasks is None:
-            raise ClusterError("The daemon is still starting: try again in a moment.")
-        running = self._running = RunningBench(self._around, self._ledger, self._folder, self._wall, self._boundary, result)
-        self._task = self._boundary.spawn(self._tasks, KIND, self._measure(running, work))
-        self._task.add_done_callback(lambda _: self._done(running))
-        return Started(running.operation, result.id)
+        Raises UnknownModel, BadRequest, StateError, and Conflict where another bench or a load is under way, or others use a model."""
+        async with self._turn:
+            return await self._started(model, work, resume, force=force)
 
-    async def speed(
-        self, model: str, profile: BenchProfile, tool: str, book: tuple[str, str | None] | None, resume: str | None
-    ) -> SpeedBench:
-        """A bench of speed with a tool. book: a text and its name; without it a bench that goes on has the text of its first part.
+    async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None, resume: str | None) -> SpeedBench:
+        """A bench of speed. book: a text and its name; without it a bench that goes on has the text of its first part.
 
-        Raises UnknownModel, UnknownBench, and BadRequest where the tool is not installed."""
+        Raises UnknownBench, and BadRequest where llama-benchy is not installed."""
         if resume is not None and book is None and (label := (await self.find(resume)).text) is not None:
             book = await asyncio.to_thread(benchy.text_of_earlier, self._folder, label)
-        interpreter = (await asyncio.to_thread(self._around.model, model)).interpreter
-        return await asyncio.to_thread(speed_bench, profile, tool, self._folder, interpreter, *(book or (None, None)))
+        return await asyncio.to_thread(speed_bench, profile, self._folder, book)
 
     def loads(self, model: str, times: int, other: str | None) -> LoadBench:
         """A bench of loads. Raises BadRequest and Conflict."""
-        return load_bench(model, times, other, self._around.snapshot().models.values())
+        return load_bench(model, times, other, self._supervisor.snapshot().models.values())
 
     async def check_lendable(self, model: str) -> None:
         """Raises UnknownModel, and BadRequest for a model that has no unquantized form to compare with."""
-        await asyncio.to_thread(self._around.check_lendable, model)
+        await asyncio.to_thread(check_lendable, self._registry, model)
+
+    async def subject(self, model: str) -> Benched:
+        """Raises UnknownModel."""
+        return await asyncio.to_thread(benched, self._registry, self._supervisor.snapshot(), model)
+
+    def lend(self, model: str, form: str) -> str:
+        """See sparkd.admin.bench_facts.lend. Raises Conflict where no bench runs, which would take the model back."""
+        if self._running is None:
+            raise Conflict(
+                "No bench is under way, and a copy of a model is for a bench of quality: start one with `sparkd bench --quality`."
+            )
+        return lend(self._registry, model, form)
 
     async def remove(self, bench_id: str) -> BenchResult:
         """Raises UnknownBench, and Conflict for the bench that runs."""
         await self._cancelled()
         result = await self.find(bench_id)
-        if self._running is not None and self._running.result.id == bench_id:
+        if self._running is not None and self._running.bench == bench_id:
             raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._running.operation.id}` ends it.")
         await asyncio.to_thread(self._forget, bench_id)
         return result
@@ -114,7 +141,23 @@ class Benches:
         self._task.cancel()
         return self._ledger.operations.find(operation_id)
 
-    # --- own ------------------------------------------------------------------------------------------------------------
+    async def _started(self, model: str, work: Work, resume: str | None, *, force: bool) -> Started:
+        await self._cancelled()
+        views = self._supervisor.snapshot().models
+        view = next((view for view in views.values() if model in (view.name, *view.aliases)), None)
+        if view is None:
+            raise UnknownModel(model, list(views))
+        if self._tasks is None:
+            raise ClusterError("The daemon is still starting: try again in a moment.")
+        self._refuse_beside_others(view, views.values(), work.kind, force=force)
+        result = await self._begun(view, work, resume)
+        await asyncio.to_thread(self.store.write, result)
+        operation = self._ledger.operations.open(KIND, view.name, "admin")
+        wanted = {name: (other.want, other.wanted_by) for name, other in views.items()}
+        running = self._running = _Running(operation, result.id, view.name, work, wanted)
+        self._task = self._boundary.spawn(self._tasks, KIND, self._measure(running))
+        self._task.add_done_callback(lambda _: self._done(running))
+        return Started(operation, result.id)
 
     def _forget(self, bench_id: str) -> None:
         """With its text, unless another result names that."""
@@ -137,7 +180,7 @@ class Benches:
         if not force and (used := [other.name for other in views if other.in_flight or other.queued]):
             raise Conflict(f"{', '.join(used)} has requests of others, which the bench would slow: wait, or measure anyway with --force.")
 
-    async def _begun(self, view: ModelView, work: BenchWork, resume: str | None) -> BenchResult:
+    async def _begun(self, view: ModelView, work: Work, resume: str | None) -> BenchResult:
         if resume is not None:
             earlier = await self.find(resume)
             refuse_a_mixture(earlier, view.name, work)
@@ -145,64 +188,101 @@ class Benches:
             return earlier.model_copy(update={"state": "running", "error": None, "ended_s": None, "cells": cells})
         now_s = self._wall()
         bench_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{''.join(c if c.isalnum() else '-' for c in view.name)[:60]}"
-        model = await asyncio.to_thread(self._around.model, view.name)
+        about = await self.subject(view.name)
         return BenchResult(
             id=bench_id,
             kind=work.kind,
             state="running",
-            subject=subject_of(view, model, self._around.snapshot()),
+            subject=about.subject,
             profile=work.profile,
             tool=work.tool,
             text=work.text,
             started_s=now_s,
             predicted_bytes=None if view.memory_gib is None else round(view.memory_gib * (1 << 30)),
-            published=list(model.published),
+            published=list(about.published),
             cells=[CellResult(cell=cell) for cell in work.cells],
         )
 
-    async def _measure(self, running: RunningBench, work: BenchWork) -> None:
-        state, messages = OperationState.FAILED, list[str]()
-        end = "failed"
+    async def _measure(self, running: _Running) -> None:
+        messages, end = list[str](), "failed"
         try:
             with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
                 try:
-                    await running.save()
-                    await self._predict(running)
-                    messages.append(await work.run(running))
-                    state, end = OperationState.SUCCEEDED, "done"
-                    await asyncio.to_thread(self._around.learn, running.result)
+                    messages.append(await self._program_ended(running))
+                    end = "done"
                 except SparkdError as error:
                     messages.append(error.message)
         except asyncio.CancelledError:
             end = "cancelled"
             raise
         finally:
-            running.keep(state=end, error=messages[0] if messages and end == "failed" else None, ended_s=self._wall())
+            self._as_before(running)
+            why = messages[0] if messages and end == "failed" else None
             with suppress(SparkdError):
-                await running.save()
+                await asyncio.to_thread(self._ended, running.bench, {"state": end, "error": why, "ended_s": self._wall()})
+        state = OperationState.SUCCEEDED if end == "done" else OperationState.FAILED
         self._ledger.operations.close(running.operation.id, state, messages[0])
 
-    async def _predict(self, running: RunningBench) -> None:
-        """A model that cannot be planned is measured all the same."""
-        if running.result.predicted is None:
-            with suppress(SparkdError):
-                running.keep(predicted=await self._around.predict(running.result.subject.model))
+    def _ended(self, bench_id: str, fields: Mapping[str, Any]) -> None:
+        """Write the end of a result, and what it teaches the next plan. Raises StateError."""
+        result = self.store.read(bench_id).model_copy(update=dict(fields))
+        self.store.write(result)
+        if result.state == "done":
+            learn(self._registry.config.state_dir, rates_of(result))
+
+    async def _program_ended(self, running: _Running) -> str:
+        """Run the program of a bench, and return its line about the whole. Cancelled, it ends the program. Raises RankError."""
+        admin_key, key = self._keys
+        work, url = running.work, self._base_url
+        job = Job(folder=self._folder, bench=running.bench, base_url=url, admin_key=admin_key, key=key, work=work).model_dump_json()
+        end: dict[str, str] = {}
+
+        async def heard(line: bytes) -> None:
+            event: dict[str, Any] = json.loads(line)
+            if "message" in event:
+                progress = Progress(phase=event["phase"], fraction=event["fraction"])
+                self._ledger.operations.tell(running.operation.id, event["message"], progress)
+            else:
+                end.update(event)
+
+        with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
+            command = module_command(sys.executable, "sparkd.bench")
+            environment = tool_process.environment(self._folder, Path(folder)) | {"PYTHONPATH": PACKAGE_DIR}
+            reason = await tool_process.run("The bench", command, environment, Path(folder, "said"), heard, job.encode())
+        if "done" not in end:
+            raise RankError(end.get("failed", f"The bench ended without a word: {reason}"))
+        return end["done"]
+
+    def _as_before(self, running: _Running) -> None:
+        """Take lent models back. Load or unload each model of a bench of loads as it was, and load what a bench of quality evicted."""
+        for lent in list(self._registry.lent):
+            with suppress(UnknownModel):
+                self._supervisor.want(lent, Want.STOPPED, "admin")
+            self._registry.lend(lent, None)
+        changed = (running.model, running.work.other) if isinstance(running.work, LoadBench) else ()
+        views = self._supervisor.snapshot().models
+        for name, (want, by) in running.wanted.items():
+            view = views.get(name)
+            if view is None or view.want is want:
+                continue
+            if name in changed:
+                self._supervisor.want(name, want, KIND)
+            elif running.work.kind == "quality" and want is Want.RUNNING and view.wanted_by == "swap":
+                self._supervisor.want(name, want, by)
 
     def _now(self, result: BenchResult) -> BenchResult:
         """A file that says `running` without a bench is of a daemon that was killed."""
-        if self._running is not None and self._running.result.id == result.id:
-            return self._running.result
-        if result.state != "running":
+        if result.state != "running" or (self._running is not None and self._running.bench == result.id):
             return result
         return result.model_copy(update={"state": "cancelled", "error": "The daemon ended. Resume it with --resume."})
 
-    def _done(self, running: RunningBench) -> None:
+    def _done(self, running: _Running) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running = self._task = None
         self._ledger.operations.close(running.operation.id, OperationState.CANCELLED, "The daemon ended. The figures so far are kept.")
 
 
-def refuse_a_mixture(earlier: BenchResult, model: str, work: BenchWork) -> None:
+def refuse_a_mixture(earlier: BenchResult, model: str, work: Work) -> None:
     """Raises BadRequest where the rest of an earlier bench would be measured of another model, or by another tool, text or profile.
 
     A text is the same where its hash is. A result of an earlier release does not name its text, so that one is not compared.

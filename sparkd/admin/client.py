@@ -101,15 +101,6 @@ class Client:
     def delete(self, path: str) -> dict[str, Any]:
         return self._ask("DELETE", path, {})
 
-    def csv(self, path: str, **parameters: Any) -> str:
-        """A list of the admin API as CSV."""
-        with self._translated():
-            response = self._http.get(ADMIN + path, params=parameters, headers={"accept": "text/csv"})
-        if response.headers.get("content-type", "").startswith("text/csv"):
-            return response.text
-        self._checked(response)
-        raise self._stranger(response.status_code)
-
     def models(self) -> list[dict[str, Any]]:
         models = self.get("/models").get("models")
         if not isinstance(models, list):

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from sparkd.admin.answers import answers
-from sparkd.admin.page_answers import LayersAnswer, SettingsAnswer, StartAnswer
+from sparkd.admin.page_answers import EnginePage, LayersAnswer, SettingsAnswer, StartAnswer
 from sparkd.admin.starts import Starts
 from sparkd.capacity.layers import layers_of
 from sparkd.capacity.mixes import mix_of
@@ -22,9 +22,10 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.errors import ClusterError, ConfigError
+from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
+from sparkd.gateway.scraper import page_of
 from sparkd.models.remote_headers import checkpoint_of
 from sparkd.schema.engine_args import engine_args, recipe_of
 from sparkd.schema.model import ModelConfig
@@ -47,6 +48,14 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
     async def start(name: str) -> dict[str, Any]:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
         return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
+
+    @api.get("/models/{name:path}/metrics", **answers(EnginePage), summary="The metrics of a model's engine, asked now")
+    async def engine_metrics(name: str) -> dict[str, Any]:
+        record = registry.find(name)
+        page = await page_of(record.upstream) if record.upstream is not None else None
+        if page is None:
+            raise Unavailable(f"The engine of {record.name} gives no metrics now: `sparkd ps` says whether it is READY.")
+        return {"text": page}
 
     @api.get(
         "/models/{name:path}/settings",

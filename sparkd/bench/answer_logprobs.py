@@ -1,4 +1,4 @@
-"""Reads an engine's answers for a quality bench: log-probabilities of a prompt, position by position, and tokens. Never keeps a text."""
+"""Reads an engine's answers for a quality bench: log-probabilities of a prompt, position by position, and tokens."""
 
 from __future__ import annotations
 

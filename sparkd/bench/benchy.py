@@ -1,4 +1,4 @@
-"""Runs llama-benchy for one cell: its command, its text, its progress and its result. Never reads a power or a counter of an engine."""
+"""Runs llama-benchy for one cell: its command, its text, its progress and its result."""
 
 from __future__ import annotations
 
@@ -43,23 +43,6 @@ class BenchTarget:
     key: str | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """Times are wall-clock seconds. tokens: as the engine reports them, which counts a draft's too."""
-
-    begun_s: float
-    first_s: float
-    ended_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second behind the first one; None where nothing came behind it."""
-        seconds = self.ended_s - self.first_s
-        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds > 0 else None
-
-
 @dataclass(slots=True)
 class MeasuredRequests:
     """The requests of a cell that count, out of its progress events. Times are wall-clock seconds."""
@@ -91,13 +74,6 @@ class MeasuredRequests:
                 if event.get("error"):
                     self.errors.append(str(event["error"])[:300])
         return False
-
-    def take_timed(self, requests: Iterable[TimedRequest]) -> None:
-        """The requests of a tool that tells of them at its end."""
-        for number, request in enumerate(requests):
-            self.began[number], self.first[number], self.ended[number] = request.begun_s, request.first_s, request.ended_s
-            self.prompt_tokens += request.prompt_tokens
-            self.output_tokens += request.output_tokens
 
     def span(self) -> Span | None:
         """From the first request to the last end; None where none has ended."""
@@ -195,7 +171,7 @@ async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: st
                     await heard(event)
 
         words, env = command(target, cell, args, book_url, result), tool_process.environment(target.home, Path(folder))
-        reason = await tool_process.run(NAME, words, env, said, line_heard, target.key)
+        reason = await tool_process.run(NAME, words, env, said, line_heard, f"{target.key or ''}\n".encode())
         measured = await asyncio.to_thread(_read, result)
     if not measured.rows:
         raise RankError(f"llama-benchy measured nothing: {reason}")

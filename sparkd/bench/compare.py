@@ -1,4 +1,4 @@
-"""Owns the comparison of two results, figure by figure: how much it changed, whether that is better, and whether it is more than noise."""
+"""The comparison of two results, figure by figure: how much it changed, whether that is better, and whether it is more than noise."""
 
 from __future__ import annotations
 

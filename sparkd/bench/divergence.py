@@ -1,4 +1,4 @@
-"""How far two engines' next-token distributions are apart, from what each said about the same prompt. Never runs an engine."""
+"""How far two engines' next-token distributions are apart, from what each said about the same prompt."""
 
 from __future__ import annotations
 

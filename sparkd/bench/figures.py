@@ -1,4 +1,4 @@
-"""Owns which figures a cell, a load and a format have: their names, units and which way is better. Never draws and never compares."""
+"""The figures that a cell, a load and a format have: their names, units and which way is better."""
 
 from __future__ import annotations
 

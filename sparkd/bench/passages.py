@@ -1,4 +1,4 @@
-"""Owns the text and the prompts of a quality bench, and how a text is cut into passages. Never asks an engine."""
+"""The text and the prompts of a quality bench, and how a text is cut into passages."""
 
 from __future__ import annotations
 

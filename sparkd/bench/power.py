@@ -1,4 +1,4 @@
-"""Owns what power comes to over time: joules of a cell, of its prompts and of its answers. Asks no GPU."""
+"""Power integrated over time: joules of a cell, of its prompts and of its answers."""
 
 from __future__ import annotations
 

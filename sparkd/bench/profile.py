@@ -1,4 +1,4 @@
-"""Owns what a bench measures: the cells of a profile, read from the YAML that sparkrun's profiles have. Measures nothing."""
+"""The cells of a profile, read from the YAML that sparkrun's profiles have."""
 
 from __future__ import annotations
 

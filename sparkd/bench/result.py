@@ -1,4 +1,4 @@
-"""Owns the result of a bench: one JSON file each, written whole or not at all. Never measures."""
+"""The result of a bench: one JSON file each, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Owns a result as text: the arena's tables as llama-benchy writes them, and ours below them. Never measures and never draws."""
+"""A result as text: the arena's tables as llama-benchy writes them, and ours below them."""
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 import math
 import re
 import statistics
@@ -27,11 +25,10 @@ from sparkd.bench.figures import (
     weights_s,
     why_unmeasured,
 )
-from sparkd.bench.result import BenchResult, CellResult, Energy, Published
+from sparkd.bench.result import BenchResult, CellResult, Published
 
 _VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
-# The names of llama-benchy's CSV, and the keys of its JSON that they hold, in its order (llama_benchy/results.py, save_report).
-COLUMNS = ("t_s", "t_s_req", "peak_ts", "peak_ts_req", "ttfr", "est_ppt", "e2e_ttft")
+# The keys of llama-benchy's JSON in the order of its table's columns (llama_benchy/results.py, save_report).
 _PROMPT = ("pp_throughput", "pp_req_throughput", None, None, "ttfr", "est_ppt", "e2e_ttft")
 _OUTPUT = ("tg_throughput", "tg_req_throughput", "peak_throughput", "peak_req_throughput", None, None, None)
 _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)", "e2e_ttft (ms)")
@@ -67,38 +64,6 @@ def arena(result: BenchResult) -> tuple[list[str], list[list[str]]]:
     return ["model", "test", *(heads[index] for index in kept)], rows
 
 
-def csv(result: BenchResult) -> str:
-    """llama-benchy's CSV to the byte, without columns of ours.
-
-    Its rows are a test each, two to four a cell, and ours would repeat the energy of a cell in each: a sum would count it several times. A
-    reader by position would also take them for the next test's. `figures_csv` has ours.
-    """
-    text = io.StringIO()
-    writer = csv_format.writer(text)
-    writer.writerow(["model", "test_name", *(f"{name}_{part}" for name in COLUMNS for part in ("mean", "std"))])
-    for test, metrics in rows_of_tests(result):
-        numbers = [part for each in metrics for part in ((None, None) if each is None else (each.mean, each.std))]
-        writer.writerow([arena_name(result.subject), test, *numbers])
-    return text.getvalue()
-
-
-def figures_csv(result: BenchResult) -> str:
-    """A line a cell, the unmeasured ones too, with the figures that llama-benchy does not have. Shares are 0 to 1."""
-    text = io.StringIO()
-    writer = csv_format.writer(text)
-    energy_names, engine_names = list(Energy.model_fields), ["kv_use_peak", "prefix_hit_share", "preemptions", "drafted_tokens"]
-    head = ["model", "depth", "concurrency", "prompt_tokens", "output_tokens", "state", "seconds", *energy_names, *engine_names]
-    writer.writerow([*head, "accepted_share_by_position", "celsius_peak", "throttled", "memory_peak_bytes", "predicted_bytes"])
-    for each in [*measured(result), *unmeasured(result)]:
-        cell, engine, machine = each.cell, each.engine, each.machine
-        energy = [None] * len(energy_names) if each.energy is None else [getattr(each.energy, name) for name in energy_names]
-        accepted = " ".join(f"{share:.4f}" for share in engine.accepted_share_by_position or [])
-        line = [arena_name(result.subject), cell.depth, cell.concurrency, cell.prompt_tokens, cell.output_tokens, each.state, each.seconds]
-        line += [*energy, *(getattr(engine, name) for name in engine_names), accepted]
-        writer.writerow([*line, machine.celsius_peak, " ".join(machine.throttled), machine.memory_peak_bytes, result.predicted_bytes])
-    return text.getvalue()
-
-
 def benchy_json(result: BenchResult) -> dict[str, Any]:
     """The document that llama-benchy would have written for all measured cells in one run.
 
@@ -123,7 +88,7 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
 
 
 def rows_of_tests(result: BenchResult) -> Iterator[tuple[str, list[Metric | None]]]:
-    """The rows of the arena: the test's name, and its metrics in the order of COLUMNS."""
+    """The rows of the arena: the test's name, and its metrics in the order of _HEADS."""
     many = max_concurrency(result) > 1
     for cell in measured(result):
         for row in cell.rows:

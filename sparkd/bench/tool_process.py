@@ -1,4 +1,4 @@
-"""Runs a benchmark tool in a session of its own: follows it to its end, and ends it where the bench is cancelled. Knows no tool."""
+"""Runs a benchmark tool in a session of its own: follows it to its end, and ends it where the bench is cancelled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sparkd.errors import RankError
-from sparkd.execution.given_input import given_input
 
 LINE_BYTES = 1 << 20
 _LAST_LINES = 20
 _END_S = 10.0
 
 
-def environment(home: Path, temporary: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The daemon's own may hold keys, and a proxy would be asked for 127.0.0.1. home: in place of the user's; temporary: of /tmp, where
-    AIPerf leaves files."""
+def environment(home: Path, temporary: Path) -> dict[str, str]:
+    """The daemon's own may hold keys, and a proxy would be asked for 127.0.0.1. home: in place of the user's; temporary: of /tmp."""
     own = {"HOME": str(home), "TMPDIR": str(temporary), "PATH": os.environ.get("PATH", os.defpath)}
-    return {**own, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(more or {})}
+    return {**own, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 async def run(
@@ -31,23 +29,35 @@ async def run(
     command: Sequence[str],
     env: Mapping[str, str],
     said: Path,
-    heard: Callable[[bytes], Awaitable[None]] | None = None,
-    key: str | None = None,
+    heard: Callable[[bytes], Awaitable[None]],
+    given: bytes = b"",
 ) -> str:
-    """The last thing that it said of an error, or at all. said: a file for its errors, and for its output without `heard`, which gets each
-    line of it; key: the first line of its input. Raises RankError where it does not end with 0."""
-    with await asyncio.to_thread(said.open, "wb") as words, given_input(f"{key or ''}\n".encode()) as stdin:
+    """Return the last line of its errors that speaks of one, else the last line.
+
+    said: a file for its errors.
+    heard: gets each line of its output.
+    given: its input.
+
+    Raises RankError where it does not end with 0.
+    """
+    with await asyncio.to_thread(said.open, "wb") as words:
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=stdin,
-            stdout=asyncio.subprocess.PIPE if heard is not None else words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             stderr=words,
             env=dict(env),
             limit=LINE_BYTES,
             start_new_session=True,
         )
     try:
-        if heard is not None and process.stdout is not None:
+        if process.stdin is not None:
+            # One that has ended at once says why below.
+            with suppress(ConnectionError):
+                process.stdin.write(given)
+                await process.stdin.drain()
+            process.stdin.close()
+        if process.stdout is not None:
             async for line in process.stdout:
                 await heard(line)
         await process.wait()

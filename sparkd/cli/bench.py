@@ -1,4 +1,4 @@
-"""The verb `bench`: measure a model by a profile, list what was measured, show it, compare it, export it. Measures nothing itself."""
+"""The verb `bench`: measure a model by a profile, list what was measured, show it, compare it, export it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    tool: Annotated[str, option("--tool", metavar="TOOL", help="llama-benchy, guidellm, aiperf or vllm.")] = "llama-benchy",
     book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for llama-benchy in place of its own.")] = None,
     load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
     times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
@@ -93,7 +92,7 @@ def run(
         raise ConfigError("--from is of a bench of loads: add --load.")
     if load and quality:
         raise ConfigError("--load and --quality are two benches: give one of them.")
-    body: dict[str, Any] = {"model": model, "profile": profile, "resume": resume, "force": force, "tool": tool}
+    body: dict[str, Any] = {"model": model, "profile": profile, "resume": resume, "force": force}
     if load:
         body |= {"kind": "load", "times": times, "other": other}
     elif "/" in profile or profile.endswith((".yaml", ".yml")):
@@ -113,7 +112,7 @@ def run(
         return
     again = ["sparkd", "bench", model]
     again += ["--load", "--times", str(times)] if load else ["--quality"] if quality else ["--profile", profile]
-    flags = {"--tool": None if tool == "llama-benchy" else tool, "--from": other, "--text": text}
+    flags = {"--from": other, "--text": text}
     again += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     again += [] if load else ["--resume", started["bench"]]
     _ended(session, started, f"Run `{shlex.join(again)}` to {'repeat it' if load else 'go on'}.")
@@ -178,20 +177,18 @@ def compare(
 def export(
     session: Session,
     bench_ids: Annotated[list[str], argument(metavar="BENCH...", help="Ids of benches; several for html.")],
-    form: Annotated[str, option("--format", metavar="FORM", help="md, csv, figures, json or html.")] = "md",
+    form: Annotated[str, option("--format", metavar="FORM", help="md, json or html.")] = "md",
     out: Annotated[Path | None, option("--out", "-o", metavar="FILE", help="A file instead of the terminal.")] = None,
 ) -> None:
     """Write results in another form.
 
-    md: the arena's table and ours; csv: llama-benchy's; figures: ours as CSV; json: llama-benchy's; html: a report with plots in one file.
+    md: the arena's table and ours; json: llama-benchy's; html: a report with plots in one file.
     """
     from sparkd.bench import tables
     from sparkd.bench.report import html
 
     forms: dict[str, Callable[[BenchResult], str]] = {
         "md": tables.markdown,
-        "csv": tables.csv,
-        "figures": tables.figures_csv,
         "json": lambda result: json.dumps(tables.benchy_json(result), indent=2) + "\n",
     }
     if form not in (*forms, "html"):
@@ -199,8 +196,6 @@ def export(
     if form != "html" and len(bench_ids) > 1:
         raise ConfigError(f"--format {form} takes one bench: give one id, or --format html.")
     results = [_result(session, bench_id) for bench_id in bench_ids]
-    if form in ("csv", "json") and not results[0].tool.startswith("llama-benchy"):
-        raise ConfigError(f"--format {form} is llama-benchy's form, and {results[0].tool} measured this: choose md, figures or html.")
     text = html(results) if form == "html" else forms[form](results[0])
     if out is None:
         session.out.file.write(text)

@@ -14,12 +14,12 @@ from sparkd.capacity.requirement import said_to
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.config.config import Config, ModelConfig
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.transport import proof
+from sparkd.gateway.upstream import Upstream
 from sparkd.hardware import GIB
 from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.vllm.translate import Translation

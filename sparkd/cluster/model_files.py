@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.config.config import Config, ModelConfig
-from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.entry.parser_choice import expected
 from sparkd.entry.tasks import abilities_of
 from sparkd.errors import ClusterError, ModelUnusable
+from sparkd.gateway.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.models.folder import unusable_of
 from sparkd.state.abilities import Abilities
 from sparkd.vllm.parsers import Parsers

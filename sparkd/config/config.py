@@ -23,7 +23,6 @@ from pydantic import (
 from sparkd.config.api_keys import KeySettings, load_keys
 from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
-from sparkd.config.traces import TraceSettings
 from sparkd.errors import ConfigError
 from sparkd.models.folder import places_of
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
@@ -77,7 +76,7 @@ def _log_level(value: Any) -> Any:
 class LimitSettings(Section):
     """The most that one client may cost the gateway; bytes and seconds."""
 
-    max_body_bytes: PositiveCount = 64 * MIB
+    max_body_bytes: PositiveCount = 32 * MIB
     max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
     header_timeout_s: PositiveSeconds = 10
     body_timeout_s: PositiveSeconds = 60
@@ -158,7 +157,6 @@ class Config(Section):
     keys: KeySettings = KeySettings()
     metrics_need_key: bool = False
     web: bool = True
-    traces: TraceSettings = TraceSettings()
     include_aliases_in_list: bool = False
     request_log: bool = True
     wait_for_load_s: Seconds = 300
@@ -413,7 +411,6 @@ def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]
     yield from ((("models", *location), message) for location, message in chain(_shared_names(config.models), *own))
     names = config.names()
     yield from config.groups.problems(names)
-    yield from config.traces.problems()
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
             yield (

@@ -46,7 +46,7 @@ class Roster:
         self.records: dict[str, Record] = {}
         self._loud: dict[str, str] = {}
         # Models that a bench has for a while, in memory only: a daemon that is killed has none of them when it starts again.
-        self._lent: dict[str, ModelConfig] = {}
+        self.lent: dict[str, ModelConfig] = {}
         # By added model: its keys as the caller gave them.
         self._added: dict[str, dict[str, Any]] = {}
         # By added model that cannot be used: why.
@@ -146,14 +146,14 @@ class Roster:
     def lend(self, name: str, spec: ModelConfig | None) -> None:
         """Have a bench's model until this daemon ends, or forget it where spec is None. Raises Conflict for a taken name, ConfigError."""
         if spec is None:
-            if self._lent.pop(name, None) is not None:
+            if self.lent.pop(name, None) is not None:
                 self._take(self.config.without_model(name))
             return
         standing = self.records.get(self._names.get(name, ""))
         if (standing is not None and standing.spec is not None) or name in self._left_out:
             raise Conflict(f"{name!r} is a name already: remove that model.", param="name")
         config = self.config.with_model(spec)
-        self._lent[name] = spec
+        self.lent[name] = spec
         self._take(config)
 
     def model_places(self) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ class Roster:
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         self.check_added(record.name)
-        self._lent.pop(record.name, None)
+        self.lent.pop(record.name, None)
         self._forget_added(record.name)
         self._take(self.config.without_model(record.name))
 
@@ -280,11 +280,11 @@ class Roster:
                 # The last boundary of a row that another release may have written: it must not stop a start.
                 log.exception("the model %s, added earlier, cannot be read", name)
                 self._left_out[name] = unexpected(error).message
-        for name, spec in [*self._lent.items()]:
+        for name, spec in [*self.lent.items()]:
             try:
                 config = config.with_model(spec)
             except SparkdError as error:
-                del self._lent[name]
+                del self.lent[name]
                 log.warning("the model %s of a bench is left out: %s", name, error.message)
         for name, reason in self._left_out.items():
             log.warning("the model %s, added earlier, is left out: %s", name, reason)

@@ -52,7 +52,6 @@ from sparkd.gateway.responses import (
     send_whole,
 )
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
-from sparkd.gateway.traces import Tracer
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
 
@@ -68,8 +67,11 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page. web: whether sparkd's own page
-    is served."""
+    """The settings that `sparkd reload` may change.
+
+    page_origins: in lower case; b"*" allows every page.
+    web: whether sparkd's own page is served.
+    """
 
     keys: KeyDigests = field(default_factory=KeyDigests)
     limits: ClientLimits = field(default_factory=ClientLimits)
@@ -82,8 +84,9 @@ class EdgeSettings:
 class Edge:
     """The ASGI application of the daemon.
 
-    `settings` may be replaced at any time; it applies to requests that arrive afterwards. `admin` gets the requests under /admin/v1, after
-    their key and the size of their body were checked. `requests` records the requests for models.
+    settings: may be replaced at any time; applies to requests that arrive afterwards.
+    admin: gets the requests under /admin/v1, after their key and the size of their body were checked.
+    requests: records the requests for models.
     """
 
     def __init__(
@@ -118,15 +121,6 @@ class Edge:
         self._settings = settings
         self._proxy.limits = settings.limits
 
-    @property
-    def tracer(self) -> Tracer | None:
-        """Makes spans of forwarded requests; it may be replaced at any time, and applies to requests that arrive afterwards."""
-        return self._proxy.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._proxy.tracer = tracer
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
@@ -152,8 +146,6 @@ class Edge:
             exchange.task = None  # breaks a reference cycle
             exchange.close()
             self._requests.end(exchange)
-            if exchange.trace is not None:
-                exchange.trace.end(exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         page = self._page(scope["path"], headers)

@@ -35,7 +35,7 @@ def _result(bench_id: str, began_s: float, faster: float, power: float, *, fails
         state="done",
         subject=BenchSubject(model="quick", source="folder", format="nvfp4", vllm="0.32.0", gpu="NVIDIA GB10", nodes=["spark-1"]),
         profile="quick" if fails else "mine",
-        tool="guidellm 0.8.1" if fails else "llama-benchy 0.4.0",
+        tool="llama-benchy 0.4.0",
         started_s=began_s,
         ended_s=began_s + 600,
         idle_w=11.5,

@@ -336,14 +336,6 @@ def test_a_question_that_was_refused_is_not_asked_again(tab: Tab) -> None:
     expect(page.locator(".speed .word")).to_have_text("done")
 
 
-def csv_of(page: Page, outcome: str) -> list[str]:
-    """The lines of the file that is saved for an outcome."""
-    page.get_by_label("Outcome").select_option(outcome)
-    with page.expect_download() as saved:
-        page.get_by_role("button", name="Save as CSV").click()
-    return Path(saved.value.path()).read_text().splitlines()
-
-
 def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     tab.open("playground")
@@ -359,15 +351,13 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
     expect(page.get_by_text("No request is in flight.")).to_be_visible()
     finished = page.get_by_role("table", name="Finished requests")
     expect(finished.locator("tbody tr").first).to_contain_text("request_cancelled")
-    whole, failed = csv_of(page, ""), csv_of(page, "failed")
+    outcome = page.get_by_label("Outcome")
+    outcome.select_option("failed")
     expect(finished).to_contain_text("request_cancelled")
-    answered = csv_of(page, "answered")
+    outcome.select_option("answered")
     expect(finished).not_to_contain_text("request_cancelled")
-    page.get_by_label("Outcome").select_option("")
-    assert "capital of France" not in "".join(whole)
-    assert len(whole) > 2
-    assert any("request_cancelled" in line for line in failed)
-    assert sorted(answered[1:] + failed[1:]) == sorted(whole[1:])
+    outcome.select_option("")
+    expect(finished).not_to_contain_text("capital of France")
     # A client chooses the id of its request.
     for _ in range(2):
         served.client.post("/v1/embeddings", json={"model": "no-such-model", "input": ""}, headers={"x-request-id": "twice"})
@@ -438,7 +428,7 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     page.get_by_role("button", name="Resume").click()
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
     page.unroute("**/admin/v1/bench", taken)
-    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "tool": "guidellm", "resume": broken, "force": False}]
+    assert asked == [{"model": "quick", "kind": "speed", "profile": "quick", "resume": broken, "force": False}]
     tab.open("bench", broken)
     page.get_by_role("button", name="Remove", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Remove", exact=True).click()
@@ -466,18 +456,18 @@ def test_a_bench_is_refused_beside_others_and_else_followed_and_cancelled(tab: T
     tab.picture("bench-refused")
     assert tab.serious() == []
 
+    (served.folder / GATE).unlink()  # no cell ends
     page.get_by_role("checkbox", name="Measure although others use a model").check()
     start.click()
     running = page.get_by_role("region", name="Under way")
     expect(running.get_by_role("table", name="Cells").locator("tbody tr")).to_have_count(4)
-    (served.folder / GATE).unlink()  # no further cell ends
     expect(running.get_by_role("progressbar", name="Progress of bench quick")).to_be_visible()
     expect(running).to_contain_text("waiting")
     tab.picture("bench-running")
     running.get_by_role("button", name="Cancel bench quick").click()
     expect(running).to_have_count(0)
     ended = page.get_by_role("table", name="Earlier benches").get_by_role("row").filter(has_text="cancelled")
-    expect(ended).to_contain_text(re.compile("[0-3] of 4"))
+    expect(ended).to_contain_text("0 of 4")
     ended.get_by_role("link").click()
     page.get_by_role("checkbox", name="Measure although others use a model").check()
     page.get_by_role("button", name="Resume").click()

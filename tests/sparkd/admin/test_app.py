@@ -23,7 +23,7 @@ from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
-from sparkd.gateway import Edge
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.recipes.registry import Registry
 from sparkd.schema.model import ModelConfig
@@ -812,8 +812,9 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
             ("/requests", "get"), ("/requests/{request_id}", "delete"),
             ("/bench", "get"), ("/bench", "post"), ("/bench/profiles", "get"), ("/bench/compare", "get"),
-            ("/bench/{bench_id}", "get"), ("/bench/{bench_id}", "delete"),
+            ("/bench/subject", "get"), ("/bench/copy", "post"), ("/bench/{bench_id}", "get"), ("/bench/{bench_id}", "delete"),
             ("/live", "get"), ("/history", "get"), ("/disk", "get"), ("/disk/verify", "post"), ("/disk/{kind}/{id}", "delete"),
+            ("/models/{name}/metrics", "get"),
             ("/models/{name}/start", "get"), ("/models/{name}/settings", "get"), ("/models/{name}/layers", "get"),
         }, "a new route is named here and in docs/api.md"  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]
@@ -829,7 +830,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
-        assert len(streams) == 4, "the log, the events, the page's, and requests as CSV"
+        assert len(streams) == 3, "the log, the events, and the page's"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]
         assert {scheme["type"] for scheme in raw["components"]["securitySchemes"].values()} == {"http", "apiKey"}
         for reference in _references(raw):

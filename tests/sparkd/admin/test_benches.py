@@ -15,18 +15,16 @@ from pydantic import ValidationError
 
 from sparkd.admin.bench_routes import Benching
 from sparkd.admin.benches import Benches, refuse_a_mixture
-from sparkd.admin.quality_bench import quality_bench
-from sparkd.admin.running_bench import RunningBench, Surroundings
-from sparkd.admin.speed_bench import SpeedBench
 from sparkd.bench.profile import Arguments, BenchProfile
+from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, text_label
+from sparkd.bench.speed_bench import SpeedBench
 from sparkd.cli.bench import MOST_BOOK_BYTES
-from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest
 from sparkd.gateway.limits import ClientLimits
 from tests.sparkd.gateway.fakes import view
 from tests.support.fakes import stage
-from tests.support.waiting import HUNG_S, eventually
+from tests.support.waiting import HUNG_S
 
 CELLS = tuple(Cell(depth=depth, concurrency=1, prompt_tokens=8, output_tokens=4) for depth in (0, 16))
 TEXT = text_label("moby.txt", "Call me Ishmael.")
@@ -44,22 +42,14 @@ EARLIER = BenchResult(
 
 def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen, tool.partition(" ")[0], tool, sys.executable, text)
-
-
-class EndlessBench(SpeedBench):
-    async def run(self, bench: RunningBench) -> str:
-        bench.tell("it runs")
-        await asyncio.Event().wait()
-        return ""
+    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, book_url="file:x")
 
 
 @pytest.mark.parametrize("removes", [False, True])
 async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
 ) -> None:
-    store, writes, may_end = BenchStore(tmp_path), threading.Event(), threading.Event()
-    store.write(EARLIER)
+    writes, may_end, begun = threading.Event(), threading.Event(), asyncio.Event()
     write = BenchStore.write
 
     def held(self: BenchStore, result: BenchResult) -> None:
@@ -68,22 +58,25 @@ async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
             may_end.wait(HUNG_S)
         write(self, result)
 
-    async def predict(_: str) -> None:
-        return None
+    async def endless(*_: object) -> str:
+        begun.set()
+        await asyncio.Event().wait()
+        return ""
 
-    monkeypatch.setattr(BenchStore, "write", held)
-    around = SimpleNamespace(snapshot=lambda: SimpleNamespace(models={"m": view("m")}), predict=predict)
     async with stage(tmp_path, models={}) as scene, asyncio.TaskGroup() as tasks:
-        ledger = Ledger(scene.store, lambda: 5.0)
-        benches = Benches(cast(Surroundings, around), ledger, tmp_path)
+        registry = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path), lent=())
+        benches = Benches(scene.supervisor, cast(Any, registry), "http://x", ("", ""))
+        benches.store.write(EARLIER)
+        monkeypatch.setattr(BenchStore, "write", held)
+        monkeypatch.setattr(Benches, "_program_ended", endless)
+        monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
         running = tasks.create_task(benches.run())
         await asyncio.sleep(0)
-        work = EndlessBench(**{name: getattr(planned(), name) for name in ("chosen", "runs", "tool", "interpreter", "text")})
-        started = await benches.start("m", work, resume=EARLIER.id)
-        await eventually(lambda: ledger.operations.find(started.operation.id).message == "it runs", "the bench runs")
+        started = await benches.start("m", planned(), resume=EARLIER.id)
+        await begun.wait()
         benches.cancel(started.operation.id)
         await asyncio.to_thread(writes.wait, HUNG_S)
-        after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start("m", work, resume=EARLIER.id)))
+        after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start("m", planned(), resume=EARLIER.id)))
         await asyncio.sleep(0)
         may_end.set()
         await after
@@ -103,7 +96,7 @@ def test_a_result_that_names_no_text_goes_on() -> None:
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ({"tool": "vllm 0.32.0", "text": "random tokens"}, ("tool", "llama-benchy", "vllm")),
+        ({"tool": "guidellm 0.8.1"}, ("tool", "llama-benchy", "guidellm")),
         ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
         ({"profile": "mine"}, ("profile", "quick", "mine")),
         ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),

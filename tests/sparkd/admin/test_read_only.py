@@ -51,6 +51,7 @@ async def reads(made: Admin, operation: str) -> list[str]:
     paths = [path.removeprefix(PREFIX) for path, item in document["paths"].items() if "get" in item]
     paths[paths.index("/entry")] = "/entry?source=m"
     paths[paths.index("/history")] = "/history?series=a"
+    paths[paths.index("/bench/subject")] = "/bench/subject?model=m"
     paths[paths.index("/bench/compare")] = "/bench/compare?a=20261122-000001-m&b=20261122-000002-m"
     for old, new in values.items():
         paths = [path.replace(old, new) if not path.startswith("/recipes") else path.replace("{name}", "none") for path in paths]

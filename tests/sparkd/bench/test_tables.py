@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 
@@ -30,11 +28,6 @@ def test_the_arena_table_is_what_llama_benchy_writes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_csv_is_what_llama_benchy_writes(name: str) -> None:
-    assert tables.csv(RESULTS[name]) == written(name, "csv")
-
-
-@pytest.mark.parametrize("name", RESULTS)
 def test_the_json_is_what_llama_benchy_writes(name: str) -> None:
     """But for the mode, which a result does not hold, and the date, which is this one's."""
     ours, theirs = tables.benchy_json(RESULTS[name]), json.loads(written(name, "json"))
@@ -51,22 +44,6 @@ def test_a_failed_cell_is_named_and_has_no_row() -> None:
     assert not [line for line in lines if "tg128 (c2)" in line]
     assert [line for line in lines if "pp2048 tg128 @ d0 (c2)" in line and "killed" in line]
     assert "(c1)" in tables.arena_table(result)  # the profile had more than one request at once
-
-
-def test_figures_of_ours_have_a_line_for_each_cell() -> None:
-    result = example(depths=(0, 100000), concurrencies=(1, 10))
-    rows = list(csv.DictReader(io.StringIO(tables.figures_csv(result))))
-
-    assert [(row["depth"], row["concurrency"], row["state"]) for row in rows] == [
-        ("0", "1", "done"),
-        ("0", "10", "done"),
-        ("100000", "1", "done"),
-        ("100000", "10", "failed"),
-    ]
-    assert rows[3]["joules"] == ""
-    energy = result.cells[0].energy
-    assert energy is not None
-    assert float(rows[0]["joules_per_output_token"]) == energy.joules_per_output_token
 
 
 def table_of(result: BenchResult, title: str) -> list[dict[str, str]]:

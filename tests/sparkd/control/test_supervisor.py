@@ -21,7 +21,6 @@ from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_re
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
-from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
     AgentLost,
     BadRequest,
@@ -45,6 +44,7 @@ from sparkd.errors import (
     UnknownModel,
     UnknownOperation,
 )
+from sparkd.gateway.upstream import ServedModels
 from sparkd.models.folder import unusable
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds

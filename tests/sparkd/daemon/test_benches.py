@@ -22,7 +22,7 @@ from sparkd.bench.benchy import chosen_text
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import text_label
 from tests.support.daemon_process import ROOT
-from tests.support.processes import alive, command_of
+from tests.support.processes import alive
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
@@ -64,6 +64,12 @@ def result_of(stage: Stage, bench_id: str) -> dict[str, Any]:
 
 def has_request(stage: Stage) -> bool:
     return bool(stage.get("/admin/v1/requests?state=in_flight")["in_flight"])
+
+
+def program_of(stage: Stage) -> psutil.Process:
+    """The bench's own."""
+    assert stage.process is not None
+    return next(child for child in psutil.Process(stage.process.pid).children() if "sparkd.bench" in child.cmdline())
 
 
 @pytest.fixture
@@ -128,19 +134,6 @@ def test_cells_are_measured_and_counted(stage: Stage, whole: dict[str, Any]) -> 
     assert {path.read_text() for path in (stage.state_dir / "bench" / ".cache" / "llama-benchy").glob("*.txt")} >= {text}
 
 
-def test_vllms_own_benchmark_measures_the_same_cells(stage: Stage) -> None:
-    begun = start(stage, tool="vllm", profile_text=f"args: {{pp: 32, tg: 8, concurrency: [1, 2], {COMMON}}}").raise_for_status().json()
-    assert stage.ended(begun["operation"])["state"] == "SUCCEEDED"
-    result = result_of(stage, begun["bench"])
-
-    assert result["tool"].startswith("vllm ") and [cell["state"] for cell in result["cells"]] == ["done"] * 2
-    for cell, requests in zip(result["cells"], (1, 2), strict=True):
-        (row,) = cell["rows"]
-        assert len(row["e2e_ttft"]["values"]) == requests and row["tg_throughput"]["mean"] > 0
-        assert cell["prompt_tokens"] >= 32 * requests and cell["engine"]["output_tokens"] == cell["output_tokens"] > 0
-        assert not cell["others_tokens"]
-
-
 def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Path) -> None:
     profile = held_profile(tmp_path / "gate")
     started = start(stage, profile_text=profile, book=BOOK, book_name="moby.txt").json()
@@ -148,12 +141,16 @@ def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Pat
     until(lambda: has_request(stage), "a request of the bench")
     busy = start(stage, force=True)
     assert (busy.status_code, busy.json()["error"]["code"]) == (409, "conflict")
-    commands = {pid: " ".join(command_of(pid)) for pid in psutil.pids()}
-    children = [pid for pid, command in commands.items() if "benchy_program" in command]
-    assert children and all(ADMIN_KEY not in commands[pid] for pid in children)
+    program = program_of(stage)
+    children = [program, *program.children()]
+    assert any("benchy_program" in word for child in children for word in child.cmdline())
+    # Keys come by standard input: they are neither among the words nor in the environment.
+    assert program.cmdline()[1:] == ["-P", "-m", "sparkd.bench"]
+    assert not [name for child in children for name in child.environ() if "KEY" in name or "TOKEN" in name]
+    assert not [word for child in children for word in child.cmdline() if "key" in word]
     assert stage.client.delete(f"/admin/v1/operations/{started['operation']}").status_code < 300
     assert stage.ended(started["operation"])["state"] == "CANCELLED"
-    until(lambda: not any(alive(pid) for pid in children), "llama-benchy ended")
+    until(lambda: not any(alive(child.pid) for child in children), "llama-benchy ended")
     until(lambda: result_of(stage, bench_id)["state"] == "cancelled", "the result is kept")
     assert result_of(stage, bench_id)["cells"][0]["state"] != "done"
     for other in ({"profile": "other"}, {"book": "Call me Ishmael. " * 60}, {"profile_text": PROFILE}):
@@ -170,6 +167,21 @@ def test_a_bench_is_cancelled_goes_on_and_is_removed(stage: Stage, tmp_path: Pat
     # It went on without being given its text again.
     assert result["text"] == text_label("moby.txt", BOOK)
     assert [stage.client.delete(f"/admin/v1/bench/{bench_id}").status_code for _ in range(2)] == [200, 404]
+
+
+def test_a_bench_whose_program_is_killed_has_failed_and_goes_on(stage: Stage, tmp_path: Path) -> None:
+    profile = held_profile(tmp_path / "gate")
+    started = start(stage, profile_text=profile).json()
+    until(lambda: has_request(stage), "a request of the bench")
+    program_of(stage).kill()
+    operation = stage.ended(started["operation"])
+    assert operation["state"] == "FAILED" and "-9" in operation["message"]
+    assert result_of(stage, started["bench"])["state"] == "failed"
+    until(lambda: not has_request(stage), "no request is left")
+    (tmp_path / "gate").touch()
+    again = start(stage, profile_text=profile, resume=started["bench"]).json()
+    assert stage.ended(again["operation"])["state"] == "SUCCEEDED"
+    assert [cell["state"] for cell in result_of(stage, started["bench"])["cells"]] == ["done"] * 2
 
 
 def test_an_engine_that_is_killed_costs_one_cell(broken: Broken) -> None:
@@ -218,12 +230,12 @@ def test_results_are_compared_and_exported(
     assert exit_code(["bench", "compare", first, "20200101-000000-x", *to]) == 5
     assert exit_code(["bench", "compare", first, second, "--fail-over", "much", *to]) == 2
     capsys.readouterr()
-    for form, begin in (("md", "| model"), ("csv", "model,test_name"), ("figures", ""), ("json", "{")):
+    for form, begin in (("md", "| model"), ("json", "{")):
         assert exit_code(["bench", "export", first, "--format", form, *to]) == 0
         assert capsys.readouterr().out.startswith(begin)
     report = tmp_path / "report.html"
     assert exit_code(["bench", "export", first, second, "--format", "html", "-o", str(report), *to]) == 0
-    assert "<svg" in report.read_text() and "canary" not in report.read_text()
+    assert second in report.read_text() and "canary" not in report.read_text()
     assert exit_code(["bench", "export", first, second, "--format", "md", *to]) == 2
-    assert exit_code(["bench", "export", first, "--format", "pdf", *to]) == 2
+    assert exit_code(["bench", "export", first, "--format", "csv", *to]) == 2
     assert exit_code(["bench", "export", first, "-o", "/no/such/folder/x", *to]) == 2

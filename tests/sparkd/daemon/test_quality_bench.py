@@ -110,6 +110,7 @@ def test_what_cannot_be_compared_is_refused(stage: Stage, tmp_path_factory: pyte
     ):
         answer = start(stage, model, **body)
         assert answer.status_code in (400, 404) and part in answer.json()["error"]["message"], answer.text
+    assert stage.client.post("/admin/v1/bench/copy", json={"model": "quick", "format": "fp8"}).status_code == 409
     folder = tmp_path_factory.mktemp("files")
     (key := folder / "key").write_text(ADMIN_KEY)
     (huge := folder / "huge.txt").write_text("word " * 8000)

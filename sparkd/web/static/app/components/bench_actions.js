@@ -55,19 +55,15 @@ export async function removed(id, model) {
 /** The name of the text that comes with sparkd for a bench of quality (sparkd/bench/passages.py). */
 const SHIPPED_TEXT = "sparkd's text (";
 
-/** The name of the tool that measured, without its version. @param {any} result */
-const toolOf = (result) => result.tool.split(" ")[0];
-
 /** The command that goes on with a bench whose profile or text is a file of the user's; null where the page can go on with it. @param {any} result @param {string[]} profiles that come with sparkd */
 export function fileCommand(result, profiles) {
   if (result.kind === "quality") return result.text?.startsWith(SHIPPED_TEXT) ? null : `sparkd bench ${result.subject.model} --quality --text FILE --resume ${result.id}`;
-  const tool = toolOf(result);
-  return profiles.includes(result.profile) ? null : `sparkd bench ${result.subject.model} --profile FILE${tool === "llama-benchy" ? "" : ` --tool ${tool}`} --resume ${result.id}`;
+  return profiles.includes(result.profile) ? null : `sparkd bench ${result.subject.model} --profile FILE --resume ${result.id}`;
 }
 
 /** Go on with the cells that are not measured yet, as the bench began; the daemon has the text of its prompts. @param {any} result @param {boolean} force */
 export async function resumed(result, force) {
-  const how = result.kind === "speed" ? { profile: result.profile, tool: toolOf(result) } : {};
+  const how = result.kind === "speed" ? { profile: result.profile } : {};
   const begun = await act(() => post(`${ADMIN}/bench`, { model: result.subject.model, kind: result.kind, ...how, resume: result.id, force }));
   if (begun) go("bench");
 }

@@ -2,6 +2,7 @@
 
 import { html, signal, useMemo, useState } from "../lib.js";
 import { bandwidth, count, decimal, percent, plural, rate, seconds, UNKNOWN } from "../units.js";
+import { Bar } from "./bar.js";
 import { Chart } from "./chart.js";
 import { Word } from "./state.js";
 import { Table } from "./table.js";
@@ -85,9 +86,12 @@ const weightsOf = (load) => load.phases.reduce((/** @type {number} */ sum, /** @
 /** The loads with their place, and with the plan's seconds; the other model of a swap has none. @param {any} result */
 const plannedLoads = (result) => result.loads.map((/** @type {any} */ one, /** @type {number} */ place) => ({ ...one, place, predicted_s: one.way === "back" ? null : result.predicted?.[one.way === "first" ? "first_load_s" : "next_load_s"] }));
 
+/** @type {Record<string, string>} */
+const WAYS = { first: "first load", cached: "load from the quantized cache", swap: "swap from another model", back: "swap back to it" };
+
 /** @type {import("./table.js").Column<any>[]} */
 const LOADS = [
-  { head: "Load", name: true, cell: (one) => ({ first: "first", cached: "from the quantized cache", swap: "swap from another model", back: "swap back to it" })[/** @type {string} */ (one.way)] ?? one.way },
+  { head: "Load", name: true, cell: (one) => WAYS[one.way] ?? one.way },
   { head: "Model", cell: (one) => one.model || UNKNOWN },
   { head: "Takes", end: true, cell: (one) => seconds(one.seconds) },
   { head: "First answer", end: true, cell: (one) => seconds(one.first_answer_s) },
@@ -108,8 +112,18 @@ const QUALITY = [
 
 /** What a bench measured besides cells. @param {{result: any}} props */
 export const LoadsAndFormats = ({ result }) => html`
-  ${result.loads.length > 0 && html`<section><h2>Loads</h2><${Table} label="Loads" rows=${plannedLoads(result)} columns=${LOADS} rowKey=${(/** @type {any} */ one) => one.place} /></section>`}
+  ${result.loads.length > 0 && html`<section><h2>Loads</h2><${Table} label="Loads" rows=${plannedLoads(result)} columns=${LOADS} rowKey=${(/** @type {any} */ one) => one.place} /><${Phases} loads=${result.loads} /></section>`}
   ${result.quality.length > 0 && html`<section><h2>Formats</h2><${Table} label="Formats" rows=${result.quality} columns=${QUALITY} rowKey=${(/** @type {any} */ one) => one.format} /></section>`}`;
+
+/** Each load as a bar of its phases, all on one scale. @param {{loads: any[]}} props */
+function Phases({ loads }) {
+  const longest = Math.max(...loads.map((one) => one.seconds), 0.001);
+  return html`<div class="stack">${loads.map((one, place) => {
+    const other = one.seconds - one.phases.reduce((/** @type {number} */ sum, /** @type {any} */ phase) => sum + phase.seconds, 0);
+    const segments = [...one.phases, { phase: "other", seconds: Math.max(other, 0) }].map((phase, row) => ({ kind: `engine-${row % 6}`, label: phase.phase, bytes: phase.seconds }));
+    return html`<div key=${place}><p>${WAYS[one.way] ?? one.way} <span class="quiet-text">${one.model}</span></p><${Bar} label=${`Load ${place + 1}`} total=${longest} segments=${segments} text=${seconds} /></div>`;
+  })}</div>`;
+}
 
 /** The figures below the axis. */
 const REQUESTS = { tick: count, text: (/** @type {number | null | undefined} */ value) => (value == null ? "" : value === 1 ? "1 request" : `${count(value)} requests`) };

@@ -1,0 +1,122 @@
+"""The daemon as a bench sees it: a client of /v1, /metrics and the admin API."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from sparkd.errors import RankError
+from sparkd.gateway.rates import Sample as Counters
+from sparkd.gateway.rates import sample_of
+
+ADMIN = "/admin/v1"
+ANSWER_S = 120.0
+# Series of /metrics: the used share of a model's KV cache, and its engine's memory.
+_SERIES = re.compile(r"^(vllm:kv_cache_usage_perc|sparkd_engine_(?:host|device)_bytes)\{(.*)\} (\S+)$", re.MULTILINE)
+_MODEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
+
+Model = dict[str, Any]  # as GET /models has it
+
+
+class Client:
+    """key: an admin key, empty where the daemon is open. Nothing of the environment's proxies is used."""
+
+    def __init__(self, base_url: str, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+        headers = {"x-sparkd-client": "bench"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        """`path` below the admin API. Raises RankError with the daemon's own sentence."""
+        return await self._asked("GET", path, params=parameters)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return await self._asked("POST", path, json=body)
+
+    async def delete(self, path: str, **parameters: Any) -> dict[str, Any]:
+        return await self._asked("DELETE", path, params=parameters)
+
+    async def models(self) -> dict[str, Model]:
+        return {model["name"]: model for model in (await self.get("/models"))["models"]}
+
+    async def model(self, name: str) -> Model:
+        """Raises RankError for one that is not configured any more."""
+        return await self.get(model_path(name))
+
+    async def counters(self, model: str) -> Counters | None:
+        """The counters of a model's engine, asked now; None where it gives none."""
+        try:
+            page = (await self.get(f"{model_path(model)}/metrics"))["text"]
+        except RankError:
+            return None
+        return sample_of(page, time.monotonic())
+
+    async def held(self, model: str) -> tuple[float | None, int | None]:
+        """(the used share of a model's KV cache, bytes of its engine on all nodes), as /metrics showed them last."""
+        try:
+            page = (await self._http.get("/metrics", timeout=ANSWER_S)).text
+        except httpx.HTTPError:
+            return None, None
+        kv_use, held_bytes = None, None
+        for name, labels, text in _SERIES.findall(page):
+            found = _MODEL.search(labels)
+            value = float(text)
+            # A name of a model needs no escape in a label, but for a quote or a backslash, which it cannot have.
+            if found is None or found[1] != model or not math.isfinite(value):
+                continue
+            if name == "vllm:kv_cache_usage_perc":
+                kv_use = max(value, kv_use or 0.0)
+            else:
+                held_bytes = int(value) + (held_bytes or 0)
+        return kv_use, held_bytes
+
+    @asynccontextmanager
+    async def completion(self, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+        """An answer of /v1/completions while it comes. Raises what httpx raises."""
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            yield response
+
+    async def _asked(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, ADMIN + path, timeout=ANSWER_S, **request)
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise RankError(f"The daemon did not answer {method} {path} ({type(error).__name__}): see its log.") from None
+        if response.is_success and isinstance(answer, dict):
+            return answer
+        raise RankError(_message(answer) or f"The daemon refused {method} {path} with status {response.status_code}: see its log.")
+
+
+def model_path(name: str) -> str:
+    """Names may hold '/' and ':'."""
+    return f"/models/{quote(name, safe='/:')}"
+
+
+def has_token(line: str) -> bool:
+    """Whether a line of a streamed completion brings a piece of the answer."""
+    if not line.startswith("data: {"):
+        return False
+    try:
+        choices = json.loads(line.removeprefix("data: ")).get("choices") or []
+    except ValueError:
+        return False
+    return any(choice.get("text") for choice in choices)
+
+
+def _message(answer: object) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message") or "") if isinstance(error, dict) else ""

@@ -1,0 +1,75 @@
+"""The bench's client: the daemon's own sentence in a refusal, what /metrics says of one model, and no key outside of a header."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from sparkd.bench.client import Client, has_token
+from sparkd.bench.job import Job
+from sparkd.bench.load_bench import LoadBench
+from sparkd.errors import RankError
+
+KEY = "canary-0123456789"
+GIB = 1 << 30
+PAGE = f"""sparkd_engine_host_bytes{{model="m",node="a"}} {float(GIB)}
+sparkd_engine_device_bytes{{model="m",node="a"}} {float(2 * GIB)}
+sparkd_engine_device_bytes{{model="m",node="b"}} {float(GIB)}
+sparkd_engine_device_bytes{{model="m2",node="a"}} 7.0
+vllm:kv_cache_usage_perc{{model="m",node="a",engine="0"}} 0.25
+vllm:kv_cache_usage_perc{{model="m",node="a",engine="1"}} 0.5
+vllm:kv_cache_usage_perc{{model="m2",node="a"}} 0.9
+"""
+
+
+def client(answer: httpx.Response | Exception) -> Client:
+    def handle(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == f"Bearer {KEY}" and KEY not in str(request.url)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return Client("http://127.0.0.1:4000", KEY, httpx.MockTransport(handle))
+
+
+async def test_metrics_of_one_model_are_added_up_over_its_nodes() -> None:
+    assert await client(httpx.Response(200, text=PAGE)).held("m") == (0.5, 4 * GIB)
+    assert await client(httpx.Response(200, text="")).held("m") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (httpx.Response(409, json={"error": {"message": "m is loading.", "code": "conflict"}}), "m is loading."),
+        (httpx.Response(502, text="<html>"), "did not answer GET /models/m"),
+        (httpx.ConnectError("refused"), "did not answer GET /models/m"),
+    ],
+)
+async def test_a_refusal_is_the_daemons_sentence(answer: httpx.Response | Exception, sentence: str) -> None:
+    with pytest.raises(RankError) as error:
+        await client(answer).model("m")
+    assert sentence in error.value.message and KEY not in error.value.message
+
+
+async def test_an_engine_without_an_answer_has_no_counters() -> None:
+    assert await client(httpx.Response(503, json={"error": {"message": "Not READY."}})).counters("m") is None
+    counters = await client(httpx.Response(200, json={"text": "vllm:prompt_tokens_total 7\n"})).counters("m")
+    assert counters is not None and counters.values["prompt_tokens_total"] == 7
+
+
+def test_a_job_shows_no_key() -> None:
+    job = Job(folder="/x", bench="b", base_url="http://127.0.0.1:4000", admin_key=KEY, key=KEY, work=LoadBench())  # type: ignore[arg-type]
+    assert KEY not in repr(job) and Job.model_validate_json(job.model_dump_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("line", "brings"),
+    [
+        ('data: {"choices": [{"text": "a"}]}', True),
+        ('data: {"choices": [{"text": ""}]}', False),
+        ("data: [DONE]", False),
+        (": here", False),
+    ],
+)
+def test_the_first_token_is_a_piece_with_text(line: str, brings: bool) -> None:
+    assert has_token(line) is brings
