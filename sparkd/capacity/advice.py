@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.account import Account, Ways, serving_of
-from sparkd.capacity.auto_resolve import cache_limit
+from sparkd.capacity.account import Account, Ways, cache_limit, serving_of
 from sparkd.capacity.fit import AS_STORED, Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized

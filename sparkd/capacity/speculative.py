@@ -17,7 +17,7 @@ from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inv
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.models.shape import Shape, shape_of
-from sparkd.vllm.translate import draft_method, speculative_config
+from sparkd.vllm.flags import draft_method, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 if TYPE_CHECKING:

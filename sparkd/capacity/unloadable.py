@@ -15,7 +15,7 @@ from sparkd.models.shape import shape_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import is_open
-from sparkd.vllm.translate import LOAD_FORMAT
+from sparkd.vllm.flags import LOAD_FORMAT
 from workers.quantization.best_wish import BestWish, best_of
 
 # The load formats that need every file of a checkpoint; others read no weights here, or files of their own.

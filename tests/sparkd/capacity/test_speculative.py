@@ -18,7 +18,7 @@ from sparkd.errors import ConfigError
 from sparkd.hardware import SPARK
 from sparkd.models.shape import shape_of
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import speculative_config
+from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans
 from tests.support.accounts import account, kv_cost
