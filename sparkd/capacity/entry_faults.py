@@ -16,10 +16,11 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
 from sparkd.models.folder import unusable_of
 from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs, engine_args
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import InquiryRuntime, kept_here
 from workers.quantization.recipe import AS_IT_IS
 
 
