@@ -16,9 +16,9 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.source import folder_of
 from sparkd.hardware import Hardware
 from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, files_of
-from sparkd.models.source import folder_of
 from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without
 from sparkd.vllm.unaccounted_args import REST
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe

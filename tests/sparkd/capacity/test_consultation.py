@@ -19,11 +19,11 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import parse_model
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
-from sparkd.models.shape import shape_of
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support import published_headers
 from tests.support.accounts import account, needed_gib
