@@ -17,10 +17,10 @@ from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
 from sparkd.capacity.parallelism import even_formats, possible_ranks
 from sparkd.capacity.weights import Inventory, inventory
+from sparkd.checkpoint.prequantized import prequantized
+from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.prequantized import prequantized
-from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.kv_cache import written
 from sparkd.schema.quantize import is_open

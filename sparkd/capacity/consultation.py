@@ -16,8 +16,8 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.source import folder_of
 from sparkd.hardware import Hardware
-from sparkd.models.source import folder_of
 from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
 from sparkd.vllm.ask.model import files_of
 from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without

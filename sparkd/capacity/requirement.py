@@ -20,11 +20,11 @@ from sparkd.capacity.consultation import Answers
 from sparkd.capacity.fit import FitRequest
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.unloadable import fault, uneven
+from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.folder import unusable_of
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
 from sparkd.schema.quantize import AUTO, is_open

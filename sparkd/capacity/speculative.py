@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.errors import CheckpointUncounted, ConfigError
-from sparkd.models.shape import Shape, shape_of
 from sparkd.vllm.flags import SPECULATIVE, draft_method, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 

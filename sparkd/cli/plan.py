@@ -216,8 +216,8 @@ def _planned_here(
     from sparkd.capacity.plan import plan as plan_of
     from sparkd.capacity.plan_report import vllm_json
     from sparkd.capacity.planned_entry import entry_of
-    from sparkd.models.prequantized import prequantized
-    from sparkd.models.remote_headers import checkpoint_of
+    from sparkd.checkpoint.prequantized import prequantized
+    from sparkd.checkpoint.remote_headers import checkpoint_of
     from sparkd.render.terminal import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)

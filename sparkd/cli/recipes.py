@@ -221,7 +221,7 @@ def _book(folder: Path | None) -> RecipeLibrary:
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
     """(content, name in messages, address and commit) of a recipe of a registry, or of a file, which has no such."""
-    from sparkd.models.source import FOLDER_SIGNS
+    from sparkd.checkpoint.source import FOLDER_SIGNS
     from sparkd.recipes.file import SUFFIXES
 
     name = str(file)

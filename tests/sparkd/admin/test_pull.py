@@ -20,11 +20,11 @@ from huggingface_hub import constants
 from sparkd.admin import pull
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.pull import Pulls
+from sparkd.checkpoint import download
+from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
-from sparkd.models import download
-from sparkd.models.download import wanted
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.support.checkpoints import layered, write_folder

@@ -20,10 +20,10 @@ from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, EngineError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.models.shape import shape_of
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support import published_headers

@@ -11,8 +11,8 @@ import pytest
 
 from sparkd.capacity import container
 from sparkd.capacity.container import RankContainer, containers, shell
+from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
-from sparkd.models.source import name_of
 from sparkd.vllm.flags import speculative_config
 
 OURS = ["python", "-m", "api", "--model", "M", "--worker-cls", "workers.kv.SparkWorker", "--max-model-len", "64"]

@@ -12,10 +12,10 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.layers import LayerListing, listing
 from sparkd.checkpoint import SourceQuantization
+from sparkd.checkpoint.source import snapshot_of
 from sparkd.cli import named_entry
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
-from sparkd.models.source import snapshot_of
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder

@@ -1,6 +1,6 @@
 """Downloads what an engine needs of a hub's repository into this node's hub cache, by huggingface_hub.
 
-A program of its own, so that a download is ended by ending its process: `python -m sparkd.models.download` reads one line of JSON from
+A program of its own, so that a download is ended by ending its process: `python -m sparkd.checkpoint.download` reads one line of JSON from
 stdin, {"hub_id", "revision"}; HF_* come by its environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end
 {"ended": true, "commit", "note"} or {"error"}, with "unasked" where it was the hub that said nothing, and ends when stdin does.
 """
@@ -17,16 +17,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sparkd.checkpoint.hub import Hub, client_errors
+from sparkd.checkpoint.remote_headers import complete
 from sparkd.errors import CheckpointError, SparkdError
-from sparkd.models.hub import Hub, client_errors
-from sparkd.models.remote_headers import complete
 from workers.files.manifest import File, ModelManifest, lacking, refuse_without_room
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
 
 THREADS = 4
 PROGRESS_S = 0.3
-# Nobody writes a file any more that was last written so long ago: the library's time-out is 10 s (HF_HUB_DOWNLOAD_TIMEOUT).
+# A part that was last written so long ago belongs to a download that has ended: the library gives up after 10 s without data.
 ABANDONED_S = 600.0
 # Files that no engine reads where the same weights are there as safetensors, and folders of other programs' copies.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
