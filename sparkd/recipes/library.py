@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint.source import FOLDER_SIGNS
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.source import FOLDER_SIGNS
 from sparkd.nearest import nearest
 from sparkd.schema.yaml_file import ConfigProblem, parse
 
