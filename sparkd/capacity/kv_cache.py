@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
 from sparkd.hardware import GIB
-from sparkd.models.shape import DTYPE_BYTES, Attention, Shape
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}

@@ -10,12 +10,12 @@ from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups
 from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint.shape import shape_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
-from sparkd.models.shape import shape_of
-from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import is_open
-from sparkd.vllm.translate import LOAD_FORMAT
+from sparkd.vllm.flags import LOAD_FORMAT
 from workers.quantization.best_wish import BestWish, best_of
 
 # The load formats that need every file of a checkpoint; others read no weights here, or files of their own.

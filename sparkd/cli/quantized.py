@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import name_of, snapshot_of, source_of
 from sparkd.errors import CheckpointError, ConfigError, Conflict
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import name_of, snapshot_of, source_of
 from sparkd.schema.quantize import is_open
 from workers.cache import store
 from workers.cache.manifest import CacheManifest, model_name

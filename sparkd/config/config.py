@@ -20,11 +20,11 @@ from pydantic import (
     model_validator,
 )
 
+from sparkd.checkpoint.model_folder import places_of
 from sparkd.config.api_keys import KeySettings, load_keys
 from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
 from sparkd.errors import ConfigError
-from sparkd.models.folder import places_of
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.recipes.merge import book_of, merge_recipe

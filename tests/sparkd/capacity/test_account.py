@@ -20,7 +20,7 @@ from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.kv_cache import kv_cache, spelled
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import without
+from sparkd.vllm.flags import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write

@@ -79,7 +79,6 @@ class Shape:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
     vocab: int
     intermediate: int
     expert_width: int
@@ -122,7 +121,6 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_kv_heads(text, heads),
         vocab=stated["vocab_size"],
         intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
         expert_width=_count(text, "moe_intermediate_size", "expert_ffn_hidden_size"),
