@@ -18,7 +18,8 @@ from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import folder_of
 from sparkd.hardware import Hardware
-from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, files_of
+from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import files_of
 from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without
 from sparkd.vllm.unaccounted_args import REST
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe

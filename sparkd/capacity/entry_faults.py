@@ -18,8 +18,9 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
 from sparkd.schema.engine_args import EngineArgs, engine_args
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import InquiryRuntime, kept_here
 from workers.quantization.recipe import AS_IT_IS
 
 

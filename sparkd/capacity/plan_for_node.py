@@ -34,10 +34,10 @@ from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers
-from sparkd.inquiry.model_answers import places as answers_in
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.quantize import AUTO
+from sparkd.vllm.ask.cache import places as answers_in
+from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host import processes
 from workers.host.meminfo import mem_total_bytes

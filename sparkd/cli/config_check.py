@@ -72,7 +72,7 @@ def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
             subjects.setdefault(entry.runtime, []).append(entry.judged)
     if not subjects:
         return
-    from sparkd.inquiry.parser_answers import announce, refused_of
+    from sparkd.vllm.ask.parser import announce, refused_of
 
     for runtime, asked in subjects.items():
         refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
@@ -210,7 +210,7 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.inquiry.parser_answers import refused
+        from sparkd.vllm.ask.parser import refused
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env)

@@ -111,8 +111,8 @@ def check(
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
     from sparkd.config.recipe_check import checked, load, refused_by_parser
-    from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
+    from sparkd.vllm.ask.parser import asked
 
     book = _book(folder)
     problems: list[ConfigProblem] = []
@@ -198,9 +198,9 @@ def import_(
 def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """(version, refused arguments) of the vLLM in sparkd's own environment; None where it gives no answer. Takes as long as its import."""
     from sparkd.cli.config_file import config_of
-    from sparkd.inquiry.parser_answers import announce, answers
-    from sparkd.vllm.answer_cache import places
     from sparkd.vllm.arg_check import ANOTHER_PARSER
+    from sparkd.vllm.ask.cache import places
+    from sparkd.vllm.ask.parser import announce, answers
     from sparkd.vllm.installed import full_version_in
 
     if any(name in env for name in ANOTHER_PARSER):

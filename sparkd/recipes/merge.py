@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,6 @@ def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mappin
     """The recipes for a configuration that is not validated yet. A wrong path is reported by the validation."""
 
     def folder(value: Any) -> Path | None:
-        return (base or Path.cwd()) / Path(value).expanduser() if isinstance(value, str) and value else None
+        return (base or Path.cwd()) / os.path.expanduser(value) if isinstance(value, str) and value else None
 
     return RecipeLibrary(folder(recipes_dir), environ, folder(state_dir))

@@ -139,7 +139,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
     uncounted = tuple(unsized(args))
     wide = (value_of(args, DTYPE) or spec.dtype) in WIDE
-    drafts = DRAFTS in flags
+    drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
     share = _share(spec)

@@ -1,4 +1,4 @@
-"""Owns the field types that the configuration's sections share: parsing of numbers, paths and names. Holds no default."""
+"""The field types that the sections share: numbers, paths, names, addresses, arguments and variables."""
 
 from __future__ import annotations
 

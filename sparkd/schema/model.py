@@ -1,4 +1,4 @@
-"""Owns one model's entry: its keys, the vLLM flags they stand for, and the hash of what its engine runs. Never starts anything."""
+"""One model's entry: its keys, the vLLM flags they stand for, and the hash of what its engine runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SOUND: list[dict[str, Any]] = [
 # Mistakes of one pass: those of keys are found without vLLM and the model's files, the others once the keys are right.
 TOGETHER: list[tuple[dict[str, Any], list[int]]] = [
     ({"env": ["VLLM_PORT=1", "A"], "memory_gib": "lots", "ttl": "x", "modl": 1}, [4, 5, 6, 7]),
-    ({"extra_args": ["--enforce-eagr", "--max-num-seq-s", "8"]}, [4, 4]),
+    ({"extra_args": ["--enforce-eagr"], "max_num_seqs": 64, "max_num_batched_tokens": 32}, [4, 6]),
     # One mistake is told once.
     ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
 ]
