@@ -15,10 +15,10 @@ from sparkd.capacity.unloadable import fault, uneven, unmet
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.schema.engine_args import EngineArgs, engine_args
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import InquiryRuntime, kept_here
 from workers.quantization.recipe import AS_IT_IS

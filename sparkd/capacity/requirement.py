@@ -22,12 +22,12 @@ from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.unloadable import fault, uneven
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args
-from sparkd.schema.kv_cache import without_cpu_space
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused

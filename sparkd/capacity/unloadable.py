@@ -12,9 +12,9 @@ from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.shape import shape_of
 from sparkd.checkpoint.source import folder_of
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
-from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import is_open
 from sparkd.vllm.flags import LOAD_FORMAT
 from workers.quantization.best_wish import BestWish, best_of
 

@@ -12,7 +12,7 @@ from sparkd.capacity.layers import layers_of
 from sparkd.capacity.unloadable import uneven
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config, load_config
-from sparkd.schema.engine_args import engine_args
+from sparkd.config.engine_args import engine_args
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
 from tests.support.checkpoints import dense, write
