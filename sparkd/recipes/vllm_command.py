@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkd.config.engine_flags import SWITCHES, VALUE_FLAGS
 from sparkd.errors import ConfigError
-from sparkd.schema.engine_flags import SWITCHES, VALUE_FLAGS
 from sparkd.vllm.flags import SHORT, Value, amount, flags_in, is_value, json_object, parsed, value_of, words
 from sparkd.vllm.reserved_args import owned_args
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkd.schema import kv_cache as kv_sizing
+from sparkd.config import kv_cache as kv_sizing
 from sparkd.vllm.flags import amount, parsed
 from sparkd.vllm.parsers import OFF
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
 
 # Keys that are a flag of vLLM: --max-model-len VALUE, and --enforce-eager without one.
 VALUE_FLAGS = (

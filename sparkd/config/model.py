@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationInfo, model_validator
 
-from sparkd.schema import fields as kinds
-from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema import quantize as quantizing
-from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.fields import (
+from sparkd.config import fields as kinds
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config import quantize as quantizing
+from sparkd.config.engine_flags import flags_of
+from sparkd.config.fields import (
     AbsolutePath,
     Arguments,
     Count,
@@ -31,7 +31,7 @@ from sparkd.schema.fields import (
     Section,
     Word,
 )
-from sparkd.schema.refusal import refuse
+from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import trusts_code
@@ -225,7 +225,7 @@ class ModelConfig(TuningKeys):
         return self._given.keys
 
     def with_given(self, keys: Mapping[str, Any]) -> ModelConfig:
-        """keys: of sparkd.schema.overlay.shown."""
+        """keys: of sparkd.config.overlay.shown."""
         copy = self.model_copy()
         copy._given = Given(keys)
         return copy
@@ -239,7 +239,7 @@ class ModelConfig(TuningKeys):
         return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
-        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         return flags_of(self)
 
     def environment(self, engine: EngineDefaults) -> dict[str, str]:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd.schema.refusal import plain, refuse
+from sparkd.config.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
