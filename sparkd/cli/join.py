@@ -90,7 +90,7 @@ def join(
         trial.touch(mode=0o600)
         trial.write_text(secret)
         clocks = clock_doubt(ask_head(target, trial, route.node_ip))
-    warnings = [*route.doubts, *filter(None, [clocks])]
+    warnings = [warning for warning in (route.warning, clocks) if warning is not None]
     err.print(route.why, markup=False)
     for warning in warnings:
         err.print(f"warn: {warning}", style="yellow", markup=False)

@@ -24,6 +24,7 @@ from sparkd.vllm.unaccounted_args import (
     uncounted,
     unsized,
 )
+from tests.support.accounts import needed_gib
 
 FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 
@@ -58,6 +59,8 @@ def test_check_says_what_has_a_whole_machine_reserved(args: list[str], keys: dic
     found = list(reserved_whole(spec, ModelConfig.model_fields))
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
+    if told is not None:
+        assert [needed_gib(spec, platform, 100, {}, 90.0) for platform in ("cuda", "cpu")] == [90, 90]
 
 
 @pytest.mark.parametrize(
