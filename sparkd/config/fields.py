@@ -37,6 +37,10 @@ _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]{1,15})?)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
+class VllmFlag:
+    """Marks a key of an entry whose value vLLM takes by the flag of the same name: max_num_seqs, --max-num-seqs."""
+
+
 class Section(BaseModel):
     """A part of the configuration. It refuses unknown keys, is frozen, and its errors do not repeat the input."""
 

@@ -29,6 +29,7 @@ from sparkd.config.fields import (
     PositiveSeconds,
     Seconds,
     Section,
+    VllmFlag,
     Word,
 )
 from sparkd.config.refusal import refuse
@@ -156,7 +157,7 @@ class TuningKeys(Section):
     # The recipe, whose keys sparkd.recipes.merge has already put below the entry's own.
     recipe: Word | None = None
     model: Annotated[str, AfterValidator(_model)]
-    revision: Annotated[Word | None, AfterValidator(_revision)] = None
+    revision: Annotated[Word | None, AfterValidator(_revision), VllmFlag()] = None
 
     aliases: Names = ()
     served_model_name: Names = ()
@@ -185,17 +186,17 @@ class TuningKeys(Section):
     kv_cache: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(kv_sizing.kv_cache)] = None
     kv_margin_gib: Annotated[Annotated[float, Field(ge=0, le=1e6)] | None, BeforeValidator(kinds.no_bool)] = None
 
-    max_model_len: Length = None
-    max_num_seqs: PositiveCount | None = None
-    max_num_batched_tokens: Tokens = None
-    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_auto_is_none)] = None
-    kv_cache_dtype: Word | None = None
-    dtype: Word | None = None
-    quantization: Word | None = None
-    load_format: Word | None = None
+    max_model_len: Annotated[Length, VllmFlag()] = None
+    max_num_seqs: Annotated[PositiveCount | None, VllmFlag()] = None
+    max_num_batched_tokens: Annotated[Tokens, VllmFlag()] = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_auto_is_none), VllmFlag()] = None
+    kv_cache_dtype: Annotated[Word | None, VllmFlag()] = None
+    dtype: Annotated[Word | None, VllmFlag()] = None
+    quantization: Annotated[Word | None, VllmFlag()] = None
+    load_format: Annotated[Word | None, VllmFlag()] = None
     enforce_eager: bool = False
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
-    reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
+    reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none), VllmFlag()] = None
     sampling: Sampling | None = None
     extra_args: Arguments = ()
 
