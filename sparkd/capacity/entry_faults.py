@@ -12,16 +12,17 @@ from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.mixes import mixes_of
 from sparkd.capacity.parallelism import uneven_groups, uneven_heads
+from sparkd.checkpoint.model_folder import unusable_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, engine_args
+from sparkd.config.quantize import AUTO
 from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
-from sparkd.models.folder import unusable_of
-from sparkd.models.source import folder_of
-from sparkd.schema.engine_args import EngineArgs, engine_args
-from sparkd.schema.quantize import AUTO
-from sparkd.vllm.translate import LOAD_FORMAT
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import InquiryRuntime, kept_here
+from sparkd.vllm.flags import LOAD_FORMAT
 from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import AS_IT_IS
 

@@ -9,10 +9,10 @@ from functools import lru_cache
 from sparkd.capacity.speculative import Drafting, of_config
 from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint.shape import shape_of
+from sparkd.checkpoint.source import folder_of
+from sparkd.config.engine_args import EngineArgs
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.models.shape import shape_of
-from sparkd.models.source import folder_of
-from sparkd.schema.engine_args import EngineArgs
 from workers.kv.profiles import checkpoint_of
 
 

@@ -20,16 +20,17 @@ from sparkd.capacity.consultation import Answers
 from sparkd.capacity.entry_faults import file_fault, format_fault
 from sparkd.capacity.fit import FitRequest
 from sparkd.capacity.headers import Headers, headers_here
+from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, ask, kept_answers, places
-from sparkd.inquiry.parser_answers import refused
-from sparkd.models.folder import unusable_of
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args
-from sparkd.schema.kv_cache import without_cpu_space
-from sparkd.schema.quantize import AUTO, is_open
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
+from sparkd.vllm.ask.parser import refused
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.releases import READ_OFF

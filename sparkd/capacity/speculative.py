@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.errors import CheckpointUncounted, ConfigError
-from sparkd.models.shape import Shape, shape_of
-from sparkd.vllm.translate import draft_method, speculative_config
+from sparkd.vllm.flags import SPECULATIVE, draft_method, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
 
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
-FLAG = "--speculative-config"
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
 # vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
@@ -99,7 +98,7 @@ def drafting(method: str, model: str, wish: Mapping[str, Any], read: Callable[[s
     settings = {"kv_cache_dtype": needed} if needed is not None else {}
     env = (recipe.settings.get("env") or {}) if recipe is not None else {}
     name = recipe.name if recipe is not None else None
-    return replace(of_config(config, read), args=(FLAG, json.dumps(config)), env=env, settings=settings, recipe=name)
+    return replace(of_config(config, read), args=(SPECULATIVE, json.dumps(config)), env=env, settings=settings, recipe=name)
 
 
 def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:

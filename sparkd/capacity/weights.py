@@ -14,9 +14,9 @@ from math import ceil, prod
 
 from sparkd.capacity.kv_cache import stages_of
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
+from sparkd.checkpoint.shape import Shape, of_layers, text_config
 from sparkd.checkpoint.tensors import alike
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.models.shape import Shape, of_layers, text_config
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.calibration_text import text_of

@@ -12,11 +12,11 @@ from sparkd.capacity.candidates import candidate_of, candidates_of
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
+from sparkd.checkpoint.shape import Shape
+from sparkd.config.engine_args import decided, engine_args
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import Shape
-from sparkd.schema.engine_args import decided, engine_args
-from sparkd.schema.model import ModelConfig
 
 Env = Mapping[str, str]
 

@@ -20,11 +20,11 @@ from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, EngineError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
-from sparkd.models.shape import shape_of
+from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support import published_headers
 from tests.support.accounts import account, needed_gib
@@ -304,7 +304,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("The vLLM of this runtime gave no answer about a model.")
 
-    monkeypatch.setattr("sparkd.inquiry.model_answers.ask", fails)
+    monkeypatch.setattr("sparkd.vllm.ask.model.ask", fails)
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["footprint"]["sureness"] == "guess" and any("vLLM" in note and "no answer" in note for note in plan["notes"])

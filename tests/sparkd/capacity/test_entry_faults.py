@@ -11,7 +11,7 @@ from sparkd.capacity import entry_faults
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
-from sparkd.inquiry.model_answers import ModelRefusal
+from sparkd.vllm.ask.answers import ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts

@@ -19,9 +19,9 @@ from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_below, mixes_of, unit_list
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
+from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
-from sparkd.schema.engine_args import EngineArgs, engine_args
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors

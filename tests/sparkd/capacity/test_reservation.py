@@ -98,9 +98,9 @@ async def test_what_the_release_of_the_runtime_does_not_understand_is_not_starte
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
-    spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
+    spec = parse_model("m", {"model": "o/m", "env": {"VLLM_ATTENTION_BACKEND": "XFORMERS"}}, over_admin=False)
     need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm="0.32.0")
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
 
-    with pytest.raises(RankError, match=r"\bVLLM_USE_V1: vLLM 0"):
+    with pytest.raises(RankError, match=r"\bVLLM_ATTENTION_BACKEND: vLLM "):
         await cluster.siting.place(spec)

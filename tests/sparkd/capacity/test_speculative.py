@@ -14,11 +14,11 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint.shape import shape_of
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.models.shape import shape_of
-from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import speculative_config
+from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans
 from tests.support.accounts import account, kv_cost

@@ -12,8 +12,8 @@ from sparkd.capacity.entry_faults import format_fault
 from sparkd.capacity.layers import layers_of
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config, load_config
-from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion, ModelRefusal
-from sparkd.schema.engine_args import engine_args
+from sparkd.config.engine_args import engine_args
+from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
 from tests.support.checkpoints import dense, write
 from tests.support.plans import entry_with, planned

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
+from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
 from sparkd.config.config import parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
@@ -45,8 +47,6 @@ from sparkd.errors import (
     UnknownOperation,
 )
 from sparkd.gateway.upstream import ServedModels
-from sparkd.models.folder import unusable
-from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
 from sparkd.vllm.parsers import Parsers, of_handle

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.schema.yaml_file import Location, parse
+from sparkd.config.yaml_file import Location, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:
@@ -57,6 +57,7 @@ def test_anchors_and_merges() -> None:
         ("a: 1\nb: !!python/object/apply:os.system [x]", 2, "tags"),
         ("a: &a [*a]", 1, "nested"),
         ("a: " + "[" * 5000, 1, "nested"),
+        ("a: " + "{a: 1, b: " * 5000, 1, "nested"),
         ("%YAML " + "9" * 5000 + ".1\n---\na: 1", None, "malformed"),
     ],
     ids=lambda value: repr(value)[:40],

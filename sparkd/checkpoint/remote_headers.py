@@ -22,12 +22,12 @@ from sparkd.checkpoint import (
     selected,
 )
 from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
+from sparkd.checkpoint.hub import Hub, RepositoryListing
 from sparkd.checkpoint.index import INDEX
+from sparkd.checkpoint.model_folder import unusable
+from sparkd.checkpoint.source import snapshot_of, source_of
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError
-from sparkd.models.folder import unusable
-from sparkd.models.hub import Hub, RepositoryListing
-from sparkd.models.source import snapshot_of, source_of
 
 # The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).

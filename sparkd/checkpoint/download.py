@@ -1,6 +1,6 @@
 """Downloads what an engine needs of a hub's repository into this node's hub cache, by huggingface_hub.
 
-A program of its own, so that a download is ended by ending its process: `python -m sparkd.models.download` reads one line of JSON from
+A program of its own, so that a download is ended by ending its process: `python -m sparkd.checkpoint.download` reads one line of JSON from
 stdin, {"hub_id", "revision"}; HF_* come by its environment. It prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end
 {"ended": true, "commit", "note"} or {"error"}, with "unasked" where it was the hub that said nothing, and ends when stdin does.
 """
@@ -11,26 +11,29 @@ import fnmatch
 import glob
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sparkd.checkpoint.hub import Hub, client_errors
+from sparkd.checkpoint.remote_headers import complete
 from sparkd.errors import CheckpointError, SparkdError
-from sparkd.models.hub import Hub, client_errors
-from sparkd.models.remote_headers import complete
 from workers.files.manifest import File, ModelManifest, lacking, refuse_without_room
 from workers.host.hub_cache import hub_cache, snapshot_of
 from workers.host.line_writer import ordered
 
 THREADS = 4
 PROGRESS_S = 0.3
+# A part that was last written so long ago belongs to a download that has ended: the library gives up after 10 s without data.
+ABANDONED_S = 600.0
 # Files that no engine reads where the same weights are there as safetensors, and folders of other programs' copies.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 OTHER_FOLDERS = ("original/*", "metal/*", "onnx/*", "openvino/*", "coreml/*", ".*")
 # Mistral's repositories have the same weights twice.
 CONSOLIDATED = "consolidated*.safetensors"
-_RESUME = "Check the network and the disk, then run the same command again to resume"
+_AGAIN = "Check the network and the disk, then run the same command again; complete files stay"
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -73,6 +76,7 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     sizes = {name: listing.sizes[name] or 0 for name in wanted(listing.sizes)}
     missing = tuple(File(name, size, 0) for name, size in sizes.items() if not (snapshot / name).exists())
     refuse_without_room(hub_id, lacking(ModelManifest(hub_id, None, listing.commit, "", missing), environ))
+    _remove_abandoned(folder)
     try:
         with _progress(folder, snapshot, sizes, tell):
             snapshot_download(
@@ -87,10 +91,10 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     except client_errors() as error:
         # Its message may hold an address with a signature.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise CheckpointError(f"it could not be downloaded: {reason}", file=hub_id, cure=_RESUME) from None
+        raise CheckpointError(f"it could not be downloaded: {reason}", file=hub_id, cure=_AGAIN) from None
     # The library is content with a part of it where the hub fails in between.
     if lost := [name for name in sizes if not (snapshot / name).exists()]:
-        raise CheckpointError(f"{lost[0]} could not be downloaded", file=hub_id, cure=_RESUME)
+        raise CheckpointError(f"{lost[0]} could not be downloaded", file=hub_id, cure=_AGAIN)
     _name_revision(folder, revision or "main", listing.commit)
     return listing.commit, ""
 
@@ -98,10 +102,10 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
 @contextmanager
 def _progress(folder: Path, snapshot: Path, sizes: Mapping[str, int], tell: Tell) -> Iterator[None]:
     """Tell how much of the files is on the disk, and keep it out of the page cache: CUDA cannot use memory that files fill."""
-    ended = threading.Event()
+    ended, began_s = threading.Event(), time.time()
 
     def look() -> None:
-        begun = [*(folder / "blobs").glob("*.incomplete")]
+        begun = [path for path in (folder / "blobs").glob("*.incomplete") if _written_s(path) >= began_s]
         done = sum(size for name, size in sizes.items() if (snapshot / name).exists())
         tell({"done_bytes": min(sum(sizes.values()), done + sum(map(_size, begun))), "total_bytes": sum(sizes.values())})
         for path in begun:
@@ -118,6 +122,20 @@ def _progress(folder: Path, snapshot: Path, sizes: Mapping[str, int], tell: Tell
         ended.set()
     for name in sizes:
         _drop(snapshot / name, wait=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove parts of files that a download left which was ended: the library begins each file anew, under another name."""
+    for path in (folder / "blobs").glob("*.incomplete"):
+        if _written_s(path) < time.time() - ABANDONED_S:
+            path.unlink(missing_ok=True)
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _drop(path: Path, *, wait: bool = False) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import workers
 from sparkd.errors import EngineError
-from sparkd.vllm.answer_cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
+from sparkd.vllm.ask.cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import parsed, words
 from sparkd.vllm.installed import full_version_in

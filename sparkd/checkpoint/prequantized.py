@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparkd.checkpoint import Checkpoint, assembled, read_checkpoint
+from sparkd.checkpoint.remote_headers import complete
+from sparkd.checkpoint.shape import Shape, shape_of
+from sparkd.checkpoint.source import hub_cache, snapshot_of
 from sparkd.errors import CheckpointError
-from sparkd.models.remote_headers import complete
-from sparkd.models.shape import Shape, shape_of
-from sparkd.models.source import hub_cache, snapshot_of
 
 # The words that publishers write behind a model's name; at least one word of the first kind.
 _FORMAT = "nvfp4|mxfp4|fp8|awq|gptq|int4|int8|w4a16|w4a4|w8a8|w8a16|4bit|8bit"

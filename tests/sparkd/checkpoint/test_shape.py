@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.models.shape import Attention, Shape, shape_of, text_config
+from sparkd.checkpoint.shape import Attention, Shape, shape_of, text_config
 from tests.support.checkpoints import dense, mixture
 from tests.support.inventories import CONFIGS, published, shape
 

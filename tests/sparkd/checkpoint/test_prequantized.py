@@ -10,9 +10,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint.prequantized import is_quantized_name, prequantized
 from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
-from sparkd.models.prequantized import is_quantized_name, prequantized
 from tests.support.accounts import account, advice, resolved
 from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking

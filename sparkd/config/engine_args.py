@@ -6,37 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config.engine_flags import flags_of
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
-from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.quantize import AUTO, is_open
-from sparkd.vllm.flags import DRAFTS, amount, parsed, speculative_config, value_of
+from sparkd.vllm.flags import DRAFTS, amount, amount_of, parsed, speculative_config, value_of, without
 from sparkd.vllm.unaccounted_args import (
+    BLOCK,
     BYTES,
     CACHE,
+    DTYPE,
     KV_DTYPES,
     LAYOUT,
+    LENGTH,
+    LONGEST,
     NARROW,
     SHARE,
     WEIGHTS,
     WIDE,
-    block_of,
     changed_by,
-    dtype_of,
     in_blocks,
-    is_longest,
     kv_dtype_of,
     length_of,
-    number_of,
     share_of,
     unsized,
-    without_length,
 )
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
 
 # Flags by which vLLM reads the longest request from another place than config.json.
 _OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format", "revision"})
@@ -97,7 +96,7 @@ class EngineArgs:
 
     @property
     def flags(self) -> list[str]:
-        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         flags = [] if self.revision is None else ["--revision", self.revision]
         if self.max_model_len is not None and not self.length_by_flag:
             flags += ["--max-model-len", str(self.max_model_len)]
@@ -138,9 +137,9 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     args = spec.extra_args
     flags = parsed(args)
     kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
-    uncounted = tuple(dict.fromkeys(unsized(args)))
-    wide = (dtype_of(args) or spec.dtype) in WIDE
-    drafts = DRAFTS in flags
+    uncounted = tuple(unsized(args))
+    wide = (value_of(args, DTYPE) or spec.dtype) in WIDE
+    drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
     share = _share(spec)
@@ -156,11 +155,11 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
         max_model_len=length_of(args) or spec.max_model_len,
-        max_num_seqs=number_of(args, "max-num-seqs") or spec.max_num_seqs,
-        max_num_batched_tokens=number_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        max_num_seqs=amount_of(args, "max-num-seqs") or spec.max_num_seqs,
+        max_num_batched_tokens=amount_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
         wide=wide,
         kv_cache_dtype=kv_dtype,
-        block_tokens=block_of(args),
+        block_tokens=amount_of(args, BLOCK),
         enforce_eager=flags.get("enforce-eager", spec.enforce_eager) is True,
         prefix_caching=flags.get("enable-prefix-caching") is not False,
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
@@ -200,7 +199,7 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
     """The settings, as written in the entry, whose effect on memory no formula covers."""
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
     names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
-    dtype = dtype_of(spec.extra_args) or spec.dtype or NARROW[0]
+    dtype = value_of(spec.extra_args, DTYPE) or spec.dtype or NARROW[0]
     # With float32, formats and a separate draft are not counted.
     counted = args.wide and args.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
@@ -210,9 +209,9 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
 
 def at_any_length(spec: ModelConfig) -> ModelConfig:
     """The entry with max_model_len: auto in place of a --max-model-len in extra_args that leaves the length to vLLM."""
-    if not is_longest(spec.extra_args):
+    if value_of(spec.extra_args, LENGTH) not in LONGEST:
         return spec
-    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, LENGTH))})
 
 
 def recipe_of(spec: ModelConfig) -> QuantizationRecipe:

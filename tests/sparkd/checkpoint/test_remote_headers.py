@@ -22,13 +22,12 @@ from huggingface_hub import constants
 from sparkd.capacity import plan_for_node
 from sparkd.capacity.plan_for_node import entry_here
 from sparkd.capacity.plan_request import PlanRequest
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import Checkpoint, hub, read_checkpoint
+from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.config.config import Config
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
 from sparkd.execution.threads import Threads
 from sparkd.hardware import SPARK
-from sparkd.models import hub
-from sparkd.models.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from tests.support.architectures import write_qwen3_moe
 from tests.support.checkpoints import header_of, layered, write_folder, write_shard
 from tests.support.facts import lacking
@@ -285,7 +284,7 @@ def test_what_is_no_id_and_no_address(repository: Repository) -> None:
 def test_an_interrupt_does_not_wait_for_the_hub(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from sparkd.models.remote_headers import read_remote_checkpoint
+from sparkd.checkpoint.remote_headers import read_remote_checkpoint
 print("asking", flush=True)
 try:
     read_remote_checkpoint("owner/name", None, os.environ, lambda done, total: os.kill(os.getpid(), signal.SIGINT))

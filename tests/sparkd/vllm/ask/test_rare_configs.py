@@ -16,7 +16,7 @@ import pytest
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import exact_of
 from sparkd.hardware import SPARK as SPARK_MACHINE
-from sparkd.inquiry.model_answers import SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.answers import SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers
 from tests.support.checkpoints import checkpoint_of
 from tests.support.plans import planned as plan

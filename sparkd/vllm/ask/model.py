@@ -21,8 +21,8 @@ import workers
 from sparkd.checkpoint import MODELOPT, Checkpoint
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import EngineError
-from sparkd.vllm.answer_cache import environment, keep, kept, neighbours, places
-from sparkd.vllm.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQuestion, ModelRefusal, Stage, Tensor, answer_of
+from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, answer_of
+from sparkd.vllm.ask.cache import environment, keep, kept, neighbours
 from sparkd.vllm.flags import speculative_config, without
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.translate import release_of, translated
@@ -30,7 +30,6 @@ from workers.host import regular_file
 from workers.host.interpreter import inherited_environment
 from workers.vllm.ask.model_question import FILES, conversation
 
-__all__ = ["OWN", "SPARK", "LayerCache", "ModelAnswer", "ModelQuestion", "ModelRefusal", "Stage", "Tensor", "places"]
 # The time limit of one question, after the child has imported vLLM.
 QUESTION_S = 120.0
 MEMORY_BYTES = 8 * 2**30

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.inquiry import parser_answers
-from sparkd.inquiry.parser_answers import answers, refused
-from sparkd.vllm import answer_cache
-from sparkd.vllm.answer_cache import places
 from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask import cache as answer_cache
+from sparkd.vllm.ask import parser as parser_answers
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.parser import answers, refused
 from tests.sparkd.vllm.test_installed import environment
 
 

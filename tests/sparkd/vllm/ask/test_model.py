@@ -14,7 +14,8 @@ import pytest
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
-from sparkd.inquiry.model_answers import SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from sparkd.vllm.ask.answers import SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import InquiryRuntime, ask
 from tests.support.checkpoints import dense, write
 from tests.support.kept_answer import kept
 from tests.support.published_tensors import tensors_of

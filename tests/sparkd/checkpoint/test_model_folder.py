@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.plan_for_node import entry_here
+from sparkd.checkpoint.model_folder import unusable, unusable_of
+from sparkd.checkpoint.remote_headers import checkpoint_of
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.models.folder import unusable, unusable_of
-from sparkd.models.remote_headers import checkpoint_of
 
 FAULTY = ("file", "gone", "empty", "bare", "above", "models--a--b", "adapter")
 
