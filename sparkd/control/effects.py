@@ -256,6 +256,7 @@ class Actions:
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
+        record.lost_load_s = 0.0
         self.move(record, ModelState.READY)
         if record.attempt.rank_id and served is None and load_s is not None:
             self._ledger.keep_answered(record.attempt.rank_id, load_s)
@@ -300,7 +301,6 @@ class Actions:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
-            record.attempt = replace(record.attempt, load_s=None)
             self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
@@ -319,7 +319,7 @@ class Actions:
         backoff = Backoff(**self._roster.config.backoff.model_dump())
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
-            record.attempt = replace(record.attempt, load_s=self._load_s(record))
+            record.lost_load_s = self._load_s(record)
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkd.control.residency import Stay
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import STARTING, ModelState, RankFact, Want
 
 # After the engine's own time (stop_timeout_s) a stop takes so long at most, with SIGKILL.
 ENDS_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """How long a READY model keeps its place when another model needs it.
+
+    until_s: when it counts as idle, or when a model in use has stayed for min_residency_s, whichever comes first.
+    load_s: how long its load took, if it and another model have taken each other's place; else 0.
+    """
+
+    ready_since_s: float = float("-inf")
+    until_s: float = float("-inf")
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +38,8 @@ class ModelFacts:
     how long no rank has read, written or computed; silent_s: for how long none has read or written.
 
     claims: a client waits for the model or an operator has requested it, so others make room; asked_since_s: since when. lack: the memory
-    that it requested when there was no room. stay: for how long it may not be evicted. yields: it is being evicted for another model.
+    that it requested when there was no room. lost_load_s: how long its last load took, if that failed. yields: it is being evicted for
+    another model.
     """
 
     name: str
@@ -60,6 +73,7 @@ class ModelFacts:
     claims: bool = False
     asked_since_s: float = 0.0
     lack: Lack | None = None
+    lost_load_s: float = 0.0
     pinned: bool = False
     priority: int = 50
     stay: Stay = field(default_factory=Stay)
@@ -70,8 +84,8 @@ class ModelFacts:
         return self.state in STARTING or self.busy == "place"
 
     def ends(self, now_s: float) -> bool:
-        """Something of it is being ended, or has to be. A rank that will not die keeps its memory in the book, and others need not wait for
-        it."""
+        """Whether one of its ranks is being ended or must be. Other models do not wait for a rank that will not die: the book still has its
+        memory."""
         if self.state is ModelState.STOPPING:
             return now_s - self.state_since_s < self.stop_deadline_s
         away = self.state in (ModelState.STOPPED, ModelState.FAILED)

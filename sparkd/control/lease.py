@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.control.residency import PROMISE_S
+from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
 from sparkd.engine.upstream import Upstream

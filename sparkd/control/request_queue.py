@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
+# Seconds within which a client that was asked to retry must be back: twice the longest Retry-After.
+PROMISE_S = 120.0
+
 
 class RequestQueue:
     """Times are monotonic seconds.

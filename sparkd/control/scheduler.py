@@ -1,8 +1,10 @@
-"""Owns the order in which waiting models start, and which others are evicted for the first. Pure: never waits, starts or ends one.
+"""Decides the order in which waiting models start, and which others are evicted for the first. Pure.
 
 A model is claimed if a request waits for it or an operator requested it. Claimed models start before others, in the order of their claims.
-The others wait even if there is room, so that small ones do not keep a large one out for ever. sparkd.control.residency decides for how
-long a model stays.
+The others wait even if there is room, so that small ones do not keep a large one out for ever.
+
+A model in use stays for min_residency_s after it was ready, and an idle one yields at once. Two models that take each other's place wait
+for each other at least as long as the load took, so at most half of the time goes into loading (tests/bench/swap.py).
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
-from sparkd.control.residency import Budget
 from sparkd.control.wait_reasons import (
     ASKED_FIRST,
     ENDS,
@@ -32,15 +33,17 @@ from sparkd.state.nouns import ModelState, Want
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
 _AWAY = (ModelState.STOPPED, ModelState.FAILED)
-WHOLE = Budget()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """first: may be placed once nothing else is started or ended. leave: by model that goes, for whom. waits: why each waits, also the
-    first where it is not placed now. refused: who would wait in vain, and why.
+    """What the scheduler has decided.
 
-    line: all that wait, in their order.
+    first: the model that is placed once no other model starts or ends.
+    leave: the models to evict, each with the model that needs its place.
+    waits: why each waiting model waits, the first one too unless it is placed now.
+    refused: the models that would wait in vain, and why.
+    line: all waiting models, in their order.
     """
 
     first: str | None = None
@@ -50,12 +53,10 @@ class Turn:
     line: tuple[str, ...] = ()
 
 
-def turn(
-    models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE
-) -> Turn:
+def turn(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None) -> Turn:
     """The decision for the present facts; equal facts give an equal decision.
 
-    bar: why no model can be placed now. budget: the allowed cost of evictions.
+    bar: why no model can be placed now.
     """
     waiting = [facts for facts in models.values() if _waits(facts, now_s)]
     waiting.sort(key=lambda facts: (not facts.claims, facts.asked_since_s, facts.name))
@@ -78,11 +79,11 @@ def turn(
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
-        victims = _victims(facts, models, book, ties, rivals, now_s, budget)
+        victims = _victims(facts, models, book, ties, rivals, now_s)
         if isinstance(victims, Wait):
             refused[name] = victims
             continue
-        leave, wait = _leaving(victims, now_s, budget)
+        leave, wait = _leaving(facts, victims, now_s)
         waits[name] = _waits_for(facts, rivals, wait)
         turn = f"It waits for its turn: {name} was requested first and waits for memory."
         waits |= dict.fromkeys(others, Wait(ASKED_FIRST, turn, (name,)))
@@ -118,7 +119,6 @@ def _victims(
     ties: Ties,
     rivals: Collection[str],
     now_s: float,
-    budget: Budget,
 ) -> list[ModelFacts] | Wait:
     """The fewest models to evict, unused ones first; a Wait if evicting every evictable model would not suffice."""
     spared = {asker.name, *ties.companions_of(asker.name)}
@@ -145,7 +145,7 @@ def _victims(
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
         return Wait(NO_ROOM, sentence, tuple(keepers), asker.lack)
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s, budget))
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts, now_s))
     while not book.has_room(asker.name, asker.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
@@ -155,9 +155,9 @@ def _victims(
     return _whole(chosen, models, ties)
 
 
-def _missed(facts: ModelFacts, now_s: float, budget: Budget) -> tuple[object, ...]:
+def _missed(asker: ModelFacts, facts: ModelFacts, now_s: float) -> tuple[object, ...]:
     """How much it would be missed if it went, the least first."""
-    stays, busy = _until_s([facts], budget) > now_s, facts.in_flight > 0
+    stays, busy = _until_s(asker, [facts]) > now_s, facts.in_flight > 0
     return not _leaves(facts), stays, busy, facts.priority, facts.last_used_s, facts.name
 
 
@@ -175,16 +175,20 @@ def _leaves(facts: ModelFacts) -> bool:
     return facts.yields or facts.want is Want.STOPPED
 
 
-def _until_s(victims: Collection[ModelFacts], budget: Budget) -> float:
-    """Until when these do not go together: the budget covers the loads of all."""
+def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:
+    """Until when these models are not evicted together."""
     stays = [facts.stay for facts in victims if not _leaves(facts)]
-    return max(budget.covers_at_s(sum(stay.load_s for stay in stays)), *(stay.until_s for stay in stays)) if stays else float("-inf")
+    if not stays:
+        return float("-inf")
+    # A load that failed had no stay of its own: the victims' stay covers it too.
+    loads_s = asker.lost_load_s + sum(stay.load_s for stay in stays)
+    return max(max(stay.ready_since_s for stay in stays) + loads_s, *(stay.until_s for stay in stays))
 
 
-def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[list[str], Wait]:
+def _leaving(asker: ModelFacts, victims: list[ModelFacts], now_s: float) -> tuple[list[str], Wait]:
     """The models that are evicted now, and the reason for the waiting one. They are evicted together, or none yet."""
     models = tuple(facts.name for facts in victims)
-    names, stay_s = " and ".join(models), _until_s(victims, budget) - now_s
+    names, stay_s = " and ".join(models), _until_s(asker, victims) - now_s
     if not victims:
         return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:

@@ -19,7 +19,7 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ENDS_S, ModelFacts
+from sparkd.control.facts import ENDS_S, ModelFacts, Stay
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import Gate
@@ -29,7 +29,7 @@ from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, 
 from sparkd.control.pressure import told_of
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.control.residency import PROMISE_S, Stay
+from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Turn
 from sparkd.control.swap import Swap, bar_of
 from sparkd.control.views import holders, view
@@ -274,7 +274,9 @@ class Supervisor:
         if self._settled and not self._draining:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
             found = self._found = Found.of(observation, records, steady)
-            with around("gate"):
+            # Without the gate's word no node is open, to a placement in progress either.
+            closed = frozenset(node.node_id for node in observation.nodes)
+            with around("gate", failed=lambda _: self._cluster.places.shut(closed, {})):
                 self._gate.look(observation, records)
                 self._cluster.places.shut(self._gate.shut, self._gate.room_gib)
                 found = self._found = replace(found, is_open=True)
@@ -284,7 +286,6 @@ class Supervisor:
             with around("wishes"):
                 self._wishes.end_removed()
                 self._door.forget_clients()
-                self._swap.count(records)
                 self._swap.settle(records)
             with around("plan"):
                 actions, whose = self._plan(found)
@@ -368,7 +369,7 @@ class Supervisor:
                 self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Yield(to=to):
-                self._swap.leave(record, to)
+                self._swap.leave(record, self.registry.records[to])
             case Drain():
                 self._actions.move(record, ModelState.DRAINING)
             case Stop():
@@ -439,6 +440,7 @@ class Found:
             claims=record.claims,
             asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
             lack=record.attempt.lack if record.attempt.entry_hash == record.hash else None,
+            lost_load_s=record.lost_load_s,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
             stay=_stay(record, config),
@@ -463,4 +465,5 @@ def _stay(record: Record, config: Config) -> Stay:
     if record.queue.promised_at_s is not None:
         comes_back_s = record.queue.promised_at_s + PROMISE_S
         idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
-    return Stay(record.attempt.ready_since_s, record.attempt.load_s or 0.0, least_s, idle_at_s)
+    until_s = min(idle_at_s, record.attempt.ready_since_s + least_s)
+    return Stay(record.attempt.ready_since_s, until_s, (record.attempt.load_s or 0.0) if record.takes_turns else 0.0)

@@ -15,8 +15,7 @@ from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
 from sparkd.control.load_gate import Gate
 from sparkd.control.memory_release import MEMORY_RETURNS
-from sparkd.control.record import Record
-from sparkd.control.residency import Evicted
+from sparkd.control.record import Evicted, Record
 from sparkd.control.scheduler import Turn, turn
 from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
 from sparkd.control.wishes import Wishes
@@ -57,11 +56,10 @@ class Swap:
         self._ties = ties
         self._wishes = wishes
         self._clock = clock
-        self._loads = ledger.loads(clock())
 
     def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
         """bar: as bar_of says it."""
-        return turn(models, self._book(), self._ties(), self._clock(), bar, self._loads.budget)
+        return turn(models, self._book(), self._ties(), self._clock(), bar)
 
     def show(self, whose: Turn, records: Mapping[str, Record]) -> None:
         """Tell each waiting model why and at which place; a model that would go for none any more need not."""
@@ -77,24 +75,16 @@ class Swap:
             if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
                 record.yields_to = None
 
-    def leave(self, record: Record, to: str) -> None:
-        """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
-        record.yields_to = to
+    def leave(self, record: Record, other: Record) -> None:
+        """Evict the model for another one. A request for it waits behind that one meanwhile."""
+        record.yields_to = to = other.name
+        record.takes_turns = other.takes_turns = True
         running = record.queue.in_flight
         requests = f"; its {running} request{'' if running == 1 else 's'} may finish first" if running else ""
         record.evicted = Evicted(to, record.desired.by)
-        self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._wishes.want(record.name, Want.STOPPED, "swap")
-
-    def count(self, records: Mapping[str, Record]) -> None:
-        """Take in which models load, and what that has cost since the last look."""
-        self._loads.advance(self._clock(), {record.name for record in records.values() if record.spec is not None and record.spec.pin})
-        for record in records.values():
-            self._loads.stand(record.name, record.state)
-            if record.attempt.load_s is not None and record.state in (ModelState.READY, ModelState.FAILED):
-                self._loads.end(record.name, record.attempt.load_s, record.state)
 
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""

@@ -132,6 +132,20 @@ async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_
         assert made.state("large") == "LOADING", "it need not wait for its back-off"
 
 
+async def test_a_gate_that_fails_closes_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.agents = ("n", "o")
+        await made.tick(2)
+        assert made.cluster.shut_nodes == frozenset()
+        with monkeypatch.context() as fault:
+            fault.setattr(type(made.supervisor._gate.pressure), "relieve", lambda *_: 1 / 0)
+            made.supervisor.want("m", Want.RUNNING, "admin")
+            await made.tick(3)
+            assert (made.state(), made.cluster.shut_nodes) == ("STOPPED", {"n", "o"})
+        await made.tick(2)
+        assert (made.state(), made.cluster.shut_nodes) == ("LOADING", frozenset())
+
+
 async def test_a_short_node_that_misses_a_look_is_short_as_before(tmp_path: Path) -> None:
     async with stage(tmp_path, models=models(tmp_path, small={})) as made:
         short = {"n": replace(READING, node_id="n"), "o": replace(READING, node_id="o", level="tight")}

@@ -14,10 +14,10 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
-from sparkd.control.facts import ModelFacts
+from sparkd.control.facts import ModelFacts, Stay
 from sparkd.control.load_gate import Gate
-from sparkd.control.residency import EARNED_S, PROMISE_S, Budget, Stay
-from sparkd.control.scheduler import WHOLE, Turn, turn
+from sparkd.control.request_queue import PROMISE_S
+from sparkd.control.scheduler import Turn, turn
 from sparkd.control.swap import bar_of
 from sparkd.control.wait_reasons import (
     AGENT_SILENT,
@@ -58,9 +58,9 @@ def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **chang
     return there(name, **(given | changes))
 
 
-def decided(*models: ModelFacts, ties: Ties | None = None, budget: Budget = WHOLE, offered: float = 20, **held: int) -> Turn:
+def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Turn:
     book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S, budget=budget)
+    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
 
 
 def reason(whose: Turn, name: str) -> tuple[str, tuple[str, ...], float | None]:
@@ -84,7 +84,7 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
         ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
         ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
         ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
-        ([there("a", stay=Stay(NOW_S, 0, 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", stay=Stay(NOW_S, NOW_S + 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
         ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
     ],
     ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
@@ -97,29 +97,35 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
 
 @pytest.mark.parametrize("stay_s", [42, 0.5])
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, stay_s)), a=16)
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, NOW_S + stay_s)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
     assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
 
 
-def test_an_idle_model_goes_once_the_budget_covers_its_load() -> None:
-    idle = there("a", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    assert dict(decided(waits("c"), idle, budget=Budget(78, 39, NOW_S), a=16).leave) == {"a": "c"}
-    early = decided(waits("c"), idle, budget=Budget(78, 79, NOW_S), a=16)
-    assert reason(early, "c") == (STAY, ("a",), pytest.approx(40 / EARNED_S))
+@pytest.mark.parametrize(
+    ("ready_s_ago", "load_s", "lost_load_s", "stay_s"),
+    [(1, 0, 0, None), (1, 39, 0, 38), (39, 39, 0, None), (39, 39, 154, 154), (193, 39, 154, None)],
+    ids=["no turns yet", "its load took longer", "it has stayed as long", "the other's load failed", "it has stayed for both"],
+)
+def test_an_idle_model_goes_at_once_unless_two_take_each_others_place(
+    ready_s_ago: float, load_s: float, lost_load_s: float, stay_s: float | None
+) -> None:
+    idle = there("a", stay=Stay(NOW_S - ready_s_ago, NOW_S, load_s))
+    found = decided(waits("c", lost_load_s=lost_load_s), idle, a=16)
+    assert dict(found.leave) == ({"a": "c"} if stay_s is None else {})
+    assert reason(found, "c") == (LEAVE if stay_s is None else STAY, ("a",), stay_s)
 
 
-@pytest.mark.parametrize(("spent_s", "leave"), [(0, ["a", "b"]), (1, []), (39, [])])
-def test_two_go_together_once_the_budget_covers_the_loads_of_both(spent_s: float, leave: list[str]) -> None:
-    idle = [there(name, stay=Stay(NOW_S - 10, 39, 60, NOW_S)) for name in "ab"]
-    assert sorted(decided(waits("c", 20), *idle, budget=Budget(78, spent_s, NOW_S), a=10, b=10).leave) == leave
+@pytest.mark.parametrize(("ready_s_ago", "leave"), [(77, []), (78, ["a", "b"])])
+def test_two_that_go_together_stay_for_the_loads_of_both(ready_s_ago: float, leave: list[str]) -> None:
+    idle = [there(name, stay=Stay(NOW_S - ready_s_ago, NOW_S, 39)) for name in "ab"]
+    assert sorted(decided(waits("c", 20), *idle, a=10, b=10).leave) == leave
 
 
-def test_who_leaves_already_needs_no_budget() -> None:
-    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    stays = there("b", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    assert sorted(decided(waits("c", 20), leaves, stays, budget=Budget(78, 39, NOW_S), a=10, b=10).leave) == ["a", "b"]
+def test_a_model_that_is_leaving_already_holds_nothing_up() -> None:
+    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S, NOW_S + 60, 39))
+    assert sorted(decided(waits("c", 20), leaves, there("b"), a=10, b=10).leave) == ["a", "b"]
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
@@ -393,7 +399,7 @@ async def change(made: Scene, to: str, load_s: int = 40) -> list[str]:
     return [early, made.state(to)]
 
 
-async def test_one_client_may_change_its_mind_and_models_in_turns_wait_for_the_budget(tmp_path: Path) -> None:
+async def test_the_first_change_is_made_at_once_and_then_two_models_wait_for_each_other(tmp_path: Path) -> None:
     """Each is used for 10 s, far less than its load takes."""
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=60, backoff__initial_s=300) as made:
         made.cluster.offered = {"n": 15}
@@ -401,22 +407,20 @@ async def test_one_client_may_change_its_mind_and_models_in_turns_wait_for_the_b
         await made.tick(40)
         await make_ready(made, "a")
         await made.tick(10)
-        assert await change(made, "b") == ["LOADING", "READY"], "no client used a"
-        assert await change(made, "a") == ["LOADING", "READY"], "back at once"
-        assert await change(made, "b") == ["STOPPED", "STOPPED"]
-        assert made.state("a") == "READY"
-        await made.tick(60)
-        assert await change(made, "b") == ["LOADING", "READY"]
+        assert await change(made, "b") == ["LOADING", "READY"], "a was idle"
+        assert await change(made, "a") == ["STOPPED", "STOPPED"], "b has not stayed as long as its load took"
+        await made.tick(40)
+        assert await change(made, "a") == ["LOADING", "READY"]
 
 
-async def test_loads_for_which_no_model_goes_cost_the_budget_nothing(tmp_path: Path) -> None:
+async def test_models_that_run_beside_each_other_take_no_turns(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path)) as made:
         for name in ("a", "b"):
             made.supervisor.want(name, Want.RUNNING, "config")
             await made.tick(40)
             await make_ready(made, name)
         await made.tick(1)
-        assert made.supervisor._swap._loads.budget.spent_s == 0
+        assert not any(record.takes_turns for record in made.supervisor.registry.records.values())
 
 
 @pytest.mark.parametrize("when", ["it drains", "it ends", "b is placed", "b loads"])
