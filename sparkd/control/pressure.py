@@ -43,7 +43,7 @@ class Pressure:
         self.conditions: tuple[Condition, ...] = ()
 
     def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
-        readings, now_s = _readings(observation), self._clock()
+        readings, now_s = readings_of(observation), self._clock()
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
         # An agent that is short of memory may miss a look: the time goes on.
         earlier = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in observation.unseen}
@@ -108,7 +108,8 @@ def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Recor
     return min(idle, key=lambda record: (record.spec.priority if record.spec else 0, record.queue.last_used_s, record.name), default=None)
 
 
-def _readings(observation: Observation) -> dict[str, Reading]:
+def readings_of(observation: Observation) -> dict[str, Reading]:
+    """By node; of this node alone before the agents have answered."""
     readings = {node.node_id: node.reading for node in observation.nodes if node.reading}
     return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})
 
