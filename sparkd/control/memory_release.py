@@ -15,8 +15,7 @@ from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Ledger
-from sparkd.control.pressure import readings_of
-from sparkd.state.nouns import RankFact, RankHandle
+from sparkd.state.nouns import RankFact, RankHandle, Reading
 from workers.host.memory_limits import MemoryLimits
 
 GIB = 1 << 30
@@ -71,7 +70,7 @@ class Ended:
         return f"{self.missing / GIB:.1f} of {self.held / GIB:.1f} GiB of {self.named}"
 
 
-class Release:
+class MemoryRelease:
     """Looks at every observation; a stop, a crash and a kill are the same to it.
 
     room_gib: by node to which memory returns, what a load may need that begins there now.
@@ -92,10 +91,10 @@ class Release:
 
     @property
     def shut(self) -> frozenset[str]:
-        return frozenset(self.told)
+        return frozenset(self.shortages)
 
     @property
-    def told(self) -> dict[str, str]:
+    def shortages(self) -> dict[str, str]:
         """A clause for each node that is shut."""
         return {node: f"{node} lacks memory of an engine that ended" for node, ended in self._seen.items() if ended.stuck}
 
@@ -200,6 +199,12 @@ class Release:
         message = f"{ended.lacking} have not come back to {node} after {waited_s:.0f} s; {_cure(node)}."
         self._ledger.say("release", model, message, node=node, missing_bytes=ended.missing)
         return False
+
+
+def readings_of(observation: Observation) -> dict[str, Reading]:
+    """By node; of this node alone before the agents have answered."""
+    readings = {node.node_id: node.reading for node in observation.nodes if node.reading}
+    return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})
 
 
 def _cure(node: str) -> str:

@@ -22,17 +22,16 @@ from sparkd.control.endings import Endings
 from sparkd.control.facts import ENDS_S, ModelFacts, Stay
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
-from sparkd.control.load_gate import Gate
+from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.control.pressure import told_of
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Turn
-from sparkd.control.swap import Swap, bar_of
-from sparkd.control.views import holders, view
+from sparkd.control.swap import Swap
+from sparkd.control.views import guard_hints, holders, view
 from sparkd.control.watchdog import Pulse
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError, Unlinked
@@ -99,7 +98,7 @@ class Supervisor:
             look=self._looks.look,
             boundary=self.boundary,
         )
-        self._gate = Gate(
+        self._gate = LoadGate(
             self.ledger,
             self._door,
             self._wishes,
@@ -238,7 +237,7 @@ class Supervisor:
                 with self.boundary.around("tick"), metrics.TICK_SECONDS.time():
                     await self.tick()
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self.registry.records.values())
-                hurry = hurry or bool(self._gate.room_gib)
+                hurry = hurry or bool(self._gate.release.room_gib)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
                         await self._wake.wait()
@@ -253,7 +252,7 @@ class Supervisor:
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
-            self._cluster.tell(told_of(records.values()))
+            self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
             observation = await self._cluster.observe()
@@ -278,7 +277,7 @@ class Supervisor:
             closed = frozenset(node.node_id for node in observation.nodes)
             with around("gate", failed=lambda _: self._cluster.places.shut(closed, {})):
                 self._gate.look(observation, records)
-                self._cluster.places.shut(self._gate.shut, self._gate.room_gib)
+                self._cluster.places.shut(self._gate.shut, self._gate.release.room_gib)
                 found = self._found = replace(found, is_open=True)
             for record in records.values():
                 with around("record", record.name):
@@ -329,7 +328,7 @@ class Supervisor:
                 facts[name] = observed.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
         can_place, whose = False, Turn()
         with around("turn"):
-            bar = bar_of(observed.observation, self._gate, observed.strangers)
+            bar = self._gate.block_reason(observed.observation, observed.strangers)
             whose = self._swap.turn(facts, bar)
             can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
         return plan(facts, observed.strangers, can_place, now_s, whose), whose

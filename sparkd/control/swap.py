@@ -5,39 +5,19 @@ sparkd.control.scheduler decides which model is evicted. Never ends a model itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from sparkd import metrics
-from sparkd.cluster.node_tracker import Observation
 from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
-from sparkd.control.load_gate import Gate
-from sparkd.control.memory_release import MEMORY_RETURNS
 from sparkd.control.record import Evicted, Record
 from sparkd.control.scheduler import Turn, turn
-from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.control.wait_reasons import Wait
 from sparkd.control.wishes import Wishes
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import ModelState, RankFact, Want
-
-
-def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:
-    """The reason why no model can load now; None where one can. strangers: ranks of models that are not configured."""
-    if not observation.connected:
-        trouble = observation.trouble
-        if trouble is None:
-            return Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
-        return Wait(trouble.reason, "It waits for Ray to start." if trouble.reason == RAY_STARTS else trouble.message)
-    if not gate.allows:
-        bars = [condition for condition in gate.conditions if condition.reason != MEMORY_RETURNS]
-        if not bars:
-            return Wait(MEMORY, "It waits for memory of a node.")
-        return Wait(bars[0].reason, " ".join(bar.message for bar in bars))
-    if any(fact.alive for fact in strangers):
-        return Wait(LEFT_BEHIND, "It waits for ranks of an earlier daemon to end.")
-    return None
+from sparkd.state.nouns import ModelState, Want
 
 
 class Swap:
@@ -58,7 +38,7 @@ class Swap:
         self._clock = clock
 
     def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
-        """bar: as bar_of says it."""
+        """bar: see LoadGate.block_reason."""
         return turn(models, self._book(), self._ties(), self._clock(), bar)
 
     def show(self, whose: Turn, records: Mapping[str, Record]) -> None:

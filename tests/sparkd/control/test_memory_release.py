@@ -11,7 +11,7 @@ import pytest
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.control.journal import Ledger
-from sparkd.control.memory_release import LIMIT_S, Release
+from sparkd.control.memory_release import LIMIT_S, MemoryRelease
 from sparkd.state.nouns import RankFact, Reading, Want
 from sparkd.state.snapshot import NodeView
 from sparkd.state.store import Store
@@ -45,7 +45,7 @@ class Gate:
         self.clock = FakeClock()
         self.store = Store(folder / "state.db")
         self.ledger = Ledger(self.store, self.clock)
-        self.release = Release(self.ledger, self.clock)
+        self.release = MemoryRelease(self.ledger, self.clock)
         self.reading = READING
 
     def look(self, available_gib: float, *ranks: RankFact, seconds: float = 1.0, **changes: object) -> bool:

@@ -15,10 +15,8 @@ from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
 from sparkd.control.facts import ModelFacts, Stay
-from sparkd.control.load_gate import Gate
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Turn, turn
-from sparkd.control.swap import bar_of
 from sparkd.control.wait_reasons import (
     AGENT_SILENT,
     ASKED_FIRST,
@@ -36,11 +34,11 @@ from sparkd.control.wait_reasons import (
 )
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.state.memory_book import Lack, MemoryBook
-from sparkd.state.nouns import ModelState, OperationState, Want
+from sparkd.state.nouns import ModelState, OperationState, Reading, Want
 from sparkd.state.snapshot import NodeView
 from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking
-from tests.support.fakes import READING, Scene, stage
+from tests.support.fakes import READING, Scene, scene, stage
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}
@@ -299,45 +297,30 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         assert shown("b")[1:] == (None, None) and made.state("b") != "STOPPED"
 
 
-class Bars:
-    """What a Pressure and a Release say of it."""
-
-    is_news = False
-
-    def __init__(self, reason: str | None = None, shut: frozenset[str] = frozenset()) -> None:
-        self.conditions, self.shut = (Condition(reason, f"{reason}."),) if reason else (), shut
-        self.allows = reason is None or bool(shut)
-
-    def look(self, *_seen: object) -> None:
-        """They have."""
-
-    relieve = look
+SHORT = replace(READING, level="tight")
 
 
 @pytest.mark.parametrize(
-    ("connected", "trouble", "pressure", "release", "reason"),
+    ("connected", "trouble", "reading", "reason"),
     [
-        (True, None, Bars(), Bars(), None),
-        (False, None, Bars(), Bars(), AGENT_SILENT),
-        (False, "RayStarting", Bars(), Bars(), RAY_STARTS),
-        (False, "RayUnavailable", Bars("MemoryShort"), Bars(), "RayUnavailable"),
-        (True, "GpuSilent", Bars("MemoryShort"), Bars(), "MemoryShort"),
-        (True, None, Bars(), Bars("MemoryReturns"), None),
-        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"n"})), "MemoryNotReleased"),
-        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"o"})), None),
+        (True, None, READING, None),
+        (False, None, READING, AGENT_SILENT),
+        (False, "RayStarting", READING, RAY_STARTS),
+        (False, "RayUnavailable", SHORT, "RayUnavailable"),
+        (True, "GpuSilent", SHORT, "MemoryShort"),
     ],
 )
 def test_what_keeps_every_load_from_beginning(
-    connected: bool, trouble: str | None, pressure: Any, release: Any, reason: str | None
+    connected: bool, trouble: str | None, reading: Reading, reason: str | None, tmp_path: Path
 ) -> None:
-    node = NodeView("n", "n", True, True, READING, 100.0, 0.0)
-    observation = Observation((), READING, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
-    unused: Any = None
-    gate = Gate(unused, unused, unused, unused, unused)
-    gate.pressure, gate.release = pressure, release
+    made = scene(tmp_path)
+    node = NodeView("n", "n", True, True, reading, 100.0, 0.0)
+    observation = Observation((), reading, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
+    gate = made.supervisor._gate
     gate.look(observation, {})
-    bar = bar_of(observation, gate, ())
-    assert (None if bar is None else bar.reason) == reason
+    block = gate.block_reason(observation, ())
+    assert (None if block is None else block.reason) == reason
+    made.store.close()
 
 
 async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
