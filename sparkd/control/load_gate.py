@@ -154,10 +154,10 @@ def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Recor
         for record in records
         if record.state is ModelState.READY
         and nodes.intersection(record.attempt.nodes)
-        and not (record.queue.in_flight or record.queue.waiting or (record.spec and record.spec.pin))
+        and not (record.queue.in_flight or record.queue.waiting or record.pinned)
         and now_s - record.queue.last_used_s >= IDLE_S
     ]
-    return min(idle, key=lambda record: (record.spec.priority if record.spec else 0, record.queue.last_used_s, record.name), default=None)
+    return min(idle, key=lambda record: (record.priority, record.queue.last_used_s, record.name), default=None)
 
 
 def _may_live(record: Record, observation: Observation) -> bool:

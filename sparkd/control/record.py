@@ -154,6 +154,19 @@ class Record:
         return self.looked.abilities if self.looked is not None and self.looked.hash == self.hash else None
 
     @property
+    def pinned(self) -> bool:
+        return bool(self.spec and self.spec.pin)
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority if self.spec else 0
+
+    @property
+    def lack(self) -> Lack | None:
+        """The memory that its present entry asked for when there was no room."""
+        return self.attempt.lack if self.attempt.entry_hash == self.hash else None
+
+    @property
     def claims(self) -> bool:
         """Whether other models make room for it: a client waits or was asked to retry, or an operator has requested the model."""
         requested = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")

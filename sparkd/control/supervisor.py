@@ -405,45 +405,24 @@ class Found:
 
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
         """The plan's facts about a model. frozen: see Pulse.frozen."""
-        ranks, spec = self.ranks_of(record), record.spec
+        spec, observed = record.spec, record.observed
         unseen = self.observation.unseen.intersection(record.attempt.nodes)
         return ModelFacts(
-            name=record.name,
-            want=record.desired.want,
-            generation=record.desired.generation,
-            state=record.state,
-            state_since_s=record.since_s,
-            config_hash=record.hash,
-            rank_id=record.attempt.rank_id,
-            ranks=ranks,
-            world=record.attempt.world,
+            record,
+            self.ranks_of(record),
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
-            halted_s=now_s - record.observed.halted_since_s if record.observed.halted_since_s is not None else 0.0,
-            deaf_s=now_s - record.observed.deaf_since_s if record.observed.deaf_since_s is not None else 0.0,
-            still_s=now_s - record.observed.moved_at_s,
-            silent_s=now_s - record.observed.told_at_s,
+            halted_s=now_s - observed.halted_since_s if observed.halted_since_s is not None else 0.0,
+            deaf_s=now_s - observed.deaf_since_s if observed.deaf_since_s is not None else 0.0,
+            still_s=now_s - observed.moved_at_s,
+            silent_s=now_s - observed.told_at_s,
             frozen=frozen(record),
-            busy=record.busy,
-            in_flight=record.queue.in_flight,
-            queued=record.queue.waiting,
-            last_used_s=record.queue.last_used_s,
-            last_asked_s=record.last_asked_s,
-            attempt_since_s=record.attempt.since_s,
-            backoff_until_s=record.backoff_until_s,
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
             stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
-            claims=record.claims,
-            asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
-            lack=record.attempt.lack if record.attempt.entry_hash == record.hash else None,
-            lost_load_s=record.lost_load_s,
-            pinned=bool(spec and spec.pin),
-            priority=spec.priority if spec else 0,
             stay=_stay(record, config),
-            yields=record.yields_to is not None,
         )
 
     def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:

@@ -42,8 +42,8 @@ def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     return {
         record.name: {
             "in_flight": record.queue.in_flight,
-            "priority": record.spec.priority if record.spec else 0,
-            "pinned": bool(record.spec and record.spec.pin),
+            "priority": record.priority,
+            "pinned": record.pinned,
             "state": record.state.value,
             "by": record.desired.by,
             "predicted_gib": record.attempt.memory_gib,

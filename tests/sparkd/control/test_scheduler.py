@@ -39,6 +39,7 @@ from sparkd.state.snapshot import NodeView
 from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking
 from tests.support.fakes import READING, Scene, scene, stage
+from tests.support.model_facts import facts_of
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}
@@ -46,14 +47,13 @@ NAMES = {name: name for name in "abcdef"}
 
 def there(name: str, **changes: Any) -> ModelFacts:
     """A model that serves."""
-    given: dict[str, Any] = {"want": Want.RUNNING, "generation": 1, "state": ModelState.READY, "state_since_s": 0.0, "config_hash": "h"}
-    return ModelFacts(name, **(given | changes))
+    return facts_of(name, **({"state": ModelState.READY} | changes))
 
 
 def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> ModelFacts:
     lack = None if gib is None else Lack(gib)
     given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "asked_since_s": asked_since_s}
-    return there(name, **(given | changes))
+    return facts_of(name, **(given | changes))
 
 
 def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Turn:
