@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparkd.control.facts import ModelFacts
-from sparkd.control.scheduler import Turn
+from sparkd.control.scheduler import Schedule
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want, by_cause
 from workers.rank.log_parser import ROOT_CAUSE_WINDOW_S, signal_name
@@ -136,13 +136,16 @@ Action = Place | Adopt | Move | Ask | Unwant | Yield | Drain | Stop | Rest | Fai
 
 
 def plan(
-    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, turn: Turn | None = None
+    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, schedule: Schedule | None = None
 ) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
-    `strangers` are ranks of models that are not configured. turn: which model may start (sparkd.control.scheduler); None: any. Only one
-    model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that freezes the
-    host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon started.
+    strangers: ranks of models that are not configured.
+    schedule: which model may start (sparkd.control.scheduler); None: any.
+
+    Only one model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that
+    freezes the host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon
+    started.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
@@ -150,8 +153,8 @@ def plan(
     starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
         facts = models[name]
-        may_start = can_place and not starting and (turn is None or turn.first == name)
-        action = _next(facts, may_start, now_s) or _of_turn(facts, turn, can_place and not starting)
+        may_start = can_place and not starting and (schedule is None or schedule.first == name)
+        action = _next(facts, may_start, now_s) or _of_schedule(facts, schedule, can_place and not starting)
         if action is None:
             continue
         actions.append(action)
@@ -175,13 +178,13 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     return _towards_running(facts, can_start, now_s)
 
 
-def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
+def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Action | None:
     """The action that the scheduler asks of this model. now: a model could be started if it had room."""
-    if turn is None or not now:
+    if schedule is None or not now:
         return None
-    if (refusal := turn.refused.get(facts.name)) is not None:
+    if (refusal := schedule.refused.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
-    to = turn.leave.get(facts.name)
+    to = schedule.leave.get(facts.name)
     return Yield(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
 
 

@@ -1,4 +1,4 @@
-"""Owns the supervisor's memory of one model between two ticks. Never decides, never acts; only the supervisor and its door write it."""
+"""The supervisor's memory of one model between two ticks. Only the supervisor and its parts write it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Schedule:
     """What the scheduler has decided.
 
     first: the model that is placed once no other model starts or ends.
@@ -53,7 +53,7 @@ class Turn:
     line: tuple[str, ...] = ()
 
 
-def turn(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None) -> Turn:
+def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None) -> Schedule:
     """The decision for the present facts; equal facts give an equal decision.
 
     bar: why no model can be placed now.
@@ -74,7 +74,7 @@ def turn(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: 
                 waits[name] = wait
             elif returning is not None:
                 waits[name] = Wait(RETURNS, returning, lack=facts.record.lack)
-            return Turn(None if returning else name, {}, waits, refused, _line(waiting, refused))
+            return Schedule(None if returning else name, {}, waits, refused, _line(waiting, refused))
         if not facts.record.claims:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
@@ -85,10 +85,10 @@ def turn(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: 
             continue
         leave, wait = _leaving(facts, victims, now_s)
         waits[name] = _waits_for(facts, rivals, wait)
-        turn = f"It waits for its turn: {name} was requested first and waits for memory."
-        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, turn, (name,)))
-        return Turn(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
-    return Turn(None, {}, waits, refused, _line(waiting, refused))
+        message = f"It waits for its turn: {name} was requested first and waits for memory."
+        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, message, (name,)))
+        return Schedule(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
+    return Schedule(None, {}, waits, refused, _line(waiting, refused))
 
 
 def _asked_since_s(facts: ModelFacts) -> float:

@@ -1,7 +1,4 @@
-"""Owns how several models share the nodes: which model loads next, which is evicted for it, and why each waits.
-
-sparkd.control.scheduler decides which model is evicted. Never ends a model itself: it changes the desired state.
-"""
+"""Carries out the scheduler's decisions: shows why each model waits, evicts one for another, and brings it back if that was in vain."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Evicted, Record
-from sparkd.control.scheduler import Turn, turn
+from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import Wait
 from sparkd.control.wishes import Wishes
 from sparkd.state.memory_book import MemoryBook
@@ -37,22 +34,26 @@ class Swap:
         self._wishes = wishes
         self._clock = clock
 
-    def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
+    def schedule(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Schedule:
         """bar: see LoadGate.block_reason."""
-        return turn(models, self._book(), self._ties(), self._clock(), bar)
+        return make_schedule(models, self._book(), self._ties(), self._clock(), bar)
 
-    def show(self, whose: Turn, records: Mapping[str, Record]) -> None:
-        """Tell each waiting model why and at which place; a model that would go for none any more need not."""
+    def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
+        """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""
         for record in records.values():
-            place = whose.line.index(record.name) + 1 if record.name in whose.line else None
-            record.turn = place if record.name in whose.waits else None
+            place = schedule.line.index(record.name) + 1 if record.name in schedule.line else None
+            record.turn = place if record.name in schedule.waits else None
             if place is not None:
                 record.queue.ask(self._clock())
-            before, record.wait = record.wait, whose.waits.get(record.name)
+            before, record.wait = record.wait, schedule.waits.get(record.name)
             # Seconds that are left change with every look.
             if record.wait is not None and not record.wait.is_as(before):
                 self._ledger.say("waits", record.name, record.wait.message)
-            if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
+            if (
+                record.yields_to is not None
+                and record.name not in schedule.leave
+                and record.state in (ModelState.READY, ModelState.DRAINING)
+            ):
                 record.yields_to = None
 
     def leave(self, record: Record, other: Record) -> None:

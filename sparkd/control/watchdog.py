@@ -64,7 +64,7 @@ ALONE = HangLimits(idle_s=60.0, busy_s=300.0, ask_every_s=5.0, question_s=15.0, 
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """The last sign of progress of an engine. steps: sum of its counters, None before the first reading; cpu_s: by rank, at that time."""
 
     steps: float | None
@@ -72,7 +72,7 @@ class Beat:
     cpu_s: Mapping[int, float]
 
 
-class Pulse:
+class Watchdog:
     """`spawn(work, name)` runs a task beside the loop; `ask(model, timeout_s)` is the supervisor's and puts one question to a model;
     `clock` is monotonic, seconds."""
 
@@ -87,7 +87,7 @@ class Pulse:
         self._put = ask
         self._clock = clock
         self._page_of = page_of
-        self._beats: dict[str, Beat] = {}
+        self._beats: dict[str, Heartbeat] = {}
         self._asking: set[str] = set()
         self._asked_at_s: dict[str, float] = {}
         self._heard_at_s: dict[str, float] = {}
@@ -197,13 +197,13 @@ class Pulse:
         self._idle.pop(record.name, None)
         record.queue.judge(answered=True)
 
-    def _question(self, record: Record, beat: Beat) -> None:
+    def _question(self, record: Record, beat: Heartbeat) -> None:
         put_at_s = self._idle.setdefault(record.name, math.inf)
         if put_at_s == math.inf and self._clock() - beat.at_s >= _limits(record).question_s:
             self._idle[record.name] = self._clock()
             self._spawn(self._answered(record, beat), f"question {record.name}")
 
-    async def _answered(self, record: Record, beat: Beat) -> None:
+    async def _answered(self, record: Record, beat: Heartbeat) -> None:
         """Ask the test question. Any answer, an error too, proves that the engine lives. A question that could not be sent is sent again;
         `frozen` judges an unanswered one."""
         try:
@@ -217,8 +217,8 @@ class Pulse:
         if self._beats.get(record.name) is beat:
             self._moves(record, beat.steps)
 
-    def _beat(self, record: Record, steps: float | None) -> Beat:
-        return Beat(steps, self._clock(), _cpu_s(record))
+    def _beat(self, record: Record, steps: float | None) -> Heartbeat:
+        return Heartbeat(steps, self._clock(), _cpu_s(record))
 
 
 def _works(record: Record) -> bool:

@@ -38,7 +38,7 @@ from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import ModelConfig
 from sparkd.control import scheduler
-from sparkd.control.watchdog import Pulse
+from sparkd.control.watchdog import Watchdog
 from sparkd.engine.upstream import ServedModels
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
@@ -214,7 +214,7 @@ def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
         for rule, until_s in RULES.items():
             loop = Loop()
             # The fake engines have no counters that a watchdog could read.
-            unwatched = patch.object(Pulse, "look", lambda *_: None)
+            unwatched = patch.object(Watchdog, "look", lambda *_: None)
             with tempfile.TemporaryDirectory() as folder, patch.object(scheduler, "_until_s", until_s), unwatched:
                 outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
             loop.close()

@@ -16,7 +16,7 @@ from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
 from sparkd.control.facts import ModelFacts, Stay
 from sparkd.control.request_queue import PROMISE_S
-from sparkd.control.scheduler import Turn, turn
+from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import (
     AGENT_SILENT,
     ASKED_FIRST,
@@ -56,12 +56,12 @@ def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **chang
     return facts_of(name, **(given | changes))
 
 
-def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Turn:
+def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Schedule:
     book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
+    return make_schedule({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
 
 
-def reason(whose: Turn, name: str) -> tuple[str, tuple[str, ...], float | None]:
+def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | None]:
     wait = whose.waits[name]
     return wait.reason, wait.models, wait.stay_s
 
@@ -135,9 +135,9 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
-    found = turn(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
-    elsewhere = turn(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert elsewhere.first == "c"
 
 
@@ -170,9 +170,9 @@ def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
 def test_over_several_nodes() -> None:
     book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
-    assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
+    assert dict(make_schedule(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    refusal = turn(models, book, Ties(), NOW_S).refused["c"]
+    refusal = make_schedule(models, book, Ties(), NOW_S).refused["c"]
     assert (refusal.reason, refusal.lack) == (NO_ROOM, Lack(12, 2))
     assert lacking(refusal.message, "12 GiB", "2 nodes") == []
 

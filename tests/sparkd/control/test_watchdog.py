@@ -15,7 +15,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S
 from sparkd.config.config import Config
 from sparkd.control.record import Attempt, Record
-from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Pulse
+from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Watchdog
 from sparkd.engine.upstream import Upstream
 from sparkd.errors import EngineError, Unavailable
 from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
@@ -43,7 +43,7 @@ class Scene:
         self.way.set()
         # What the engine says to a question; None: nothing, for as long as it is waited for.
         self.answer: Callable[[], None] | None = lambda: None
-        self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
+        self.pulse = Watchdog(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
 
     async def ask(self, model: str, timeout_s: float) -> None:
         self.asked.append(self.clock())
@@ -184,7 +184,7 @@ async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
 async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record, pulse = made.supervisor.registry.find("m"), made.supervisor._pulse
+        record, pulse = made.supervisor.registry.find("m"), made.supervisor._watchdog
         assert made.supervisor.snapshot().models["m"].doubt is None
         record.queue.in_flight = 1
         pulse.look([record])
@@ -380,7 +380,7 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
         waits = []
         for _ in range(3):
             await make_ready(made)
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             waits.append(made.supervisor.snapshot().models["m"].retry_in_s)
             made.cluster.ranks = {}
             await made.tick(2)
@@ -402,8 +402,8 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         await make_ready(made)
         for _ in range(stalls):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineExited", "It ended.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineExited", "It ended.")
         made.cluster.ranks = {}
         made.supervisor.want("m", want, "admin")
     made.store.close()
@@ -419,7 +419,7 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
             await again.tick()
             assert again.state() == "LOADING", "it has rested"
         for wait_s in waits:
-            again.supervisor._actions.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            again.supervisor._effects.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
 
 
@@ -429,7 +429,7 @@ async def test_after_a_clock_was_set_back_the_stalls_of_then_hold_nothing_for_ev
         await make_ready(made)
         made.clock.now_s += 86_400
         for _ in range(3):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
         made.clock.now_s -= 86_400
         made.supervisor.ledger.say("config", None, "The clock was set back.")
@@ -449,7 +449,7 @@ async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
         for _ in range(3):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
     made.store.close()
 
@@ -469,7 +469,7 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
         async def said(upstream: Upstream) -> str | None:
             return pages[-1]
 
-        made.supervisor._pulse._page_of = said
+        made.supervisor._watchdog._page_of = said
         stalls = metrics.WATCHDOG_STALLS.labels("m")._value.get()
         async with made.supervisor.lease("m"):
             await made.tick(3, seconds=ALONE.ask_every_s)
@@ -488,7 +488,7 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
 async def test_an_unload_does_not_wait_for_an_engine_that_hangs_either(tmp_path: Path, reason: str, how: str) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=60) as made:
         await make_ready(made)
-        made.supervisor._actions.fail(made.supervisor.registry.find("m"), reason, "It is of no use.")
+        made.supervisor._effects.fail(made.supervisor.registry.find("m"), reason, "It is of no use.")
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(3)
 

@@ -263,9 +263,9 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     supervisor = made.supervisor
     for part in (
         supervisor,
-        supervisor._actions,
+        supervisor._effects,
         supervisor._endings,
-        supervisor._door,
+        supervisor._queue,
         supervisor._gate,
         supervisor.registry,
         supervisor._swap,
