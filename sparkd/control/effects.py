@@ -1,5 +1,4 @@
-"""Owns the effects of the plan's decisions: each is one task of one model, and what it did is seen by the next observation. Never
-decides."""
+"""Carries out the plan's decisions: each is one task of one model, and the next observation shows what it did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns whatever must outlive the daemon: wishes, handles, operations, events, written as they happen. Never decides, never acts."""
+"""Writes down whatever must outlive the daemon, as it happens: wishes, handles, operations, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure decision: the next actions, from desired and observed state. Never awaits, logs, reads the clock or keeps state."""
+"""The pure decision: the next actions, from desired and observed state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Owns the requests of one model: those that its engine works on, those that wait, and since when the model is requested.
-
-No other module changes them. Never decides which request is admitted.
-"""
+"""Counts the requests of one model: those that its engine works on, those that wait, and since when the model is requested."""
 
 from __future__ import annotations
 

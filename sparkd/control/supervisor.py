@@ -1,4 +1,4 @@
-"""The control loop: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or a file."""
+"""The control loop: observes, plans and acts, and offers lease, want and snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a model looks from outside: what the snapshot shows of it, and who holds memory that it lacks. Never changes anything."""
+"""How a model looks from outside: what the snapshot shows, what the guards must know, and which models hold memory that it lacks."""
 
 from __future__ import annotations
 

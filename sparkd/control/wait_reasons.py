@@ -1,4 +1,4 @@
-"""Owns the reasons for which a model that is to be loaded is not loaded now: a reason to compare, and a message to read."""
+"""Why a model is not loaded now: a reason to compare, and a message to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
+"""Judges whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power.
 
 An engine that has lost a rank without a message (a driver that hangs, packets that are dropped) answers /health with 200 for minutes, while
 its counters stand still at once. An engine that broke while idle counts no request as begun: then the watchdog sends a test question.
