@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparkd.bench.result import Cell
+from sparkd.config import yaml_file
 from sparkd.errors import ConfigError
-from sparkd.schema import yaml_file
 
 LLAMA_BENCHY = "llama-benchy"
 MOST_CELLS = 1000
@@ -97,7 +97,7 @@ def parsed(name: str, text: str) -> BenchProfile:
     if document.problems:
         raise ConfigError(str(document.problems[0]))
     try:
-        file = _File.model_validate(document.table)
+        file = _File.model_validate(document.values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

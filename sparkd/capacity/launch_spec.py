@@ -8,16 +8,12 @@ from typing import Any
 
 from sparkd.capacity.profiles import engine_of
 from sparkd.capacity.requirement import runtime_of
+from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
-from sparkd.schema import kv_cache, quantize
-from sparkd.vllm.translate import Translation, values_of
-from workers.host.runtime import API_SERVER, COMMAND_LINE
+from sparkd.vllm.translate import Translation
 from workers.rank.command import media_flags
-
-# By default vLLM exports to the address by gRPC, and names its service "unknown_service".
-_OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
@@ -41,10 +37,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
-    if (url := config.traces.url) is not None and _is_traced(said, entrypoint):
-        # Not in the entry's hash: an engine that runs is not restarted for its spans.
-        fields["flags"] += ["--otlp-traces-endpoint", url]
-        fields["env"] = dict(_OTLP)
     if (commits := commits_of(spec)) is not None:
         fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
@@ -54,18 +46,13 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
     return fields
 
 
-def _is_traced(said: Translation, entrypoint: str) -> bool:
-    """Whether the engine is vLLM, and its entry sends its spans nowhere else."""
-    return entrypoint in (API_SERVER, COMMAND_LINE) and not any(values_of(said.args, "otlp-traces-endpoint"))
-
-
 def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
-    """See sparkd.schema.quantize.loader_of."""
+    """See sparkd.config.quantize.loader_of."""
     limit_gib = config.quantized_cache.limit_gib
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     return quantize.loader_of(spec, str(config.quantized_path), limit_bytes)
 
 
 def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
-    """See sparkd.schema.kv_cache.sizing_of."""
+    """See sparkd.config.kv_cache.sizing_of."""
     return kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)

@@ -13,9 +13,9 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.control.record import Record
-from sparkd.engine.metrics import page_of, samples
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import SparkdError, Unavailable
+from sparkd.gateway.scraper import page_of, samples
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
 # The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits

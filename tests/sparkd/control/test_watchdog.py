@@ -16,8 +16,8 @@ from sparkd.cluster.launcher import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S
 from sparkd.config.config import Config
 from sparkd.control.record import Attempt, Record
 from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Watchdog
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import EngineError, Unavailable
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
 from tests.sparkd.control.test_plan import ALIVE
 from tests.sparkd.control.test_plan_several_nodes import FIRST, SECOND
