@@ -1,4 +1,4 @@
-"""What a decision knows of one model in one tick: its record, and what the observation and the configuration say of it."""
+"""The facts of one model in one tick: its record, and its part of the observation and the configuration."""
 
 from __future__ import annotations
 

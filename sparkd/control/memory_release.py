@@ -35,7 +35,7 @@ NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one rank held at one moment, and `whole`, what was available on its node or held by living engines. Bytes."""
+    """One rank at one moment, bytes. held: by the rank. whole: available on its node or held by living engines."""
 
     at_s: float
     held: int

@@ -1,4 +1,4 @@
-"""What the nodes have shown of one model's ranks, and since when those stand still."""
+"""The last observation of one model's ranks, and since when those stand still."""
 
 from __future__ import annotations
 

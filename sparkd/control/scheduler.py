@@ -37,7 +37,7 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the scheduler has decided.
+    """The scheduler's decision.
 
     first: the model that is placed once no other model starts or ends.
     leave: the models to evict, each with the model that needs its place.
