@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from sparkd.checkpoint.source import FOLDER_SIGNS
 from sparkd.errors import (
     ConfigError,
     EngineError,
@@ -20,7 +21,6 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
-from sparkd.models.source import FOLDER_SIGNS
 from workers.host import regular_file
 
 if TYPE_CHECKING:

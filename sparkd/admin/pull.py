@@ -188,7 +188,7 @@ class _Pull:
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         with given_input(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n") as stdin:
             process = await asyncio.create_subprocess_exec(
-                *module_command(sys.executable, "sparkd.models.download"),
+                *module_command(sys.executable, "sparkd.checkpoint.download"),
                 env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
                 stdin=stdin,
                 stdout=asyncio.subprocess.PIPE,

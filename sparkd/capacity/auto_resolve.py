@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, consulted, illegal
+from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, cache_limit, consulted, illegal
 from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
 from sparkd.capacity.footprint import PROCESS_BYTES, margin_of
 from sparkd.capacity.kv_cache import largest
 from sparkd.capacity.parallelism import uneven_groups
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import AUTO
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import AUTO
-from workers.kv.settings import CPU_KV_CACHE_GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,6 @@ def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
         return Room(min(free_bytes, own, int(args.share * hardware.memory_bytes) + beside))
     margin = margin_of(hardware, args.margin_bytes)
     return Room(min(free_bytes - margin, own), cache_limit(args, hardware.platform))
-
-
-def cache_limit(args: EngineArgs, platform: str) -> int | None:
-    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.schema.kv_cache.sizing_of."""
-    if platform != "cpu" or args.cache is not None or args.vllm_sizes:
-        return None
-    return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB
 
 
 def resolved(

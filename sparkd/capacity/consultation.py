@@ -16,10 +16,11 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.source import folder_of
 from sparkd.hardware import Hardware
-from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, files_of
-from sparkd.models.source import folder_of
-from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
+from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import files_of
+from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without
 from sparkd.vllm.unaccounted_args import REST
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.vllm.ask.model_question import DRAFT
@@ -99,7 +100,7 @@ class Consultation:
         self._ask = ask
         self._checkpoint = checkpoint
         self._draft = draft if draft is not None and not draft.folder.startswith("/") else None
-        self._args = _drafting(without_any(args, _WITHOUT), env, self._draft)
+        self._args = _drafting(without([*args], *_WITHOUT), env, self._draft)
         self._env = dict(env)
         self._device = hardware.platform
         # A node's own runtime knows its own GPU.

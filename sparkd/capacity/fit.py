@@ -12,9 +12,9 @@ from sparkd.capacity.parallelism import uneven_groups, uneven_heads
 from sparkd.capacity.speculative import Drafting
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import Inventory
+from sparkd.checkpoint.shape import LENGTHS
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import LENGTHS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 

@@ -13,8 +13,8 @@ from sparkd.capacity.calibration import Calibration, calibration_of
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
+from sparkd.checkpoint.shape import Shape
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import Shape
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.host.memory_limits import spare
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
 from sparkd.hardware import GIB
-from sparkd.models.shape import DTYPE_BYTES, Attention, Shape
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -119,7 +119,7 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
-    """Bytes of a cache whose size an entry gives (sparkd.schema.engine_args) for requests of max_model_len tokens, with the
+    """Bytes of a cache whose size an entry gives (sparkd.config.engine_args) for requests of max_model_len tokens, with the
     block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
     no less for a shorter one."""
     if not isinstance(size, Mapping):

@@ -13,8 +13,8 @@ from sparkd.capacity.parallelism import even_formats
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
+from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.models.shape import shape_of
 from workers.quantization.formats import Format, fitting
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import Assignment, QuantizationRecipe

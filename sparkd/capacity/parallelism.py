@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparkd.capacity.weights import FormattedModel, sides
-from sparkd.models.shape import Shape
+from sparkd.checkpoint.shape import Shape
 from workers.quantization.formats import Format, fitting
 
 # Nodes that a model may be split over.

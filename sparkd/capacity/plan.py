@@ -24,7 +24,6 @@ from sparkd.capacity.fit import (
     doubt_in_short,
     format_notes,
     gib,
-    is_answered,
     quality_of,
     rank,
     recipes,
@@ -40,13 +39,12 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.planned_entry import PlannedEntry, overlaid
 from sparkd.capacity.planned_start import start_of
 from sparkd.capacity.vllm_figures import GUESS
-from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
+from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.architectures import remark
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST
@@ -97,7 +95,7 @@ def plan(
     Raises ConfigError and CheckpointError.
     """
     written = entry.spec.tensor_parallel
-    entry = overlaid(entry, request, checkpoint, read)
+    entry = overlaid(entry, request, read)
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     if args.recipe is None:
         recipe_of(spec)  # raises ConfigError, which says why
@@ -126,8 +124,6 @@ def plan(
         notes.append(_advice(args, hardware))
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
-    if spec.runs_vllm(entry.config.engine) and checkpoint.config_file == CONFIG and not is_answered(options):
-        notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
     unknown, doubt = serving_of(plain, headers, hardware).unknown, consultation.doubt()
     if unknown and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options):
         notes.append(_guessed(spec, args, unknown, doubt))

@@ -23,21 +23,21 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.planned_entry import PlannedEntry, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.model_folder import unusable
+from sparkd.checkpoint.prequantized import prequantized
+from sparkd.checkpoint.remote_headers import checkpoint_at, checkpoint_of
 from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
+from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers
-from sparkd.inquiry.model_answers import places as answers_in
-from sparkd.models.folder import unusable
-from sparkd.models.prequantized import prequantized
-from sparkd.models.remote_headers import checkpoint_at, checkpoint_of
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.quantize import AUTO
+from sparkd.vllm.ask.cache import places as answers_in
+from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host import processes
 from workers.host.meminfo import mem_total_bytes
@@ -200,7 +200,7 @@ def entry_here(
     """The entry and the headers of its model, which come from the hub where this node's cache is incomplete. Blocks.
 
     spec: the entry of a configured model; None to make one for a folder or a hub id.
-    progress: see sparkd.models.remote_headers.
+    progress: see sparkd.checkpoint.remote_headers.
     places: see model_folder.unusable.
     there: see sparkd.capacity.planned_entry.entry_of.
 

@@ -13,7 +13,7 @@ from sparkd.hardware import Hardware
 
 if TYPE_CHECKING:
     from sparkd.capacity.consultation import Witness
-    from sparkd.inquiry.model_answers import InquiryRuntime
+    from sparkd.vllm.ask.model import InquiryRuntime
 
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)

@@ -13,13 +13,12 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import runtime_of
 from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import at_any_length
+from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ConfigError, RankError, clause
-from sparkd.models.shape import shape_of
-from sparkd.models.source import name_of
-from sparkd.schema.engine_args import at_any_length
-from sparkd.schema.quantize import AUTO
 from sparkd.vllm.flags import DRAFTS, parsed, without
 from workers.host.runtime import API_SERVER, probe
 
@@ -81,7 +80,7 @@ def made_for(source: str) -> ModelConfig:
     return _validated(name_of(source), {"name": name_of(source), "model": source, "quantize": AUTO, "max_model_len": AUTO})
 
 
-def overlaid(entry: PlannedEntry, request: PlanRequest, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> PlannedEntry:
+def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Checkpoint]) -> PlannedEntry:
     """The entry with the question's options in place of its own. read: the headers of a draft.
 
     Raises ConfigError and CheckpointError.
@@ -96,7 +95,7 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, checkpoint: Checkpoint, 
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
     if request.speculative is not None:
         wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
-        drafted = drafting(request.speculative, spec.model, shape_of(checkpoint.config), wish, read)
+        drafted = drafting(request.speculative, spec.model, wish, read)
         overlay |= {"extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
         if drafted is not None:
             overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}

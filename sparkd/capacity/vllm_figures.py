@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, Stage
+from sparkd.vllm.ask.answers import LayerCache, ModelAnswer, Stage
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 
 # How sure a plan's numbers are: vLLM's own, or those of a rough estimate.

@@ -1,8 +1,6 @@
-"""Owns the bytes of a checkpoint's weights on each rank, in any format and at any tensor-parallel size. Never reads a weight.
+"""The bytes of a checkpoint's weights on each rank, in any format and at any tensor-parallel size, from its headers.
 
-How vLLM splits a layer follows from its class (vllm/model_executor/layers/linear.py). Column-parallel layers are split by rows,
-row-parallel ones by columns, vocabularies by rows after padding, and experts along their inner width. Everything else is whole on every
-rank.
+A rough estimate: vLLM splits almost every matrix of a layer evenly over the ranks (vllm/model_executor/layers/linear.py).
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from math import ceil, prod
 
 from sparkd.capacity.kv_cache import stages_of
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
-from sparkd.checkpoint.classification import WRAPPED
+from sparkd.checkpoint.shape import Shape, of_layers, text_config
 from sparkd.checkpoint.tensors import alike
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.models.shape import Shape, of_layers, text_config
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.calibration_text import text_of
@@ -27,31 +24,13 @@ from workers.quantization.formats import Format
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
-VOCAB_PADDING = 64
-_COLUMN = _words(
-    """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 input_linear q_b_proj kv_b_proj qkv_proj
-    qkv Wqkv query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d
-    A_log D dt_bias sinks"""
-)
-_KEYS = _words("k_proj v_proj wk wv")
-_ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 output_linear dense_4h_to_h dense")
 # The layers that predict tokens ahead, which vLLM loads for speculative decoding.
 AHEAD = "mtp"
-# Kept as they are stored; every other parameter is made in the model's own precision (its class gives no other).
-_EXACT = _words("A_log D e_score_correction_bias expert_bias")
-_STORED = _words(
-    """weight bias weight_packed qweight weight_scale weight_scale_inv weight_scale_2 weight_global_scale input_scale qzeros scales g_idx
-    weight_shape weight_zero_point input_global_scale"""
-)
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_FLOATS = ("BF16", "F16", "F32", "F64")
 # Stored with the input dimension first (AWQ, GPTQ).
-_INPUT_FIRST = _words("qweight qzeros scales")
+_INPUT_FIRST = frozenset({"qweight", "qzeros", "scales"})
+# Kinds of tensors that every rank holds whole.
+_WHOLE = frozenset({"router", "norm"})
 _BF16 = Format("bf16")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
@@ -62,22 +41,19 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Alike tensors: `count` of them. split: column, row, keys, vocabulary or whole; kind: a tensor_class; active: whether every token
-    uses it, for experts the share that it uses. layer: None for one that is in no layer of the language model. heads: that keys are split
-    by. copies: how often vLLM holds it."""
+    """Alike tensors.
+
+    count: how many there are.
+    kind: a tensor_class.
+    active: whether every token uses it, for experts the share that it uses.
+    layer: None for one that is in no layer of the language model.
+    """
 
     tensor: TensorRef
     kind: str
     count: int
-    split: str
     active: float
     layer: int | None = None
-    heads: int = 1
-    copies: int = 1
-
-    def ways(self, ranks: int) -> int:
-        """Into how many pieces `ranks` ranks cut it."""
-        return {"whole": 1, "keys": min(ranks, self.heads)}.get(self.split, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +157,14 @@ class FormattedModel:
         active = disk = head = 0
         for one in self.groups:
             part = one.part
-            held = part.copies * part.count * _bytes(part, one.form, shape, ranks)
+            each = _bytes(part.tensor, one.form, shape)
+            held = part.count * (each if part.kind in _WHOLE or len(part.tensor.shape) < 2 else ceil(each / ranks))
             if (where := (part.kind, one.layers)) not in tallies:
                 tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, shape))
             for stage, times in tallies[where].items():
                 placed[stage][part.kind] = placed[stage].get(part.kind, 0) + times * held
             active += len(one.layers) * int(held * part.active)
-            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, shape, 1))
+            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else each)
             head = max(head, held) if part.kind == "embedding" else head
         if shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
@@ -214,7 +191,6 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
         # config.json leaves it open, and most model classes default to untied: a stored lm_head confirms that.
         shape = replace(shape, tied=False)
-    values = {name.partition(".v_proj.")[0] for name in kept if ".v_proj." in name} if text.get("attention_k_eq_v") else None
     parts = []
     for name, tensor in kept.items():
         kind = kinds[name]
@@ -222,12 +198,7 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         if left is not None:
             unloaded[left] += tensor.nbytes * counts[name]
             continue
-        # Gemma 4: one matrix in both places of a fused layer.
-        twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
-        split = _split(name, tensor, kind)
-        heads = max(1, shape.kv_heads) if split == "keys" else 1
-        layer, active = _layer_of(name, kind), _active(name, kind, shape)
-        parts.append(WeightPart(tensor, kind, counts[name], split, active, layer, heads, 2 if twice else 1))
+        parts.append(WeightPart(tensor, kind, counts[name], _active(name, kind, shape), _layer_of(name, kind)))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
@@ -273,7 +244,7 @@ def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format]) -> I
         if "scale" in last and packed_module_of(tensor.name) in assignment:
             continue
         form = assignment.get(stem, kept.get(stem)) if last == "weight" else assignment.get(tensor.name)
-        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
+        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, form
         first.setdefault(key, (part, form))
         layers.setdefault(key, []).append(part.layer)
     yield from (PartGroup(part, form, tuple(layers[key])) for key, (part, form) in first.items())
@@ -325,50 +296,10 @@ def _active(name: str, kind: str, shape: Shape) -> float:
     return 1.0
 
 
-def _split(name: str, tensor: TensorRef, kind: str) -> str:
-    parts = [part for part in name.split(".") if part != WRAPPED]
-    leaf = parts[-2] if parts[-1] in _STORED and len(parts) > 1 else parts[-1]
-    if kind in ("embedding", "lm_head") and len(tensor.shape) == 2:
-        return "vocabulary"
-    if kind in ("router", "norm") or ".indexer." in name or prod(tensor.shape) <= 1:
-        return "whole"
-    experts = ".experts." in name
-    if leaf in _ROW or (experts and leaf.startswith("down_proj")) or (leaf == "proj" and parts[-3:-2] == ["attn"]):
-        # A bias is added once, and a scale for each row is every rank's.
-        return "whole" if leaf.endswith("bias") or parts[-1] == "bias" or len(tensor.shape) < 2 or tensor.shape[-1] == 1 else "row"
-    if leaf in _KEYS:
-        return "keys"
-    return "column" if experts or leaf in _COLUMN else "whole"
-
-
-def _bytes(part: WeightPart, form: Format | None, shape: Shape, ranks: int) -> int:
-    """The bytes of one tensor on one rank."""
-    tensor = part.tensor
-    if part.split == "vocabulary":
-        rows = ceil(padded_vocabulary(tensor.shape[0]) / ranks)
-        return form.nbytes(rows, tensor.shape[1]) if form is not None else rows * tensor.shape[1] * _width(tensor, shape)
-    ways = part.ways(ranks)
-    return ceil(_plain(tensor, shape) / ways) if form is None else _formatted(part, form, shape, ways)
-
-
-def padded_vocabulary(rows: int) -> int:
-    return ceil(rows / VOCAB_PADDING) * VOCAB_PADDING
-
-
-def _formatted(part: WeightPart, form: Format, shape: Shape, ways: int) -> int:
-    rows, columns = sides(part.tensor, shape)
-    blocks = part.tensor.shape[0] if len(part.tensor.shape) == 3 else 1
-    return blocks * (form.nbytes(rows, ceil(columns / ways)) if part.split == "row" else form.nbytes(ceil(rows / ways), columns))
-
-
-def _plain(tensor: TensorRef, shape: Shape) -> int:
-    return prod(tensor.shape) * _width(tensor, shape) if tensor.dtype in _FLOATS else tensor.nbytes
-
-
-def _width(tensor: TensorRef, shape: Shape) -> int:
-    """Bytes of an element in memory."""
-    last = tensor.name.rpartition(".")[2]
-    stored = _FLOATS.get(tensor.dtype)
-    if stored is None or last in _EXACT or "scale" in last:
-        return tensor.nbytes // max(1, prod(tensor.shape))
-    return shape.dtype_bytes
+def _bytes(tensor: TensorRef, form: Format | None, shape: Shape) -> int:
+    """The bytes of one tensor in memory, in its format or in the model's own precision."""
+    if form is not None:
+        blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        return blocks * form.nbytes(*sides(tensor, shape))
+    is_float = tensor.dtype in _FLOATS and "scale" not in tensor.name.rpartition(".")[2]
+    return prod(tensor.shape) * shape.dtype_bytes if is_float else tensor.nbytes

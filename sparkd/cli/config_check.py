@@ -8,21 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sparkd.config import config
+from sparkd.config import config, kv_cache, quantize
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, check_bind
+from sparkd.config.model import ModelConfig
+from sparkd.config.overlay import in_order
+from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
-from sparkd.schema import kv_cache, quantize
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.overlay import in_order
-from sparkd.schema.yaml_file import ConfigProblem, Document
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import flags_in, parsed, value_of
+from sparkd.vllm.flags import amount_of, flags_in, parsed, value_of
 from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
 from sparkd.vllm.translate import translated
-from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
+from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, reserved_whole, share_of
 from workers.vllm.symbols import SUPPORTED
 
 _NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
@@ -72,7 +71,7 @@ def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
             subjects.setdefault(entry.runtime, []).append(entry.judged)
     if not subjects:
         return
-    from sparkd.inquiry.parser_answers import announce, refused_of
+    from sparkd.vllm.ask.parser import announce, refused_of
 
     for runtime, asked in subjects.items():
         refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
@@ -202,7 +201,7 @@ class _Entry:
             if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
                 yield self._at_flag(FlagNote(name, "it must be above 0."))
         tokens, requests = (
-            number_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
+            amount_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
         )
         if tokens is not None and requests is not None and tokens < requests:
             reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
@@ -210,7 +209,7 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.inquiry.parser_answers import refused
+        from sparkd.vllm.ask.parser import refused
 
         flags = self._model.vllm_flags()
         translation = translated(flags, self._env)

@@ -83,11 +83,6 @@ def join(
     before = membership.read(loaded)
     if before is not None and before.keeper is not None:
         raise Conflict(f"Process {before.pid} keeps this node in the cluster of {before.address}: end it by `sparkd leave` first.")
-    by_unit = not foreground and loaded.state_dir == STATE_DIR and SYSTEMD.is_dir()
-    if not by_unit:
-        # Nothing of another sparkd is to be replaced by what this one writes.
-        with machine_lock():
-            pass
     secret = _token(token, membership.token_path(loaded) if before is not None and before.address == target.address else None)
     route = route_to(target.host, target.routed, _fabric(), node_ip)
     with tempfile.TemporaryDirectory(prefix="sparkd-join-") as folder:
@@ -95,10 +90,15 @@ def join(
         trial.touch(mode=0o600)
         trial.write_text(secret)
         clocks = clock_doubt(ask_head(target, trial, route.node_ip))
-    warnings = [*route.doubts, *filter(None, [clocks])]
+    warnings = [warning for warning in (route.warning, clocks) if warning is not None]
     err.print(route.why, markup=False)
     for warning in warnings:
         err.print(f"warn: {warning}", style="yellow", markup=False)
+    by_unit = not foreground and loaded.state_dir == STATE_DIR and SYSTEMD.is_dir()
+    if not by_unit:
+        # Another sparkd of this machine would be ended by the end of this one.
+        with machine_lock():
+            pass
     me = None if by_unit else processes.identity(os.getpid())
     keeper = me or processes.Identity(0, 0, "")
     record = membership.Membership(target.address, route.node_ip, keeper.pid, keeper.start_ticks, keeper.boot_id)

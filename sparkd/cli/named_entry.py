@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.planned_entry import made_for
+from sparkd.checkpoint.source import CONFIG_PATH, source_of
 from sparkd.config.config import Config, ModelConfig, load_config, parse_model
 from sparkd.errors import ConfigError
-from sparkd.models.source import CONFIG_PATH, source_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from sparkd.checkpoint import Checkpoint
     from sparkd.cli.named_entry import NamedEntry
     from sparkd.hardware import Hardware
-    from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
+    from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
+    from sparkd.vllm.ask.model import InquiryRuntime
 
 NODES, SEQS = whole("--nodes", 1, MOST["nodes"]), whole("--seqs", 1, MOST["requests"])
 CONTEXT = whole("--ctx", 1, MOST["max_model_len"], tokens=True)
@@ -145,8 +146,8 @@ def planned(
     Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
     from sparkd.cli.named_entry import configured, of_hub, of_recipe, unknown
+    from sparkd.config.quantize import AUTO
     from sparkd.hardware import SPARK, hardware_of
-    from sparkd.schema.quantize import AUTO
 
     machine, name, unheard = SPARK if hardware is None else hardware_of(hardware), request.model, list[str]()
     named = configured(name, config, os.environ)
@@ -184,8 +185,8 @@ def asked_here(
     questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]
 ) -> Sequence[ModelAnswer | None]:
     """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
-    from sparkd.inquiry.model_answers import ask, kept_answers
     from sparkd.render import models as show
+    from sparkd.vllm.ask.model import ask, kept_answers
     from sparkd.vllm.installed import full_version_in
 
     if quick or full_version_in(runtime.interpreter) is None:
@@ -215,8 +216,8 @@ def _planned_here(
     from sparkd.capacity.plan import plan as plan_of
     from sparkd.capacity.plan_report import vllm_json
     from sparkd.capacity.planned_entry import entry_of
-    from sparkd.models.prequantized import prequantized
-    from sparkd.models.remote_headers import checkpoint_of
+    from sparkd.checkpoint.prequantized import prequantized
+    from sparkd.checkpoint.remote_headers import checkpoint_of
     from sparkd.render.terminal import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
@@ -247,7 +248,8 @@ def _planned_here(
 
 def _runtime_of(named: NamedEntry) -> InquiryRuntime:
     """The runtime whose vLLM is asked about a model."""
-    from sparkd.inquiry.model_answers import InquiryRuntime, places
+    from sparkd.vllm.ask.cache import places
+    from sparkd.vllm.ask.model import InquiryRuntime
 
     return InquiryRuntime(named.spec.runtime_of(named.config.engine), places(named.config.state_dir))
 

@@ -18,8 +18,8 @@ from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
 
 if TYPE_CHECKING:
+    from sparkd.config.yaml_file import ConfigProblem
     from sparkd.recipes.library import RecipeLibrary
-    from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import RefusedArg
 
 
@@ -111,8 +111,8 @@ def check(
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
     from sparkd.config.recipe_check import checked, load, refused_by_parser
-    from sparkd.inquiry.parser_answers import asked
     from sparkd.recipes.library import AsWritten
+    from sparkd.vllm.ask.parser import asked
 
     book = _book(folder)
     problems: list[ConfigProblem] = []
@@ -155,10 +155,10 @@ def import_(
     the head of the recipe. Shell hooks are always left out. A recipe that cannot be used is not written, and the exit code is 2.
     """
     from sparkd.config.recipe_check import unusable, with_risks
+    from sparkd.config.yaml_file import parse
     from sparkd.recipes.file import is_foreign
     from sparkd.recipes.importer import Imported, imported
     from sparkd.recipes.library import AsWritten
-    from sparkd.schema.yaml_file import parse
 
     raw, shown, origin = _raw(file)
     document = parse(raw, shown, AsWritten())
@@ -198,9 +198,9 @@ def import_(
 def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """(version, refused arguments) of the vLLM in sparkd's own environment; None where it gives no answer. Takes as long as its import."""
     from sparkd.cli.config_file import config_of
-    from sparkd.inquiry.parser_answers import announce, answers
-    from sparkd.vllm.answer_cache import places
     from sparkd.vllm.arg_check import ANOTHER_PARSER
+    from sparkd.vllm.ask.cache import places
+    from sparkd.vllm.ask.parser import announce, answers
     from sparkd.vllm.installed import full_version_in
 
     if any(name in env for name in ANOTHER_PARSER):
@@ -221,7 +221,7 @@ def _book(folder: Path | None) -> RecipeLibrary:
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
     """(content, name in messages, address and commit) of a recipe of a registry, or of a file, which has no such."""
-    from sparkd.models.source import FOLDER_SIGNS
+    from sparkd.checkpoint.source import FOLDER_SIGNS
     from sparkd.recipes.file import SUFFIXES
 
     name = str(file)

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from sparkd.admin.client import Client, model_path
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import source_of
 from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import source_of
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args
 

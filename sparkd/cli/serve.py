@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd import __version__
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import CONFIG_PATH, name_of, source_of
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import expected
 from sparkd.entry.tasks import abilities_of
 from sparkd.errors import ClusterError, ModelUnusable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models, served_routes
-from sparkd.models.folder import unusable_of
 from sparkd.state.abilities import Abilities
 from sparkd.vllm.parsers import Parsers
 

@@ -12,13 +12,14 @@ from typing import Any
 from sparkd.capacity.account import Ways
 from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.fit import AS_STORED, quality_of
-from sparkd.capacity.requirement import Node, Requirement, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
+from sparkd.capacity.requirement import Node, Requirement, ask_vllm, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Places
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.quantize import AUTO
 from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.entry.trusted_commits import pinned
@@ -26,7 +27,6 @@ from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, 
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes, Stages
-from sparkd.schema.quantize import AUTO
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
 
@@ -68,8 +68,10 @@ class Siting:
         spec = await asyncio.to_thread(pinned, spec, config)
         await asyncio.to_thread(refuse_unloadable, spec, config)
         where = await self._where(config, spec)
-        if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
-            return await self._team(config, spec, where, (spec.tensor_parallel, 1))
+        ways = (spec.tensor_parallel, 1) if isinstance(spec.tensor_parallel, int) else ALONE
+        await asyncio.to_thread(ask_vllm, spec, config, where, ways)
+        if ways != ALONE:
+            return await self._team(config, spec, where, ways)
         need = await self._need(config, spec, where, ALONE)
         refusal = await self._too_large(config, need, 1)
         if better := await self._better(config, spec, where, need if refusal is None else None):

@@ -1,4 +1,4 @@
-"""Owns the API keys: from literals, files and systemd credentials to SHA-256 digests and names. Never keeps, logs or compares a key."""
+"""Reads the API keys from literals, files and systemd credentials, and keeps their SHA-256 digests and names alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SecretStr
 
+from sparkd.config.fields import AbsolutePath, Section, one_or_many
+from sparkd.config.yaml_file import ConfigProblem
 from sparkd.errors import ConfigError
-from sparkd.schema.fields import AbsolutePath, Section, one_or_many
-from sparkd.schema.yaml_file import ConfigProblem
 from workers.host import regular_file
 
 SHORT_KEY = 16

@@ -1,4 +1,4 @@
-"""Owns the configuration's section `memory`: how often memory is read, what stays free, and the guard's limits. Never reads memory."""
+"""The section `memory`: how often memory is read, what stays free, and the guard's limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
+from sparkd.config.fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
     from workers.host.memory_limits import MemoryLimits

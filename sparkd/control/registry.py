@@ -1,4 +1,4 @@
-"""Which models there are: the file's and those added while it runs, their names and their records. Never plans, never acts."""
+"""Which models there are: the file's and those added while it runs, their names and their records."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
-from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.store import Store
 from sparkd.unexpected import unexpected

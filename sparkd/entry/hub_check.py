@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from sparkd.checkpoint import MAX_JSON_BYTES
+from sparkd.checkpoint.hub import Hub
+from sparkd.checkpoint.model_folder import holds_model
+from sparkd.checkpoint.source import folder_of
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
-from sparkd.models.folder import holds_model
-from sparkd.models.hub import Hub
-from sparkd.models.source import folder_of
-from sparkd.schema.model import ModelConfig
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0

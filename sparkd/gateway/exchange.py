@@ -6,13 +6,16 @@ import asyncio
 import logging
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sparkd import metrics
-from sparkd.errors import SparkdError
 from sparkd.gateway.body import Members
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
+
+if TYPE_CHECKING:
+    from sparkd.gateway.heartbeat import Heartbeat
+    from sparkd.gateway.relay import Relay
 
 _log = logging.getLogger("sparkd.access")
 
@@ -27,32 +30,6 @@ CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; ne
 
 class ClientGone(Exception):
     """The client closed its connection, so no response can be sent."""
-
-
-class EarlyAnswer(Protocol):
-    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request uses. begun: the head was sent to the client."""
-
-    begun: bool
-
-    def loaded(self) -> None: ...
-    def stop(self) -> None: ...
-    def refuse(self, error: SparkdError) -> None: ...
-
-
-class AnswerRelay(Protocol):
-    """The part of sparkd.gateway.relay.Relay that the rest of a request uses.
-
-    passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet. pieces: of the answer, as the engine sent them.
-    """
-
-    @property
-    def passed_bytes(self) -> int: ...
-    @property
-    def pieces(self) -> int: ...
-    @property
-    def between_events(self) -> bool: ...
-    def finish(self) -> bool: ...
-    def stop(self) -> None: ...
 
 
 class Exchange:
@@ -119,9 +96,9 @@ class Exchange:
         self.streamed = False
         self.key: str | None = None
         self.tokens: Tokens | None = None
-        self.relay: AnswerRelay | None = None
+        self.relay: Relay | None = None
         self.task: asyncio.Task[Any] | None = None
-        self.heartbeat: EarlyAnswer | None = None
+        self.heartbeat: Heartbeat | None = None
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

@@ -15,13 +15,14 @@ import struct
 from collections.abc import Callable
 from enum import Enum
 from time import monotonic
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, json_headers, new_request_id
@@ -43,13 +44,6 @@ _LINGER_NOT = struct.pack("ii", 1, 0)
 _LAST_S = 0.25
 # How long the condition stays after the last connection beyond the limit.
 FULL_S = 15.0
-
-
-class ResponseSource(Protocol):
-    """The sender of an answer. It pauses while the client's buffer is full."""
-
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
 
 
 class _Stage(Enum):
@@ -87,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = self._last = False
         self._refusal: SparkdError | None = None
         self._when_gone: Callable[[], object] | None = None
-        self._source: ResponseSource | None = None
+        self._engine: Connection | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- for the app, by scope["extensions"][CONNECTION] ------------------------------------------------------------------
@@ -164,11 +158,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not message.get("more_body", False):
             self.end_answer()
 
-    def fed_by(self, source: ResponseSource | None) -> None:
-        """Pause `source` while the client's buffer is full. None withdraws it."""
-        self._source = source
-        if source is not None and self.flow.write_paused:
-            source.pause()
+    def fed_by(self, engine: Connection | None) -> None:
+        """Pause `engine` while the client's buffer is full. None withdraws it."""
+        self._engine = engine
+        if engine is not None and self.flow.write_paused:
+            engine.pause()
 
     def end_answer(self) -> None:
         """Record that the present answer was written completely."""
@@ -241,8 +235,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._source is not None:
-            self._source.pause()
+        if self._engine is not None:
+            self._engine.pause()
         if self._write_deadline is None:
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
@@ -251,8 +245,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
         super().resume_writing()
-        if self._source is not None:
-            self._source.resume()
+        if self._engine is not None:
+            self._engine.resume()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 

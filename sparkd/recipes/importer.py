@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from sparkd.config import yaml_file
+from sparkd.config.overlay import error_of
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import is_foreign
 from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
-from sparkd.schema import yaml_file
-from sparkd.schema.overlay import error_of
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without
 from sparkd.vllm.parsers import OFF
@@ -71,9 +71,13 @@ def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A recipe in sparkd's format. recipe: plain values; text: the same as a file. notes: one sentence for each difference from the source.
-    missing: one for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes. risks: one
-    for each setting that runs foreign code or reads this machine's files, shown first (sparkd.config.recipe_check.with_risks)."""
+    """A recipe in sparkd's format.
+
+    recipe: plain values; text: the same as a file.
+    notes: a sentence for each difference from the source.
+    missing: a sentence for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes.
+    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.with_risks).
+    """
 
     recipe: Mapping[str, Any]
     text: str
@@ -91,8 +95,9 @@ def imported(
 ) -> Imported:
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
-    overrides: -o KEY=VALUE, over the recipe's defaults. parser: asks this machine's
-    vLLM, which must accept the arguments. origin: the source of the file, empty where only its format is known.
+    overrides: -o KEY=VALUE, over the recipe's defaults.
+    parser: asks this machine's vLLM, which must accept the arguments.
+    origin: the source of the file, empty where only its format is known.
     """
     document = yaml_file.parse(raw, shown, {}, last_counts=True)
     if document.problems:

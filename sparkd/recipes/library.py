@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint.source import FOLDER_SIGNS
+from sparkd.config.yaml_file import ConfigProblem, parse
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.source import FOLDER_SIGNS
 from sparkd.nearest import nearest
-from sparkd.schema.yaml_file import ConfigProblem, parse
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
@@ -26,28 +26,21 @@ _NO_TRUST = "trust_remote_code is left out: a model whose repository brings code
 _SUFFIX = ".yaml"
 
 
-class AsWritten(Mapping[str, str]):
+class AsWritten(dict[str, str]):
     """An environment in which ${env.NAME} stands for itself: for showing and checking a recipe, whose values may be secrets."""
 
-    def __getitem__(self, name: str) -> str:
+    def __missing__(self, name: str) -> str:
         return "${env." + name + "}"
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 class RecipeLibrary:
     """The recipes of several folders; the first folder wins for a name. A file is read once, when its recipe is needed."""
 
     def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
-        """own: the operator's folder, None for the usual one. environ: values for ${env.NAME} in recipes. state_dir: the folder that holds
-        the registries, None for no registries."""
+        """own: the operator's folder, None for the usual one.
+        environ: values for ${env.NAME} in recipes.
+        state_dir: the folder that holds the registries, None for no registries.
+        """
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
         self._state_dir = state_dir

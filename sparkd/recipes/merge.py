@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparkd.config import yaml_file
+from sparkd.config.engine_flags import contradictions
+from sparkd.config.yaml_file import Document
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.schema import yaml_file
-from sparkd.schema.engine_flags import contradictions
-from sparkd.schema.yaml_file import Document
 
 # A key of the entry that says the same as these keys of the recipe in another way.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
@@ -74,6 +75,6 @@ def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mappin
     """The recipes for a configuration that is not validated yet. A wrong path is reported by the validation."""
 
     def folder(value: Any) -> Path | None:
-        return (base or Path.cwd()) / Path(value).expanduser() if isinstance(value, str) and value else None
+        return (base or Path.cwd()) / os.path.expanduser(value) if isinstance(value, str) and value else None
 
     return RecipeLibrary(folder(recipes_dir), environ, folder(state_dir))

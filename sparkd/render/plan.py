@@ -10,8 +10,8 @@ from typing import Any
 from sparkd.capacity.fit import gib
 from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import AHEAD
+from sparkd.checkpoint.source import name_of
 from sparkd.hardware import GIB
-from sparkd.models.source import name_of
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
 from sparkd.render.terminal import Page

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparkd.models.source import name_of
+from sparkd.checkpoint.source import name_of
 from sparkd.render.models import say
 from sparkd.render.table import Table
 

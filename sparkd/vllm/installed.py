@@ -11,9 +11,6 @@ from pathlib import Path
 from sparkd.vllm.releases import Release
 from sparkd.vllm.translate import release_of
 
-_REGISTRY = Path("vllm/model_executor/models/registry.py")
-# A row of its tables: architecture, module and class. Those of older names have a release or an address instead.
-_MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
 # CPU wheels have a name of their own. Installers leave such a folder: packaging.python.org, "Recording installed projects".
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
@@ -43,18 +40,6 @@ def packages_of(runtime: Path) -> list[Path]:
 def folders_of(runtime: Path | None) -> Iterator[Path]:
     """The folders in which the vLLM there may be; runtime as in release_in."""
     yield from _ours() if runtime is None else packages_of(runtime)
-
-
-def models_of(runtime: Path | None) -> frozenset[str] | None:
-    """The architectures of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
-    for packages in folders_of(runtime):
-        try:
-            text = (packages / _REGISTRY).read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if found := frozenset(_MODEL.findall(text)):
-            return found
-    return None
 
 
 def _versions(runtime: Path | None) -> Iterator[str]:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import (
-    DRAFTS,
-    LOAD_FORMAT,
-    SPECULATIVE,
-    Value,
-    draft_method,
-    json_object,
-    parsed,
-    speculative_config,
-    with_draft,
-    words,
-)
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, Value, json_object, parsed, words
 from sparkd.vllm.releases import ANY, DRAFT_EXPERTS, FLAGS, VARIABLES, Dropped, Release
 
 _RELEASE = re.compile(r"v?(\d{1,3})\.(\d{1,4})(?:[.a-z+-]|$)")
@@ -42,7 +31,7 @@ def release_of(version: str | None) -> Release | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def translated(args: Sequence[str], env: Mapping[str, str], _release: object = None) -> Translation:
+def translated(args: Sequence[str], env: Mapping[str, str]) -> Translation:
     """`args` and `env` for any supported release.
 
     A flag that is given already is never contradicted: the variable that it replaced is then only taken away.
@@ -87,39 +76,3 @@ class _Work:
             self.flags[DRAFTS] = json.dumps({"moe_backend": "triton", **config})
             reason = f"vLLM does not read it any more; moe_backend of {SPECULATIVE} says it now."
             self.notes.append(FlagNote(DRAFT_EXPERTS, reason, f"{DRAFT_EXPERTS} is left out"))
-
-
-__all__ = ["LOAD_FORMAT", "PER_BATCH", "SPECULATIVE", "draft_method", "speculative_config", "with_draft"]
-PER_BATCH = "num_speculative_tokens_per_batch_size"
-
-
-def schedule(tokens: int, limit: int) -> list[list[int]]:
-    """`tokens` for each step up to batches of limit - 1, none from limit on: the last range goes on (v1/spec_decode/dynamic/utils.py)."""
-    return [[1, limit - 1, tokens], [limit, limit, 0]] if limit > 1 else [[1, 1, 0]]
-
-
-def flag_name(arg: str) -> str | None:
-    """`--moe_backend=x` -> moe-backend; None for what is no long flag."""
-    return arg[2:].partition("=")[0].replace("_", "-") if arg.startswith("--") and len(arg) > 2 else None
-
-
-def values_of(args: Sequence[str], name: str) -> Iterator[tuple[int, int, str]]:
-    """(first, last, value) of every `--name value` and `--name=value`: the indices of its arguments."""
-    for index, arg in enumerate(args):
-        if flag_name(arg) == name:
-            _, equals, value = arg.partition("=")
-            if equals:
-                yield index, index, value
-            elif index + 1 < len(args):
-                yield index, index + 1, args[index + 1]
-
-
-def without(args: Sequence[str], name: str) -> list[str]:
-    """`args` without `--name` and its value."""
-    gone = {index for first, last, _ in values_of(args, name) for index in (first, last)}
-    return [arg for index, arg in enumerate(args) if index not in gone]
-
-
-def without_any(args: Iterable[str], names: Collection[str]) -> list[str]:
-    """`args` without the flags of these names."""
-    return words({name: value for name, value in parsed([*args]).items() if name not in names})

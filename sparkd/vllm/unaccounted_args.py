@@ -7,10 +7,13 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from sparkd.vllm.flags import DRAFTS, Value, amount_of, parsed, value_of, without
+from sparkd.vllm.flags import DRAFTS, Value, amount_of, parsed, value_of
 from sparkd.vllm.reserved_args import OWN_WORKERS
+
+if TYPE_CHECKING:
+    from sparkd.config.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.capacity.consultation).
@@ -58,9 +61,9 @@ _MEASURED = frozenset(
 )  # fmt: skip
 # Those of the measured ones whose value is counted, as that of the entry's key of the same name.
 NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
-_LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
+LENGTH, _KV_DTYPE, DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
 # Values of a length by which vLLM takes the longest that fits.
-_LONGEST = ("auto", "-1")
+LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
 # Types of twice the width of what is stored.
@@ -70,7 +73,7 @@ KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _IDLE = {
     "load-format": ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache", "mistral", "dummy"),
     "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
-    "decode-context-parallel-size": ("1",), _LENGTH: _LONGEST,
+    "decode-context-parallel-size": ("1",), LENGTH: LONGEST,
 }  # fmt: skip
 # Switches that are off by default.
 _OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
@@ -79,22 +82,9 @@ WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 # Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-_BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
+_BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 # Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.account.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
-
-
-class ReservationKeys(Protocol):
-    """The keys of a model's entry that bear on how much is reserved for it; see sparkd.schema.model.ModelConfig."""
-
-    @property
-    def memory_gib(self) -> Any: ...
-    @property
-    def kv_cache(self) -> dict[str, Any] | str | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def extra_args(self) -> Sequence[str]: ...
 
 
 def uncounted(args: Sequence[str]) -> list[str]:
@@ -111,10 +101,10 @@ def unsized(args: Sequence[str]) -> list[str]:
     """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
     less what has no effect."""
     flags = parsed(args)
-    sized = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
+    sized = {_BLOCKS: blocks_of(args), SHARE: share_of(args), LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
     said = {name for name, value in sized.items() if value is not None}
-    said |= {_BLOCK} if (block_of(args) or 1) % BLOCK_STEP == 0 else set()
-    said |= {_DTYPE} if dtype_of(args) in (*NARROW, *WIDE) else set()
+    said |= {BLOCK} if (amount_of(args, BLOCK) or 1) % BLOCK_STEP == 0 else set()
+    said |= {DTYPE} if value_of(args, DTYPE) in (*NARROW, *WIDE) else set()
     said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
     said |= {name for name in _OFF if flags.get(name) is False}
     return [flag for flag in uncounted(args) if _name(flag) not in said]
@@ -136,11 +126,6 @@ def changed_by(flags: Iterable[str]) -> frozenset[str]:
     return frozenset(changed)
 
 
-def block_of(args: Sequence[str]) -> int | None:
-    """The tokens of --block-size; None where there is none that vLLM could take."""
-    return amount_of(args, _BLOCK)
-
-
 def share_of(args: Sequence[str]) -> float | None:
     """The --gpu-memory-utilization that vLLM would take; None where there is none that it could."""
     try:
@@ -152,21 +137,7 @@ def share_of(args: Sequence[str]) -> float | None:
 
 def length_of(args: Sequence[str]) -> int | None:
     """The tokens of --max-model-len; None where there is none, or vLLM chooses (`auto`, -1)."""
-    return amount_of(args, _LENGTH)
-
-
-def is_longest(args: Sequence[str]) -> bool:
-    """Whether --max-model-len leaves the length to vLLM."""
-    return value_of(args, _LENGTH) in _LONGEST
-
-
-def number_of(args: Sequence[str], name: str) -> int | None:
-    """The value of one of NUMBERS; None where there is none that vLLM could take."""
-    return amount_of(args, name)
-
-
-def dtype_of(args: Sequence[str]) -> str | None:
-    return value_of(args, _DTYPE)
+    return amount_of(args, LENGTH)
 
 
 def kv_dtype_of(args: Sequence[str]) -> str | None:
@@ -181,7 +152,7 @@ def blocks_of(args: Sequence[str]) -> int | None:
     return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
 
-def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:
+def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
     """Warnings of `sparkd check` for flags of extra_args by which sparkd.capacity.account.needed_gib reserves the whole machine. keys: the
     keys that a model's entry may have."""
     args = model.extra_args
@@ -190,12 +161,7 @@ def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[st
     share = share or share_of(args) is not None
     if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
         return
-    if all(_name(flag) == BYTES for flag in flags):
-        effect = f"{flags[0]} in extra_args sets the cache in vLLM: on a GPU sparkd reserves all that a node lends, on a CPU that size"
-        yield f"{effect}, its weights and processes. Better use kv_cache (bytes) of the entry, or set memory_gib."
-        return
-    named = {flag.strip("-").replace("-", "_") for flag in flags}
-    better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
+    better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"
     written = f"{' and '.join(flags)} in extra_args may change its memory"
     if OTHER in changed_by(flags):
@@ -207,11 +173,6 @@ def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[st
 def in_blocks(env: Mapping[str, str]) -> bool:
     """Whether each block of the cache has pages of several layers side by side."""
     return env.get(LAYOUT, "").startswith("B")
-
-
-def without_length(args: Sequence[str]) -> list[str]:
-    """`args` without --max-model-len."""
-    return without(args, _LENGTH)
 
 
 def _written(name: str, value: Value) -> str:

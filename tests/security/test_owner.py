@@ -17,7 +17,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.errors import StateError
-from sparkd.vllm import answer_cache
+from sparkd.vllm.ask import cache as answer_cache
 from tests.support.ranks import Place, a_place
 from workers.host import processes
 from workers.rank import lifecycle

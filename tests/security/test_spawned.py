@@ -32,8 +32,9 @@ from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.execution import bounded_call
-from sparkd.inquiry import model_answers, parser_answers
 from sparkd.recipes import clone
+from sparkd.vllm.ask import model as model_answers
+from sparkd.vllm.ask import parser as parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S

@@ -15,7 +15,7 @@ import yaml
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
-from sparkd.models.source import name_of
+from sparkd.checkpoint.source import name_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
 from tests.web.benches import BENCHES, write_benches

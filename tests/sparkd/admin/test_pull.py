@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,11 +20,11 @@ from huggingface_hub import constants
 from sparkd.admin import pull
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.pull import Pulls
+from sparkd.checkpoint import download
+from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
-from sparkd.models import download
-from sparkd.models.download import wanted
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.support.checkpoints import layered, write_folder
@@ -385,6 +387,27 @@ def test_a_download_tells_how_far_it_is(hub: Repository, environ: dict[str, str]
         assert fetching.result() == (COMMIT, "")
     sizes = {path.name: path.stat().st_size for path in hub.folder.iterdir()}
     assert told[0]["total_bytes"] == sum(sizes.values())
+
+
+def test_parts_that_an_ended_download_left_are_removed_and_not_counted(hub: Repository, environ: dict[str, str]) -> None:
+    blobs = Path(environ["HF_HOME"], "hub", "models--owner--name", "blobs")
+    blobs.mkdir(parents=True)
+    old, of_another = blobs / "a.1.incomplete", blobs / "b.2.incomplete"
+    for path, age_s in ((old, download.ABANDONED_S + 60), (of_another, 60.0)):
+        path.write_bytes(b"x" * 5000)
+        os.utime(path, (time.time() - age_s,) * 2)
+    goes_on = threading.Event()
+    hub.held |= dict.fromkeys(SHARDS, goes_on)
+    told: list[Mapping[str, Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(download.fetch, "owner/name", None, environ, told.append)
+        until(lambda: told, "a first look")
+        goes_on.set()
+        assert fetching.result() == (COMMIT, "")
+
+    assert of_another.exists() and not old.exists()
+    small = sum(path.stat().st_size for path in hub.folder.iterdir() if path.name not in SHARDS)
+    assert told[0]["done_bytes"] <= small
 
 
 def test_a_hub_that_fails_in_between_leaves_no_half_model_behind(hub: Repository, environ: dict[str, str]) -> None:

@@ -16,14 +16,15 @@ from sparkd.capacity.advice import outgrown
 from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
-from sparkd.config.config import parse_model
-from sparkd.errors import CheckpointError
+from sparkd.checkpoint.shape import shape_of
+from sparkd.config.config import Config, parse_model
+from sparkd.errors import CheckpointError, EngineError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
-from sparkd.models.shape import shape_of
+from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support import published_headers
 from tests.support.accounts import account, needed_gib
@@ -52,7 +53,7 @@ class Vllm:
 
 class Runtime:
     def runtime(self, _interpreter: str) -> dict[str, Any]:
-        return {"platform": "cuda", "entrypoint": "e", "vllm": None}
+        return {"platform": "cuda", "entrypoint": "e", "vllm": "0.32.0"}
 
 
 @pytest.fixture
@@ -255,6 +256,37 @@ def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_len
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
 
 
+@pytest.mark.parametrize(
+    ("keys", "asks"),
+    [
+        ({"max_model_len": "auto"}, True),
+        ({"kv_cache": {"sequences": 1}}, True),
+        ({"kv_cache": {"sequences": 1}, "memory_gib": 20}, False),
+        ({"kv_cache": "auto"}, False),
+    ],
+)
+def test_a_load_asks_vllm_where_its_answer_decides_something_and_an_estimate_counts_where_it_cannot_be_asked(
+    folder: Path, tmp_path: Path, keys: dict[str, Any], asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    monkeypatch.setattr("sparkd.capacity.requirement.ask", lambda questions, runtime: vllm(questions))
+    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: "0.32.0")
+    spec, config = parse_model("m", {"model": str(folder), **keys}, over_admin=False), Config(state_dir=tmp_path)
+    ask_vllm(spec, config, Runtime(), (1, 1))
+    assert bool(vllm.asked) is asks
+    asked = list(vllm.asked)
+    monkeypatch.setattr("sparkd.capacity.requirement.kept_answers", lambda questions, runtime: vllm(questions))
+    need = requirement_of(spec, config, Runtime(), 100.0, 100.0)
+    assert not asks or (need.account is not None and need.account.sureness == "exact")
+    assert not asks or all(question in asked for question in vllm.asked), "the answers are those that a placement looks up"
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("The vLLM of this runtime gave no answer about a model.")
+
+    monkeypatch.setattr("sparkd.capacity.requirement.ask", fails)
+    ask_vllm(spec, config, Runtime(), (1, 1))
+
+
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
     answers = Answers(vllm)
@@ -272,9 +304,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("The vLLM of this runtime gave no answer about a model.")
 
-    from sparkd.errors import EngineError
-
-    monkeypatch.setattr("sparkd.inquiry.model_answers.ask", fails)
+    monkeypatch.setattr("sparkd.vllm.ask.model.ask", fails)
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["choice"]["footprint"]["sureness"] == "guess" and any("vLLM" in note and "no answer" in note for note in plan["notes"])

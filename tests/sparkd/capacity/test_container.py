@@ -11,9 +11,9 @@ import pytest
 
 from sparkd.capacity import container
 from sparkd.capacity.container import RankContainer, containers, shell
+from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
-from sparkd.models.source import name_of
-from sparkd.vllm.translate import values_of
+from sparkd.vllm.flags import speculative_config
 
 OURS = ["python", "-m", "api", "--model", "M", "--worker-cls", "workers.kv.SparkWorker", "--max-model-len", "64"]
 
@@ -71,8 +71,7 @@ def test_a_container_is_called_as_its_model_is() -> None:
 def test_a_draft_in_a_folder_is_mounted_too(draft: str, inside: str) -> None:
     config = {"method": "dflash", "num_speculative_tokens": 4, "model": draft}
     made = one(plan("/data/X", ["python", "-m", "api", "--model", "/data/X", "--speculative-config", json.dumps(config)]))
-    ((_, _, text),) = values_of(made.command, "speculative-config")
-    assert json.loads(text) == {**config, "model": inside}
+    assert speculative_config(made.command) == {**config, "model": inside}
     assert made.folders.get(draft, draft) == inside
     assert draft.startswith("owner") or f"{draft}:{inside}:ro" in made.docker()
 

@@ -11,7 +11,7 @@ from sparkd.capacity import entry_faults
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
-from sparkd.inquiry.model_answers import ModelRefusal
+from sparkd.vllm.ask.answers import ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
@@ -42,6 +42,10 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a text": ("quantize", {"quantize": {"format": "nvfp4-a4", "calibration": "/nothing/there.txt"}}),
     "a size": ("quantize", {"quantize": {"format": "best", "gib": 0.001}}),
     "ranks": ("tensor_parallel", {"tensor_parallel": 2}),
+    "a draft": (
+        "extra_args",
+        {"extra_args": ["--speculative-config", '{"method": "eagle3", "model": "/none", "num_speculative_tokens": 2}']},
+    ),
     "a folder": ("model", {"model": "/etc"}),
 }
 

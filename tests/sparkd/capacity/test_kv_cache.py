@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.kv_cache import KvCost, Serving, stages_of, token_bytes
+from sparkd.checkpoint.shape import Attention, Shape, shape_of
 from sparkd.hardware import GIB
-from sparkd.models.shape import Attention, Shape, shape_of
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
 from tests.support.inventories import shape

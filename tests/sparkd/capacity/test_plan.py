@@ -27,13 +27,13 @@ from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import values_of
+from sparkd.vllm.flags import Value, parsed, speculative_config
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large
 from tests.support.checkpoints import mixture, write
@@ -132,20 +132,25 @@ async def _network(_node: str, peers: list[str], *, configured: Mapping[str, str
     return JIT_CAPS | (expected(rdma=wants_rdma("cuda", configured)) if peers else {})
 
 
-def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
-    """Argv and environment without what belongs to one start."""
-    words = build_command(spec)
-    for first, last, _ in list(values_of(words, "uds")):
-        del words[first : last + 1]
-    for first, last, text in list(values_of(words, "model-loader-extra-config")):
-        told = {key: value for key, value in json.loads(text).items() if key != "progress"}
-        words[first : last + 1] = ["--model-loader-extra-config", json.dumps(told, sort_keys=True)]
-    for first, last, _ in list(values_of(words, "master-port")):
-        words[first : last + 1] = ["--master-port", "29500"]
+def read(command: list[str]) -> tuple[list[str], dict[str, Value]]:
+    """The words before the flags, and the flags."""
+    begin = next((index for index, word in enumerate(command) if word.startswith("--")), len(command))
+    return command[:begin], dict(parsed(["HEAD" if word == HEAD else word for word in command[begin:]]))
+
+
+def told_of(spec: RankSpec) -> tuple[tuple[list[str], dict[str, Value]], dict[str, str]]:
+    """Command and environment without what belongs to one start."""
+    first, flags = read(build_command(spec))
+    flags.pop("uds", None)
+    if isinstance(loader := flags.get("model-loader-extra-config"), str):
+        told = {key: value for key, value in json.loads(loader).items() if key != "progress"}
+        flags["model-loader-extra-config"] = json.dumps(told, sort_keys=True)
+    if "master-port" in flags:
+        flags["master-port"] = "29500"
     env = {name: value for name, value in build_environment(spec, {}).items() if name not in OF_A_START}
     if VARIABLE in env:
         env[VARIABLE] = json.dumps({key: value for key, value in json.loads(env[VARIABLE]).items() if key != "report"}, sort_keys=True)
-    return ["HEAD" if word == HEAD else word for word in words], env
+    return (first, flags), env
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
@@ -202,7 +207,7 @@ async def test_its_command_and_environment_are_those_that_the_daemon_starts(
     for rank, real in zip(choice["ranks"], await started(config, spec, ways), strict=True):
         command, environment = told_of(real)
         shown = {key: value for key, value in rank["environment"].items() if key not in OF_A_START}
-        assert rank["command"] == command
+        assert read(rank["command"]) == command
         told = {key: value for key, value in shown.items() if value != f"${{{key}}}" and "RAY" not in key}
         assert told.items() <= environment.items()
         assert {key for key in environment if "RAY" not in key} == {key for key in shown if "RAY" not in key}
@@ -288,7 +293,7 @@ def test_what_the_command_line_says_goes_before_the_entry(
         "8192", "2048", "fp8",
     ]  # fmt: skip
     assert "--enforce-eager" in command and "--gpu-memory-utilization" not in command and "--quantization" not in command
-    assert [json.loads(text)["method"] for _, _, text in values_of(command, "speculative-config")] == ["mtp"]
+    assert (speculative_config(command) or {})["method"] == "mtp"
     told = json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
 

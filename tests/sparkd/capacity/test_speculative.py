@@ -14,11 +14,11 @@ from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
-from sparkd.errors import ConfigError
+from sparkd.checkpoint.shape import shape_of
+from sparkd.config.model import ModelConfig
+from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.models.shape import shape_of
-from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import speculative_config
+from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans
 from tests.support.accounts import account, kv_cost
@@ -72,7 +72,7 @@ def test_layers_that_predict_are_loaded_and_keep_a_cache(folder: Path) -> None:
 
 def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     place = str(folder.parent.parent / "predicts" / "draft")
-    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, shape_of(PREDICTS), read_checkpoint)
+    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, read_checkpoint)
 
     checkpoint = read_checkpoint(folder)
     both = counted.inventory(checkpoint, shape_of(checkpoint.config))
@@ -98,7 +98,6 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "asked", "told"),
     [
-        ("plain", "mtp", {}, "LlamaForCausalLM has"),
         ("plain", "dflash", {}, "no recipe has such a draft"),
         ("z-lab/none", "dflash", {}, "ngram"),
         ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "KV cache in bfloat16"),
@@ -107,7 +106,7 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
     source = str(folder.parent.parent / model) if model == "plain" else model
     with pytest.raises(ConfigError, match=told):
-        drafting(method, source, shape_of(dense()), asked, read_checkpoint)
+        drafting(method, source, asked, read_checkpoint)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b-instruct", "qwen3-coder-next"])
@@ -115,7 +114,7 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     """The two are of one class; the coder's checkpoint lacks the layer."""
     checkpoint = checkpoint_of(name)
     shape = shape_of(checkpoint.config)
-    counted = drafting("mtp", name, shape, {}, read_checkpoint)
+    counted = drafting("mtp", name, {}, read_checkpoint)
     assert counted is not None and counted.ahead and counted.layers == 1
     if name == "qwen3-coder-next":
         with pytest.raises(ConfigError, match=r"\bqwen3_next\b.*without its layers"):
@@ -134,19 +133,24 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
 )
 def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:
     """As vLLM reads it, without a draft's headers."""
-    found = of_config(config, shape_of(read_checkpoint(folder).config), no_headers)
+    found = of_config(config, no_headers)
     assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
 
 
 @pytest.mark.parametrize("method", ["eagle3", None])
-def test_a_draft_of_another_kind_is_a_guess_by_what_is_seen_of_it(method: str | None, folder: Path) -> None:
-    shape = shape_of(PREDICTS)
-    for name, layers in ((str(folder.parent.parent / "predicts" / "draft"), 2), ("/none", 1)):
-        config = {"model": name, "num_speculative_tokens": 3} | ({"method": method} if method else {})
-        found = of_config(config, shape, read_checkpoint)
-        assert (found.counted, found.layers, found.tokens, found.draft is not None) == (False, layers, 3, layers == 2)
-        assert found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
-    assert not of_config(MTP, shape, read_checkpoint).serving(Serving(4096)).unknown
+def test_a_draft_is_counted_by_its_headers_and_a_pickled_one_not_at_all(method: str | None, folder: Path, tmp_path: Path) -> None:
+    config = {"num_speculative_tokens": 3} | ({"method": method} if method else {})
+    found = of_config({**config, "model": str(folder.parent.parent / "predicts" / "draft")}, read_checkpoint)
+    assert (found.layers, found.tokens, found.draft is not None) == (2, 3, True) and not found.serving(Serving(4096)).unknown
+    (tmp_path / "config.json").write_text(json.dumps(DRAFT))
+    (tmp_path / "pytorch_model.bin").touch()
+    found = of_config({**config, "model": str(tmp_path)}, read_checkpoint)
+    assert found.draft is None and found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
+
+
+def test_a_draft_that_is_missing_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="/none/draft"):
+        of_config({"method": "eagle3", "model": "/none/draft", "num_speculative_tokens": 3}, read_checkpoint)
 
 
 def no_headers(name: str) -> Any:

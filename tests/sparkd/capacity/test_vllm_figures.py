@@ -8,7 +8,7 @@ import pytest
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
-from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, ModelRefusal, Stage
+from sparkd.vllm.ask.answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 
 FULL = LayerCache("full", "FullAttentionSpec", 16, 1000, 62.5)

@@ -17,7 +17,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.cli.config_check import check
-from sparkd.schema.yaml_file import ConfigProblem
+from sparkd.config.yaml_file import ConfigProblem
 from tests.support.checkpoints import dense, write
 from tests.support.parser_batch import ask_at_once
 from tests.support.published_tensors import tensors_of
@@ -30,7 +30,7 @@ SOUND: list[dict[str, Any]] = [
 # Mistakes of one pass: those of keys are found without vLLM and the model's files, the others once the keys are right.
 TOGETHER: list[tuple[dict[str, Any], list[int]]] = [
     ({"env": ["VLLM_PORT=1", "A"], "memory_gib": "lots", "ttl": "x", "modl": 1}, [4, 5, 6, 7]),
-    ({"extra_args": ["--enforce-eagr", "--max-num-seqs", "many"]}, [4, 4]),
+    ({"extra_args": ["--enforce-eagr"], "max_num_seqs": 64, "max_num_batched_tokens": 32}, [4, 6]),
     # One mistake is told once.
     ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
 ]

@@ -12,11 +12,11 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.layers import LayerListing, listing
 from sparkd.checkpoint import SourceQuantization
+from sparkd.checkpoint.source import snapshot_of
 from sparkd.cli import named_entry
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
-from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
-from sparkd.models.source import snapshot_of
+from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
 from tests.support.daemon_process import free_port
@@ -230,7 +230,7 @@ def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
         questions.extend(asked)
         return [answer(FULL, blocks=1) for _ in asked]
 
-    monkeypatch.setattr("sparkd.inquiry.model_answers.ask", ask)
+    monkeypatch.setattr("sparkd.vllm.ask.model.ask", ask)
     monkeypatch.setattr("sparkd.vllm.installed.full_version_in", lambda _: "0.32.0")
     assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
     held = json.loads(capsys.readouterr().out)["held"]

@@ -21,9 +21,9 @@ from typer.main import get_command
 from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.admin.client import admin_key, base_url, refusal
+from sparkd.checkpoint.source import name_of, source_of
 from sparkd.cli import serve
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking

@@ -13,9 +13,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity.weights import inventory, refuse_incomplete
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import load_config
-from sparkd.models.shape import shape_of
-from tests.sparkd.inquiry.test_model_answers import Engine, answer
+from tests.sparkd.vllm.ask.test_model import Engine, answer
 from tests.support import published_headers
 from tests.support.checkpoints import mixture, write
 from tests.support.daemon_process import ROOT

@@ -17,7 +17,7 @@ from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.translate import draft_method
+from sparkd.vllm.flags import draft_method
 from tests.support.facts import lacking
 
 # SPACES: blanks behind a backslash, which people leave there.

@@ -15,10 +15,11 @@ from sparkd.cluster.launcher import StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.config.recipe_check import resolve
 from sparkd.errors import RankError
-from sparkd.inquiry.parser_answers import refused
 from sparkd.recipes import admin_flags
-from sparkd.vllm import answer_cache, parser_answers
 from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask import cache as answer_cache
+from sparkd.vllm.ask import parser as parser_answers
+from sparkd.vllm.ask.parser import refused
 from sparkd.vllm.installed import full_version_in
 from tests.sparkd.recipes.test_merge import BOOK, OURS
 from tests.support.accounts import needing

@@ -18,8 +18,8 @@ from sparkd.entry import parser_choice
 from sparkd.entry.hub_check import Remote
 from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
-from sparkd.inquiry import parser_answers
 from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask import parser as parser_answers
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen
 from tests.support.facts import lacking

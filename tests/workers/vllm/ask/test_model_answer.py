@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import InquiryRuntime, ask
 from tests.conftest import VllmAnswers
 from tests.support.checkpoints import write
 from tests.support.kept_answer import kept

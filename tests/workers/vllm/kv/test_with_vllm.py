@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving
+from sparkd.checkpoint.shape import Attention
 from sparkd.errors import MissingSymbol
-from sparkd.models.shape import Attention
 from tests.support.late import Late
 from tests.support.waiting import HUNG_S
 from workers.kv.arithmetic import CacheCosts

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.models.shape import Attention
+from sparkd.checkpoint.shape import Attention
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,250 @@
+"""Owns a model's entry as one parsed value: its keys, the flags of its `extra_args` and its engine's variables. Reads no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config.engine_flags import flags_of
+from sparkd.config.quantize import AUTO, is_open
+from sparkd.errors import ConfigError
+from sparkd.vllm.flags import DRAFTS, amount, amount_of, parsed, speculative_config, value_of, without
+from sparkd.vllm.unaccounted_args import (
+    BLOCK,
+    BYTES,
+    CACHE,
+    DTYPE,
+    KV_DTYPES,
+    LAYOUT,
+    LENGTH,
+    LONGEST,
+    NARROW,
+    SHARE,
+    WEIGHTS,
+    WIDE,
+    changed_by,
+    in_blocks,
+    kv_dtype_of,
+    length_of,
+    share_of,
+    unsized,
+)
+from workers.kv.settings import MARGIN_VARIABLE
+from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
+
+if TYPE_CHECKING:
+    from sparkd.config.model import ModelConfig
+
+# Flags by which vLLM reads the longest request from another place than config.json.
+_OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format", "revision"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """A parsed entry. The last flag in extra_args overrides the key, as in vLLM.
+
+    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored; recipe: the same parsed, as stored for `auto`, None
+    where the variables of its rules cannot be parsed. max_model_len: tokens, `auto` for as many as fit, None for the model's own. cache:
+    the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry. cache_bytes: the value of
+    --kv-cache-memory-bytes; cpu_space_bytes: that of the CPU backend's variable. share: the share of the node's memory for vLLM;
+    share_words: its spelling. vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache. margin_bytes: bytes to leave free,
+    None for the default. memory_gib: the operator's reservation for the engine. draft: vLLM's configuration of drafts; drafts: whether a
+    flag for one exists, even an unreadable one. uncounted: flags whose effect on memory no formula covers; changes: the parts that they and
+    other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args). own_quantization: vLLM quantizes by itself. rest: the
+    flags without the revision and the length, which a decision may change; length_by_flag: only extra_args set the length. wide: vLLM
+    converts other floats to float32.
+    """
+
+    name: str
+    model: str
+    revision: str | None
+    env: Mapping[str, str]
+    quantize: dict[str, Any] | str | None
+    recipe: QuantizationRecipe | None
+    own_quantization: bool
+    tensor_parallel: int | None
+    max_model_len: int | str | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    wide: bool
+    kv_cache_dtype: str
+    block_tokens: int | None
+    enforce_eager: bool
+    prefix_caching: bool
+    chunked_prefill: bool
+    cache: Mapping[str, Any] | str | None
+    cache_words: str
+    cache_bytes: int | None
+    cpu_space_bytes: int | None
+    share: float | None
+    share_words: str
+    vllm_sizes: bool
+    margin_bytes: int | None
+    margin_words: str
+    memory_gib: float | None
+    draft: Mapping[str, Any] | None
+    drafts: bool
+    uncounted: tuple[str, ...]
+    changes: frozenset[str]
+    trusts_code: bool
+    other_config: bool
+    load_format: str | None
+    length_by_flag: bool
+    rest: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
+        flags = [] if self.revision is None else ["--revision", self.revision]
+        if self.max_model_len is not None and not self.length_by_flag:
+            flags += ["--max-model-len", str(self.max_model_len)]
+        return [*flags, *self.rest]
+
+    @property
+    def sized(self) -> bool:
+        """Whether the account covers the cache: it has a size, or sparkd sizes it by the memory that is left."""
+        return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
+
+    @property
+    def blocks(self) -> int | None:
+        return self.cache.get("blocks") if isinstance(self.cache, Mapping) else None
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """(tensor-parallel size, pipeline-parallel size) of the entry; one rank where the entry leaves them open."""
+        return self.tensor_parallel or 1, 1
+
+    def given_cache(self, platform: str) -> Mapping[str, Any] | None:
+        """The size of the cache from its key, its flag or the CPU backend's variable; None where the start determines it."""
+        if isinstance(self.cache, Mapping):
+            return None if "utilization" in self.cache else self.cache
+        own = self.cpu_space_bytes if self.cache is None and platform == "cpu" and not self.vllm_sizes else None
+        return {"bytes": own} if own else None
+
+    def quantized(self, recipe: QuantizationRecipe) -> EngineArgs:
+        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe)
+
+    def undecided(self) -> EngineArgs:
+        """The entry with the checkpoint as stored in place of `quantize: auto` and `best`."""
+        return replace(self, quantize=None) if is_open(self.quantize) else self
+
+
+def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
+    """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
+    spec = at_any_length(spec)
+    args = spec.extra_args
+    flags = parsed(args)
+    kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
+    uncounted = tuple(unsized(args))
+    wide = (value_of(args, DTYPE) or spec.dtype) in WIDE
+    drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
+    changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
+    changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
+    share = _share(spec)
+    space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
+    cache = kv_sizing.cache_of(spec)
+    return EngineArgs(
+        name=spec.name,
+        model=spec.model,
+        revision=spec.revision,
+        env=env,
+        quantize=spec.quantize,
+        recipe=_recipe(spec),
+        own_quantization=spec.quantization is not None,
+        tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
+        max_model_len=length_of(args) or spec.max_model_len,
+        max_num_seqs=amount_of(args, "max-num-seqs") or spec.max_num_seqs,
+        max_num_batched_tokens=amount_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        wide=wide,
+        kv_cache_dtype=kv_dtype,
+        block_tokens=amount_of(args, BLOCK),
+        enforce_eager=flags.get("enforce-eager", spec.enforce_eager) is True,
+        prefix_caching=flags.get("enable-prefix-caching") is not False,
+        chunked_prefill=flags.get("enable-chunked-prefill") is not False,
+        cache=cache,
+        cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
+        cache_bytes=_cache_bytes(args),
+        cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
+        share=share,
+        share_words=_share_words(spec),
+        vllm_sizes=kv_sizing.vllm_sizes(spec),
+        margin_bytes=None if share is not None else kv_sizing.margin_bytes(spec, env),
+        margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
+        memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
+        draft=speculative_config(args),
+        drafts=drafts,
+        uncounted=uncounted,
+        changes=changes,
+        trusts_code=spec.trusts_code(),
+        other_config=not _OTHER_CONFIG.isdisjoint(flags),
+        load_format=value_of(args, "load-format") or spec.load_format,
+        length_by_flag=spec.max_model_len is None and length_of(args) is not None,
+        rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
+    )
+
+
+def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
+    """The entry with the values of `args` in place of `auto`."""
+    spec = at_any_length(spec)
+    values: dict[str, Any] = {"model": args.model, "revision": args.revision, "quantize": args.quantize}
+    if not length_of(spec.extra_args):
+        values["max_model_len"] = args.max_model_len
+    changed = {key: value for key, value in values.items() if value != getattr(spec, key)}
+    return spec.model_copy(update=changed) if changed else spec
+
+
+def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
+    """The settings, as written in the entry, whose effect on memory no formula covers."""
+    names = [f"{flag} (extra_args)" for flag in args.uncounted]
+    names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
+    dtype = value_of(spec.extra_args, DTYPE) or spec.dtype or NARROW[0]
+    # With float32, formats and a separate draft are not counted.
+    counted = args.wide and args.quantize is None and not args.drafts
+    names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
+    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
+    return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
+
+
+def at_any_length(spec: ModelConfig) -> ModelConfig:
+    """The entry with max_model_len: auto in place of a --max-model-len in extra_args that leaves the length to vLLM."""
+    if value_of(spec.extra_args, LENGTH) not in LONGEST:
+        return spec
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, LENGTH))})
+
+
+def recipe_of(spec: ModelConfig) -> QuantizationRecipe:
+    """The entry's recipe; as stored where `quantize` is absent, or `auto` or `best` still. Raises ConfigError."""
+    return AS_IT_IS if spec.quantize is None or is_open(spec.quantize) else QuantizationRecipe.parse(spec.quantize)
+
+
+def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
+    try:
+        return recipe_of(spec)
+    except ConfigError:
+        return None
+
+
+def _share(spec: ModelConfig) -> float | None:
+    """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
+    share = share_of(spec.extra_args)
+    if share is None and SHARE in parsed(spec.extra_args):
+        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
+    return kv_sizing.utilization_of(spec) if share is None else share
+
+
+def _share_words(spec: ModelConfig) -> str:
+    if (share := share_of(spec.extra_args)) is not None:
+        return f"--{SHARE} {share:g}"
+    if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
+        return kv_sizing.written("kv_cache", spec.kv_cache)
+    return "" if spec.gpu_memory_utilization is None else f"gpu_memory_utilization {spec.gpu_memory_utilization:g}"
+
+
+def _cache_bytes(args: Sequence[str]) -> int | None:
+    size = value_of(args, BYTES)
+    size_bytes = None if size is None else amount(size)
+    if size is not None and size_bytes is None:
+        raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
+    return size_bytes

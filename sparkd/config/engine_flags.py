@@ -1,0 +1,89 @@
+"""Writes a model's keys as vLLM's flags, and names the keys that its extra_args contradict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config.fields import VllmFlag
+from sparkd.vllm.flags import amount, parsed
+from sparkd.vllm.parsers import OFF
+
+if TYPE_CHECKING:
+    from sparkd.config.model import ModelConfig
+
+# Keys that are a switch of vLLM: --enforce-eager.
+SWITCHES = ("trust_remote_code", "enforce_eager")
+_SAMPLING_FLAG = "override-generation-config"
+# Spelling -> the other spelling of the same value.
+_SAME = {"-1": "auto", "False": OFF, "off": OFF}
+
+
+@cache
+def value_flags(entry: type[BaseModel]) -> tuple[str, ...]:
+    """The keys that are a flag of vLLM with a value, in the order of the fields, which the hash of a running engine keeps."""
+    return tuple(key for key, field in entry.model_fields.items() if any(isinstance(each, VllmFlag) for each in field.metadata))
+
+
+def flags_of(model: ModelConfig) -> list[str]:
+    """The keys as vLLM flags, in a fixed order, then extra_args unchanged: for argparse the last flag wins.
+
+    The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
+    """
+    flags: list[str] = []
+    for key in value_flags(type(model)):
+        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key)
+        if value is not None and (key, value) != ("reasoning_parser", OFF):
+            flags += [f"--{key.replace('_', '-')}", str(value)]
+    if model.tool_call_parser not in (None, OFF):
+        # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_call_parser]
+    if model.sampling is not None and (said := model.sampling.flag()):
+        flags += [f"--{_SAMPLING_FLAG}", said]
+    for key in SWITCHES:
+        if getattr(model, key):
+            flags.append(f"--{key.replace('_', '-')}")
+    return [*flags, *model.extra_args]
+
+
+def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
+    entry may override a key of its recipe, which is no contradiction."""
+    from sparkd.config.model import ModelConfig
+
+    flags = parsed(args)
+    for key in (*value_flags(ModelConfig), "tool_call_parser", "sampling"):
+        flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
+        value, given = written.get(key), flags.get(flag)
+        if value is None or not isinstance(given, str) or _is_same(value, given) or (key, value) == ("gpu_memory_utilization", "auto"):
+            continue
+        mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[:48]}")
+        yield key, f"{mine} and {other} in extra_args contradict each other: remove one of them."
+    for key in SWITCHES:
+        value, given = written.get(key), flags.get(key.replace("_", "-"))
+        if isinstance(value, bool) and isinstance(given, bool) and given != value:
+            flag = f"--{'' if given else 'no-'}{key.replace('_', '-')}"
+            yield key, f"{key}: {str(value).lower()} and {flag} in extra_args contradict each other: remove one of them."
+
+
+def _is_same(value: Any, given: str) -> bool:
+    if isinstance(value, Mapping):
+        said = {"max_new_tokens" if name == "max_tokens" else name: one for name, one in value.items()}
+        try:
+            return bool(json.loads(given) == said)
+        except ValueError:
+            return False  # vLLM refuses it anyway
+    mine, other = (_SAME.get(text, text) for text in (str(value), given))
+    return mine == other or _number(mine) == _number(other) is not None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return amount(text) or float(text)
+    except ValueError:
+        return None

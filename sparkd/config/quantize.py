@@ -1,0 +1,113 @@
+"""Owns the meaning of a model's `quantize:` key: its recipe, the keys it excludes, the loader's settings. Never reads a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkd.config.refusal import plain, refuse
+from sparkd.errors import ConfigError, SparkdError
+from sparkd.vllm import reserved_args
+from sparkd.vllm.flags import LOAD_FORMAT, parsed, value_of
+from sparkd.vllm.unaccounted_args import unanswered
+from workers.quantization.best_wish import BEST, best_of
+
+if TYPE_CHECKING:
+    from sparkd.config.model import ModelConfig
+    from workers.quantization.recipe import QuantizationRecipe
+
+# The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.
+PLUGIN = "sparkd"
+# The best format that fits, chosen when the model is placed (sparkd/capacity/auto_resolve.py).
+AUTO = "auto"
+_PLUGINS_VARIABLE = "VLLM_PLUGINS"
+
+
+def recipe(value: Any) -> Any:
+    """A pydantic validator that turns a format's name or a map into the recipe's canonical map, so that all spellings are equal."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == AUTO):
+        return None if value is None else AUTO
+    if not isinstance(value, str | Mapping) or not value:
+        raise refuse("must be a format, such as nvfp4, or a map of a recipe")
+    try:
+        wish = best_of(plain(value))
+        return (_parsed(plain(value)) if wish is None else wish).canonical()
+    except SparkdError as error:
+        raise refuse(error.explanation, repeats=True) from None
+
+
+def is_best(value: Any) -> bool:
+    """value: as `recipe` returns it."""
+    return isinstance(value, Mapping) and value.get("format") == BEST
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value that `recipe` has returned is decided when the model is placed."""
+    return value == AUTO or is_best(value)
+
+
+def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of every other key or flag of the entry that determines how the weights are loaded."""
+    if model.quantize is None:
+        yield from _bare_stream(model)
+        return
+    for key in ("quantization", "load_format"):
+        if getattr(model, key) is not None:
+            yield key, f"{key} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
+    for flag in reserved_args.loader_flags(model.extra_args):
+        yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
+    for flag in unanswered(model.extra_args) if is_open(model.quantize) else ():
+        both = f"{flag} and quantize: {_open_name(model.quantize)}"
+        yield "extra_args", f"{both} exclude each other, because what fits is not known with it: name a format, or remove it"
+
+
+def _bare_stream(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) where the entry sets sparkd's load format without `quantize`."""
+    by_flag = value_of(model.extra_args, "load-format")
+    if (by_flag or model.load_format) == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
+        key = "extra_args" if by_flag else "load_format"
+        yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
+
+
+def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
+    """Why an engine with this environment could not load `model`; None where it can."""
+    if model.quantize is None:
+        return None
+    allowed = env.get(_PLUGINS_VARIABLE)
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"{_PLUGINS_VARIABLE} in env shuts out sparkd's plugin for vLLM, which quantize needs: add {PLUGIN} to it, or remove it."
+    return None
+
+
+def remark(model: ModelConfig) -> str | None:
+    """The warning of `sparkd check` for an entry without errors."""
+    if model.quantize is None and model.allow_missing_weights:
+        return "allow_missing_weights has no effect without quantize: quantize: bf16 loads the weights as they are."
+    return None
+
+
+def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
+    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
+    weights, None keeps none."""
+    if model.quantize is None:
+        return {}
+    if is_open(model.quantize):
+        raise ConfigError(f"quantize: {_open_name(model.quantize)} was not resolved before the model is started.", param="quantize")
+    told: dict[str, Any] = {"quantize": _parsed(model.quantize).canonical(), "cache_dir": None, "cache_limit_bytes": None}
+    if model.quantized_cache:
+        told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
+    if model.allow_missing_weights:
+        told["enable_weights_track"] = False
+    return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
+
+
+def _open_name(value: Any) -> str:
+    return AUTO if value == AUTO else BEST
+
+
+def _parsed(value: Any) -> QuantizationRecipe:
+    """The parsed recipe. Raises SparkdError. The import is inside, because the recipe's modules are a sixth of a configuration's imports
+    and only entries with `quantize` need them."""
+    from workers.quantization.recipe import QuantizationRecipe
+
+    return QuantizationRecipe.parse(value)
