@@ -104,17 +104,20 @@ class Live:
 
     async def run(self) -> None:
         """Until cancelled: behind a look of the supervisor, once a second, and at once for the first page."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                self.stream.asked.clear()
-                with self._boundary.around("live"):
-                    await self._turn(tasks)
-                try:
-                    async with asyncio.timeout(LATE_S):
-                        await self.stream.asked.wait()
-                except TimeoutError:
-                    # The supervisor waits for something: its state is shown all the same.
-                    self._seen = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self.stream.asked.clear()
+                    with self._boundary.around("live"):
+                        await self._turn(tasks)
+                    try:
+                        async with asyncio.timeout(LATE_S):
+                            await self.stream.asked.wait()
+                    except TimeoutError:
+                        # The supervisor waits for something: its state is shown all the same.
+                        self._seen = None
+        finally:
+            self.series.close()
 
     async def excerpt(self, names: Sequence[str], span_s: float) -> Excerpt:
         """The figures of the last span_s. Raises StateError."""

@@ -92,9 +92,7 @@ async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         made.cluster.agents = ("n",)
         made.cluster.node_readings = {"n": made.cluster.reading}  # type: ignore[dict-item]
         await made.supervisor.tick()
-        shown = Shown(made, tmp_path / "series.db")
-        yield shown
-        shown.live.series.close()
+        yield Shown(made, tmp_path / "series.db")
 
 
 async def test_the_series_are_kept_without_a_page_and_the_document_only_for_one(shown: Shown) -> None:

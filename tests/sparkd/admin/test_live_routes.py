@@ -46,7 +46,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await served.client.aclose()
-        served.live.series.close()
 
 
 async def test_the_stream_begins_with_the_document(served: Served) -> None:

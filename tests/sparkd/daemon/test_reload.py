@@ -91,6 +91,7 @@ async def test_a_file_of_which_nothing_is_left_removes_no_model(tmp_path: Path, 
         await daemon._reloader.now()
     daemon._cluster._here.sentry.stop()
     await daemon._requests.close()
+    daemon._live_page.series.close()
     store.close()
 
 

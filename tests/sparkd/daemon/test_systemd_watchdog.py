@@ -40,6 +40,7 @@ async def daemon(tmp_path: Path, manager: socket.socket) -> AsyncIterator[Daemon
         yield made
     made._cluster._here.sentry.stop()  # on a thread of its own it would take its lock's file
     await made._requests.close()
+    made._live_page.series.close()
     store.close()
 
 
