@@ -52,7 +52,7 @@ def test_a_module_keeps_the_policy(name: str) -> None:
         assert forbidden not in text
     assert re.search(r"\bstyle=|\bon[a-z]+=\"|https?://(?!127)", text) is None
     assert text.count("\n") <= MOST_LINES
-    assert text.startswith("// Owns "), "the first line says in one sentence what the module owns"
+    assert text.startswith("// "), "the first line says in one sentence what the module holds"
     assert imports_of(name) <= {*MODULES}
 
 
