@@ -56,7 +56,7 @@ class FakeNodes:
     def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
         self.readings = dict(nodes)
         self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
-        self.said: Any = {"ended": True, "running": False, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
+        self.said: Any = {"ended": True, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
         self.moved: dict[str, int] = {}
         self.waits = False
 
@@ -71,7 +71,7 @@ class FakeNodes:
         assert timeout_s > 0
         self.asked.append((node_ip, method, arguments))
         if method == "job_state" and self.waits:
-            return {"running": True}
+            return {}
         if method == "job_state" and isinstance(self.said, Exception):
             raise self.said
         answers = {"runtime": {"platform": "cuda"}, "free_port": 7000, "rate": f"job {node_ip}"}
@@ -235,7 +235,7 @@ async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], tmp_p
     ("said", "told"),
     [
         (AgentLost("The agent is gone."), "The agent is gone."),
-        ({"error": "unhandled system error", "running": False, "nccl": []}, f": {A}: unhandled system error"),
+        ({"error": "unhandled system error", "nccl": []}, f": {A}: unhandled system error"),
         ({"error": "x", "nccl": ["NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out"]}, "different"),
     ],
 )
@@ -311,8 +311,7 @@ def program(folder: Path, script: str) -> str:
 
 
 def settled(programs: Programs, job: str) -> dict[str, Any]:
-    until(lambda: not programs.job_state(job)["running"], "its end")
-    return programs.job_state(job)
+    return until(lambda: (state := programs.job_state(job)).keys() & {"ended", "error"} and state, "its end")
 
 
 def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +321,7 @@ def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Pa
     script = f"read order; echo $order >{tmp_path}/order; env >{tmp_path}/env; echo '{said}'"
     job = programs.rate(program(tmp_path, script), {"rank": 1}, {"N": "2"})
 
-    assert settled(programs, job) == {"running": False, "ended": True, "gb_s": 1.0}
+    assert settled(programs, job) == {"ended": True, "gb_s": 1.0}
     assert json.loads((tmp_path / "order").read_text()) == {"rank": 1}
     assert "N=2" in (tmp_path / "env").read_text() and "secret" not in (tmp_path / "env").read_text()
     programs.end_job(job)
@@ -336,7 +335,7 @@ def test_one_that_dies_says_so_and_one_that_hangs_is_ended_with_the_next(tmp_pat
     assert settled(programs, programs.rate(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
     hangs = programs.rate(program(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 3600"), {}, {})
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs")
-    assert programs.job_state(hangs) == {"running": True}
+    assert programs.job_state(hangs) == {}
     programs.end_job(programs.rate(program(tmp_path, "exit 0"), {}, {}))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
