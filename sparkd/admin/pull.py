@@ -66,7 +66,8 @@ class _Order:
 
 
 class Pulls:
-    """
+    """Starts a pull as a job, one at a time for each model.
+
     find: the model of a name or an alias, None for an unknown name.
     known: all names.
     """
