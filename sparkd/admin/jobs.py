@@ -67,9 +67,9 @@ class Jobs:
             job.task.cancel()
         return self._journal.operations.find(operation_id)
 
-    def running(self, kind: str) -> list[str]:
-        """The operations of the jobs of this kind, also of cancelled ones that are still ending."""
-        return [operation_id for operation_id, job in self._jobs.items() if job.operation.kind == kind]
+    def running(self, kind: str, model: str | None = None) -> list[str]:
+        """The operations of the jobs of this kind (about this model), also of cancelled ones that are still ending."""
+        return [job.operation.id for job in self._find(kind, model)]
 
     def refuse_second(self, kind: str, noun: str) -> None:
         """Raises Conflict while a job of this kind is under way."""
@@ -77,12 +77,12 @@ class Jobs:
             raise Conflict(f"Another {noun} is under way: wait for it, or `sparkd cancel {running[0]}`.")
 
     async def wait_for_cancelled(self, kind: str, model: str | None = None) -> None:
-        """Wait until the cancelled jobs of this kind have ended.
-
-        model: wait only for those about it.
-        """
-        while ending := [job.task for job in self._jobs.values() if _is_ending(job, kind, model)]:
+        """Wait until the cancelled jobs of this kind (about this model) have ended."""
+        while ending := [job.task for job in self._find(kind, model) if job.task.cancelling()]:
             await asyncio.wait(ending)
+
+    def _find(self, kind: str, model: str | None) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.operation.kind == kind and model in (None, job.operation.model)]
 
     async def _run(self, operation: Operation, work: Work) -> None:
         def tell(message: str, progress: Progress) -> None:
@@ -111,7 +111,3 @@ class Jobs:
 def message_of(error: BaseException) -> str:
     """The message that the operation of a job gets when this error ends it."""
     return error.message if isinstance(error, SparkdError) else unexpected(error).message
-
-
-def _is_ending(job: _Job, kind: str, model: str | None) -> bool:
-    return job.operation.kind == kind and model in (None, job.operation.model) and job.task.cancelling() > 0

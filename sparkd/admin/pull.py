@@ -10,14 +10,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from sparkd.admin.chosen_nodes import ALL, chosen_nodes
-from sparkd.admin.jobs import Jobs, Tell, message_of
+from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
@@ -53,18 +52,6 @@ class PullNodes(Protocol):
     async def fabric(self) -> dict[str, Mapping[str, Any] | None]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A pull as it was requested.
-
-    name: of the model, or a hub id.
-    """
-
-    name: str
-    nodes: Sequence[str]
-    revision: str | None
-
-
 class Pulls:
     """Starts a pull as a job, one at a time for each model.
 
@@ -85,8 +72,8 @@ class Pulls:
         self._nodes, self._ledger, self._jobs = nodes, ledger, jobs
         self._find, self._known, self._config = find, known, config
         self._clock = clock
-        # By operation.
-        self._orders: dict[str, _Order] = {}
+        # By model: the nodes and the revision of its last pull.
+        self._requested: dict[str, tuple[list[str], str | None]] = {}
 
     async def start(self, name: str, nodes: Sequence[str] | str = ALL, revision: str | None = None) -> Operation:
         """Begin a pull, or find the one of this model that is under way.
@@ -102,26 +89,28 @@ class Pulls:
             raise UnknownModel(name, list(self._known()))
         called = spec.name if spec is not None else name
         await self._jobs.wait_for_cancelled(KIND, called)
-        order = _Order(called, chosen_nodes(nodes, self._nodes.in_sight()), revision)
-        running = {operation_id: self._orders[operation_id] for operation_id in self._jobs.running(KIND)}
-        for operation_id, earlier in running.items():
-            if earlier.name == called:
-                if not set(order.nodes) <= set(earlier.nodes) or earlier.revision != revision:
-                    problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
-                    raise Conflict(f"{problem} {operation_id}`.")
-                return self._ledger.operations.find(operation_id)
-        work = partial(self._pull, order, model, environ)
-        operation = self._jobs.start(KIND, called, work, remains="Verified files stay.")
-        self._orders = running | {operation.id: order}
-        return operation
+        chosen = chosen_nodes(nodes, self._nodes.in_sight())
+        for operation_id in self._jobs.running(KIND, called):
+            earlier_nodes, earlier_revision = self._requested[called]
+            if not set(chosen) <= set(earlier_nodes) or earlier_revision != revision:
+                problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
+                raise Conflict(f"{problem} {operation_id}`.")
+            return self._ledger.operations.find(operation_id)
+        self._requested[called] = chosen, revision
 
-    async def _pull(self, order: _Order, model: str, environ: Mapping[str, str], tell: Tell) -> str:
+        def pull(tell: Tell) -> Awaitable[str]:
+            return _Pull(self._nodes, tell, self._clock).run(model, revision, environ, chosen)
+
+        return self._jobs.start(KIND, called, partial(self._log_end, called, pull), remains="Verified files stay.")
+
+    async def _log_end(self, name: str, pull: Work, tell: Tell) -> str:
+        """Run a pull, and log an event with its last message."""
         try:
-            message = await _Pull(self._nodes, tell, self._clock).run(model, order.revision, environ, order.nodes)
+            message = await pull(tell)
         except Exception as error:
-            self._ledger.say(KIND, order.name, message_of(error))
+            self._ledger.say(KIND, name, message_of(error))
             raise
-        self._ledger.say(KIND, order.name, message)
+        self._ledger.say(KIND, name, message)
         return message
 
 
