@@ -43,6 +43,7 @@ from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
 from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
+from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
 from sparkd.admin.model_routes import register_models, unmasked
@@ -86,6 +87,7 @@ class Parts:
     requests: RequestLog | None = None
     live: Live | None = None
     benches: Benches | None = None
+    jobs: Jobs | None = None
 
 
 def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
@@ -119,6 +121,7 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
 
 def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
+    jobs = parts.jobs or Jobs(journal, supervisor.boundary)
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
 
@@ -148,13 +151,12 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
         if measures is None:
             raise UnknownRoute("This daemon measures nothing.")
-        return accepted(measures.start(between.nodes, force=between.force))
+        return accepted(await measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests, registry)
     register_live(api, parts.live)
-    disk = Disk(supervisor, registry, journal, cluster)
-    register_disk(api, disk)
+    register_disk(api, Disk(registry, journal, cluster, jobs))
     register_benches(api, parts.benches, f"{PREFIX}/operations")
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
@@ -189,7 +191,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def pull(name: str, where: Annotated[Pulling, Body(default_factory=Pulling)]) -> Accepted:
         if pulls is None:
             raise UnknownRoute("This daemon pulls nothing.")
-        return accepted(pulls.start(name, where.nodes, where.revision))
+        return accepted(await pulls.start(name, where.nodes, where.revision))
 
     @api.get(
         "/models/{name:path}/log",
@@ -235,8 +237,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
 
     @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
     async def cancel(operation_id: str) -> Operation:
-        ended = (part.cancel(operation_id) for part in (pulls, measures, disk, parts.benches) if part)
-        return next(filter(None, ended), None) or operator.cancel(operation_id)
+        return jobs.cancel(operation_id) or operator.cancel(operation_id)
 
     @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
     async def entry(

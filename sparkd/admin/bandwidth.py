@@ -1,6 +1,4 @@
-"""Owns the measurements between nodes: one pair after the other, on request, bounded in bytes and time, and what came of each. Never starts
-one by itself, never while a model uses the nodes unless asked.
-"""
+"""Measures the rate between nodes on request, one pair after the other, within a limit of bytes and time, and keeps the results."""
 
 from __future__ import annotations
 
@@ -20,16 +18,16 @@ from typing import Any, Protocol
 
 from sparkd import metrics
 from sparkd.admin.chosen_nodes import chosen_nodes
+from sparkd.admin.jobs import Jobs, Tell
 from sparkd.config.config import Config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
-from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL
 from sparkd.fabric.environment import environment, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
 from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, links, proofs
-from sparkd.state.nouns import RESIDENT, STARTING, Operation, OperationState, Progress
+from sparkd.state.nouns import RESIDENT, STARTING, Operation, Progress
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.measures")
@@ -46,7 +44,6 @@ IDLE_SHARE = 0.01
 _PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
 
 Pair = tuple[str, str]
-Tell = Callable[[str, Progress], None]
 
 
 class MeasuredNodes(Protocol):
@@ -66,25 +63,17 @@ class Measures:
         self,
         nodes: MeasuredNodes,
         ledger: Ledger,
+        jobs: Jobs,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],
         path: Path,
         wall: Callable[[], float] = time.time,
-        boundary: Boundary | None = None,
     ) -> None:
-        self._boundary = boundary or Boundary(time.monotonic)
-        self._nodes, self._ledger, self._config, self._snapshot = nodes, ledger, config, snapshot
+        self._nodes, self._ledger, self._jobs, self._config, self._snapshot = nodes, ledger, jobs, config, snapshot
         self._path, self._wall = path, wall
         self._rates = {rate.pair: rate for rate in _read(path)}
-        self._tasks: asyncio.TaskGroup | None = None
-        self._running: tuple[str, asyncio.Task[None]] | None = None
         for rate in self._rates.values():
             _show(rate)
-
-    async def run(self) -> None:
-        """Until cancelled; then a measurement that is under way ends."""
-        async with asyncio.TaskGroup() as self._tasks:
-            await asyncio.Event().wait()
 
     def rates(self) -> list[Rate]:
         """The last of each pair."""
@@ -94,30 +83,19 @@ class Measures:
         """Pairs of these nodes, by address, between which NCCL's RDMA has been proved over the links that they have now."""
         return proofs(self._rates.values(), nodes)
 
-    def start(self, nodes: Sequence[str] | str, *, force: bool = False, by: str = "admin") -> Operation:
-        """Measure between each two of these, one pair after the other. Raises BadRequest for a node that is not there or fewer than two,
-        Conflict where a model uses one and it was not asked for all the same, or where another measurement is under way."""
+    async def start(self, nodes: Sequence[str] | str, *, force: bool = False) -> Operation:
+        """Measure between each two of these nodes, one pair after the other.
+
+        force: also while a model uses one of the nodes.
+        Raises BadRequest for an unknown node or fewer than two, and Conflict for a second measurement or a node that a model uses.
+        """
+        await self._jobs.wait_for_cancelled(KIND)
         chosen = self._chosen(nodes)
-        if self._running is not None:
-            raise Conflict(f"Another measurement is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
+        self._jobs.refuse_second(KIND, "measurement")
         if not force and (models := self._using(chosen)):
             problem = f"{', '.join(models)} would be slowed, and would distort the measurement"
             raise Conflict(f"{problem}: run `sparkd unload` first, or measure anyway with --force.")
-        if self._tasks is None:
-            raise ClusterError("The daemon is still starting: try again in a moment.")
-        operation = self._ledger.operations.open(KIND, " - ".join(chosen), by)
-        task = self._boundary.spawn(self._tasks, KIND, self._measure(operation.id, chosen))
-        self._running = operation.id, task
-        task.add_done_callback(partial(self._done, operation.id))
-        return operation
-
-    def cancel(self, operation_id: str) -> Operation | None:
-        """None for what is no measurement that is under way."""
-        if self._running is None or self._running[0] != operation_id:
-            return None
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
-        self._running[1].cancel()
-        return self._ledger.operations.find(operation_id)
+        return self._jobs.start(KIND, " - ".join(chosen), partial(self._measure, list(combinations(chosen, 2))))
 
     def _using(self, nodes: Collection[str]) -> list[str]:
         """Models that are on one of these nodes, or may come to be."""
@@ -135,26 +113,16 @@ class Measures:
             raise BadRequest(f"A rate is measured between two nodes: name two or more of {', '.join(there)}, or `all`.")
         return chosen
 
-    async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
-        state, messages = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
-            try:
-                messages.append("; ".join(await self._each(operation_id, list(combinations(nodes, 2)))))
-                state = OperationState.SUCCEEDED
-            except ClusterError as error:
-                messages.append(error.message)
-        self._ledger.operations.close(operation_id, state, messages[0])
-
-    async def _each(self, operation_id: str, pairs: Sequence[Pair]) -> list[str]:
-        """Measure every pair; return one line for each."""
-        slow: list[str] = []
+    async def _measure(self, pairs: Sequence[Pair], tell: Tell) -> str:
+        """Measure every pair; return a sentence for each."""
+        sentences = []
         for number, pair in enumerate(pairs):
-            rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
+            rate = await self._pair(pair, partial(_tell, tell, number, len(pairs)))
             judged = finding(rate)
-            slow.append(f"{judged.node}: {judged.evidence}")
+            sentences.append(f"{judged.node}: {judged.evidence}")
             self._keep(rate)
             self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
-        return slow
+        return "; ".join(sentences)
 
     async def _pair(self, pair: Pair, tell: Callable[[str, int, int], None]) -> Rate:
         """Raises ClusterError with the nodes, the reason and what helps."""
@@ -221,11 +189,6 @@ class Measures:
             with suppress(ClusterError):
                 await self._nodes.ask(node, "end_job", job, timeout_s=ASK_TIMEOUT_S)
 
-    def _tell(self, operation_id: str, number: int, pairs: int, what: str, done: int, total: int) -> None:
-        which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")
-        progress = Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total)
-        self._ledger.operations.tell(operation_id, which, progress)
-
     def _keep(self, rate: Rate) -> None:
         self._rates[rate.pair] = rate
         _show(rate)
@@ -236,10 +199,10 @@ class Measures:
         except OSError as error:
             log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
 
-    def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
-        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
-        self._running = None
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended.")
+
+def _tell(tell: Tell, number: int, pairs: int, what: str, done: int, total: int) -> None:
+    which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")
+    tell(which, Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total))
 
 
 def _read(path: Path) -> list[Rate]:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from sparkd.admin.bench_facts import Benched, benched, check_lendable, lend, rates_of
+from sparkd.admin.jobs import Jobs, Tell, message_of
 from sparkd.bench import benchy, tool_process
 from sparkd.bench.job import Job, Work
 from sparkd.bench.load_bench import LoadBench, load_bench
@@ -24,8 +26,9 @@ from sparkd.bench.speed_bench import SpeedBench, speed_bench
 from sparkd.capacity.learned_rates import learn
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, SparkdError, UnknownModel
-from sparkd.state.nouns import STARTING, Operation, OperationState, Progress, Want
+from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel
+from sparkd.execution.boundary import is_end
+from sparkd.state.nouns import STARTING, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView
 from workers.host.interpreter import PACKAGE_DIR, module_command
 
@@ -44,7 +47,6 @@ class Started:
 class _Running:
     """wanted: by model, whether it was to be loaded before the bench, and for whom."""
 
-    operation: Operation
     bench: str
     model: str
     work: Work
@@ -61,25 +63,18 @@ class Benches:
         self,
         supervisor: Supervisor,
         registry: Roster,
+        jobs: Jobs,
         base_url: str,
         keys: tuple[str, str],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._supervisor, self._registry, self._ledger = supervisor, registry, supervisor.ledger
-        self._boundary = supervisor.boundary
+        self._supervisor, self._registry, self._jobs = supervisor, registry, jobs
         self._base_url, self._keys, self._wall = base_url, keys, wall
         self._folder = registry.config.state_dir / "bench"
         self.store = BenchStore(self._folder)
-        self._tasks: asyncio.TaskGroup | None = None
-        self._running: _Running | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._last: _Running | None = None
         # The second of two that start at once finds the first.
         self._turn = asyncio.Lock()
-
-    async def run(self) -> None:
-        """Until cancelled; then a bench that is under way ends, and its figures so far are kept."""
-        async with asyncio.TaskGroup() as self._tasks:
-            await asyncio.Event().wait()
 
     async def all(self) -> list[BenchResult]:
         """Newest first."""
@@ -126,37 +121,30 @@ class Benches:
 
     async def remove(self, bench_id: str) -> BenchResult:
         """Raises UnknownBench, and Conflict for the bench that runs."""
-        await self._cancelled()
+        await self._jobs.wait_for_cancelled(KIND)
         result = await self.find(bench_id)
         if self._running is not None and self._running.bench == bench_id:
-            raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._running.operation.id}` ends it.")
+            raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._jobs.running(KIND)[0]}` ends it.")
         await asyncio.to_thread(self._forget, bench_id)
         return result
 
-    def cancel(self, operation_id: str) -> Operation | None:
-        """None for what is no bench that is under way. Figures that were measured stay."""
-        if self._running is None or self._task is None or self._running.operation.id != operation_id:
-            return None
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled. The figures so far are kept.")
-        self._task.cancel()
-        return self._ledger.operations.find(operation_id)
+    @property
+    def _running(self) -> _Running | None:
+        """The bench that is under way. A cancelled one is until its figures are written."""
+        return self._last if self._jobs.running(KIND) else None
 
     async def _started(self, model: str, work: Work, resume: str | None, *, force: bool) -> Started:
-        await self._cancelled()
+        await self._jobs.wait_for_cancelled(KIND)
         views = self._supervisor.snapshot().models
         view = next((view for view in views.values() if model in (view.name, *view.aliases)), None)
         if view is None:
             raise UnknownModel(model, list(views))
-        if self._tasks is None:
-            raise ClusterError("The daemon is still starting: try again in a moment.")
         self._refuse_beside_others(view, views.values(), work.kind, force=force)
         result = await self._begun(view, work, resume)
         await asyncio.to_thread(self.store.write, result)
-        operation = self._ledger.operations.open(KIND, view.name, "admin")
         wanted = {name: (other.want, other.wanted_by) for name, other in views.items()}
-        running = self._running = _Running(operation, result.id, view.name, work, wanted)
-        self._task = self._boundary.spawn(self._tasks, KIND, self._measure(running))
-        self._task.add_done_callback(lambda _: self._done(running))
+        self._last = _Running(result.id, view.name, work, wanted)
+        operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="The figures so far are kept.")
         return Started(operation, result.id)
 
     def _forget(self, bench_id: str) -> None:
@@ -164,17 +152,8 @@ class Benches:
         self.store.remove(bench_id)
         benchy.forget_texts(self._folder, [kept.text for kept in self.store.all()])
 
-    async def _cancelled(self) -> None:
-        """Wait until a bench that was cancelled has written its figures: until then it is the one that runs."""
-        if self._task is not None and self._task.cancelling():
-            await asyncio.wait([self._task])
-
-    def _refuse_a_second(self) -> None:
-        if self._running is not None:
-            raise Conflict(f"Another bench is under way: wait for it, or `sparkd cancel {self._running.operation.id}`.")
-
     def _refuse_beside_others(self, view: ModelView, views: Collection[ModelView], kind: Kind, *, force: bool) -> None:
-        self._refuse_a_second()
+        self._jobs.refuse_second(KIND, "bench")
         if loading := [other.name for other in views if other.state in STARTING and (kind == "load" or other.name != view.name)]:
             raise Conflict(f"{', '.join(loading)} is loading, which would distort the bench: try again when it has ended.")
         if not force and (used := [other.name for other in views if other.in_flight or other.queued]):
@@ -203,25 +182,17 @@ class Benches:
             cells=[CellResult(cell=cell) for cell in work.cells],
         )
 
-    async def _measure(self, running: _Running) -> None:
-        messages, end = list[str](), "failed"
+    async def _measure(self, running: _Running, tell: Tell) -> str:
+        end: dict[str, Any] = {"state": "done", "error": None}
         try:
-            with self._boundary.around(KIND, failed=lambda error: messages.append(error.message)):
-                try:
-                    messages.append(await self._program_ended(running))
-                    end = "done"
-                except SparkdError as error:
-                    messages.append(error.message)
-        except asyncio.CancelledError:
-            end = "cancelled"
+            return await self._program_ended(running, tell)
+        except BaseException as error:
+            end = {"state": "cancelled", "error": None} if is_end(error) else {"state": "failed", "error": message_of(error)}
             raise
         finally:
             self._as_before(running)
-            why = messages[0] if messages and end == "failed" else None
             with suppress(SparkdError):
-                await asyncio.to_thread(self._ended, running.bench, {"state": end, "error": why, "ended_s": self._wall()})
-        state = OperationState.SUCCEEDED if end == "done" else OperationState.FAILED
-        self._ledger.operations.close(running.operation.id, state, messages[0])
+                await asyncio.to_thread(self._ended, running.bench, end | {"ended_s": self._wall()})
 
     def _ended(self, bench_id: str, fields: Mapping[str, Any]) -> None:
         """Write the end of a result, and what it teaches the next plan. Raises StateError."""
@@ -230,7 +201,7 @@ class Benches:
         if result.state == "done":
             learn(self._registry.config.state_dir, rates_of(result))
 
-    async def _program_ended(self, running: _Running) -> str:
+    async def _program_ended(self, running: _Running, tell: Tell) -> str:
         """Run the program of a bench, and return its line about the whole. Cancelled, it ends the program. Raises RankError."""
         admin_key, key = self._keys
         work, url = running.work, self._base_url
@@ -240,8 +211,7 @@ class Benches:
         async def heard(line: bytes) -> None:
             event: dict[str, Any] = json.loads(line)
             if "message" in event:
-                progress = Progress(phase=event["phase"], fraction=event["fraction"])
-                self._ledger.operations.tell(running.operation.id, event["message"], progress)
+                tell(event["message"], Progress(phase=event["phase"], fraction=event["fraction"]))
             else:
                 end.update(event)
 
@@ -275,11 +245,6 @@ class Benches:
         if result.state != "running" or (self._running is not None and self._running.bench == result.id):
             return result
         return result.model_copy(update={"state": "cancelled", "error": "The daemon ended. Resume it with --resume."})
-
-    def _done(self, running: _Running) -> None:
-        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
-        self._running = self._task = None
-        self._ledger.operations.close(running.operation.id, OperationState.CANCELLED, "The daemon ended. The figures so far are kept.")
 
 
 def refuse_a_mixture(earlier: BenchResult, model: str, work: Work) -> None:

@@ -1,27 +1,28 @@
-"""The admin API's routes of what lies on the nodes' disks: list it, verify it, remove it. Never removes what a model uses."""
+"""The admin API's routes of what lies on the nodes' disks: list it, verify it, remove it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
 from sparkd.admin.answers import Accepted, accepted, answers
+from sparkd.admin.jobs import Jobs, Tell
 from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
 from sparkd.checkpoint.source import source_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.control.supervisor import Supervisor
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
-from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
-from sparkd.unexpected import unexpected
+from sparkd.errors import CheckpointError, Conflict, StateError, UnknownStored
+from sparkd.state.nouns import ModelState, Operation, Progress
 from workers.host.hub_cache import cache_places
 
+VERIFY = "verify"
 GIB = 1 << 30
 REMOVE_TIMEOUT_S = 120.0
 # For one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
@@ -39,13 +40,12 @@ class Verifying(BaseModel, extra="forbid"):
 class Disk:
     """The models, quantized weights and profiles on the nodes' disks, and which models use them."""
 
-    def __init__(self, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster) -> None:
-        self._boundary = supervisor.boundary
+    def __init__(self, registry: Roster, journal: Ledger, cluster: Cluster, jobs: Jobs) -> None:
         self._registry = registry
         self._journal = journal
         self._cluster = cluster
+        self._jobs = jobs
         self._turn = asyncio.Lock()
-        self._verifying: dict[str, asyncio.Task[None]] = {}
 
     async def listing(self) -> dict[str, Any]:
         entries, folders = [], []
@@ -68,7 +68,7 @@ class Disk:
         node = node or self._cluster.node_ip
         if not any((entry["kind"], entry["id"], entry["node"]) == (kind, name, node) for entry in (await self.listing())["entries"]):
             raise UnknownStored(kind, name, node)
-        if self._journal.operations.runs("pull"):
+        if self._jobs.running("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():
             if record.state not in _AT_REST and _may_use(record, kind, name):
@@ -77,57 +77,28 @@ class Disk:
         self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
         return {"kind": kind, "id": name, "node": node, "freed_bytes": freed}
 
-    def verify(self, kind: str | None, name: str | None) -> Operation:
-        """Begin; the operation's message tells of the faults. Raises Conflict while another runs: each holds a thread of an agent."""
-        if self._verifying:
-            raise Conflict("The nodes' files are being verified already. Wait for that operation, or cancel it.")
-        operation = self._journal.operations.open("verify", name or "", "admin")
-        loop = asyncio.get_running_loop()
-        self._verifying[operation.id] = self._boundary.spawn(loop, "verify", self._verify(operation.id, kind, name))
-        return operation
+    async def verify(self, kind: str | None, name: str | None) -> Operation:
+        """Begin; the operation's message names the faults. Raises Conflict for a second one: each holds a thread of an agent."""
+        await self._jobs.wait_for_cancelled(VERIFY)
+        self._jobs.refuse_second(VERIFY, "verification")
+        return self._jobs.start(VERIFY, name or "", partial(self._verify, kind, name))
 
-    def cancel(self, operation_id: str) -> Operation | None:
-        """End a verification between two files' answers; None for any other operation."""
-        # Removed here too: a task that is cancelled before its first step never reaches its own end.
-        if (task := self._verifying.pop(operation_id, None)) is None:
-            return None
-        task.cancel()
-        self._journal.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
-        return self._journal.operations.find(operation_id)
-
-    async def _verify(self, operation_id: str, kind: str | None, name: str | None) -> None:
-        state, message = OperationState.FAILED, ""
-        try:
-            state, message = await self._verified(operation_id, kind, name)
-        except SparkdError as error:
-            message = error.message
-        except asyncio.CancelledError:
-            state, message = OperationState.CANCELLED, "It was cancelled."
-            raise
-        except Exception as error:
-            message = unexpected(error).message
-            raise
-        finally:
-            self._verifying.pop(operation_id, None)
-            self._journal.operations.close(operation_id, state, message)
-
-    async def _verified(self, operation_id: str, kind: str | None, name: str | None) -> tuple[OperationState, str]:
+    async def _verify(self, kind: str | None, name: str | None, tell: Tell) -> str:
         entries = (await self.listing())["entries"]
         chosen = [entry for entry in entries if kind in (None, entry["kind"]) and name in (None, entry["id"])]
         if not chosen and name is None:
-            return OperationState.SUCCEEDED, "Nothing is kept, so nothing was verified."
+            return "Nothing is kept, so nothing was verified."
         if not chosen:
             raise StateError(f"There is no {'/'.join(filter(None, (kind, name)))} on any node; GET /admin/v1/disk lists what there is.")
         faults = []
         for number, entry in enumerate(chosen):
-            progress = Progress(phase="verifying", fraction=number / len(chosen))
-            self._journal.operations.tell(operation_id, f"{entry['name']} on {entry['node']}", progress)
+            tell(f"{entry['name']} on {entry['node']}", Progress(phase="verifying", fraction=number / len(chosen)))
             order = (entry["kind"], entry["id"], *self._where())
             fault = await self._cluster.ask(entry["node"], "verify_stored", *order, timeout_s=VERIFY_TIMEOUT_S)
             faults += [f"{entry['name']} on {entry['node']}: {fault}"] if fault else []
         if faults:
-            return OperationState.FAILED, "; ".join(faults)
-        return OperationState.SUCCEEDED, f"All {len(chosen)} can be used."
+            raise CheckpointError("; ".join(faults))
+        return f"All {len(chosen)} can be used."
 
     def _where(self) -> tuple[dict[str, str], dict[str, str]]:
         """The daemon's folders, and the variables of its engines that move the hub's cache."""
@@ -174,7 +145,7 @@ def register_disk(api: APIRouter, disk: Disk) -> None:
 
     @api.post("/disk/verify", status_code=202, summary="Verify what the nodes keep; the hub's files are read whole")
     async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> Accepted:
-        return accepted(disk.verify(which.kind, which.id))
+        return accepted(await disk.verify(which.kind, which.id))
 
     @api.delete(
         "/disk/{kind}/{id}", **answers(RemovedEntry), summary="Remove one entry of a node, the daemon's own unless `node` names another"

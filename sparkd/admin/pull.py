@@ -1,4 +1,4 @@
-"""Owns the pulls: a model's files downloaded once and copied to the nodes that lack them, with progress. Never starts an engine."""
+"""Downloads a model's files once and copies them to the nodes that lack them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from sparkd.admin.chosen_nodes import ALL, chosen_nodes
+from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
-from sparkd.execution.boundary import Boundary
 from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
-from sparkd.state.nouns import Operation, OperationState, Progress
+from sparkd.state.nouns import Operation, Progress
 from workers.files.manifest import is_loaded, refuse_without_room
 from workers.host.hub_cache import cache_places, is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
@@ -53,34 +53,33 @@ class PullNodes(Protocol):
 
 
 class Pulls:
-    """find: the model of a name or an alias, None for an unknown name. known: all names."""
+    """Starts a pull as a job, one at a time for each model.
+
+    find: the model of a name or an alias, None for an unknown name.
+    known: all names.
+    """
 
     def __init__(
         self,
         nodes: PullNodes,
         ledger: Ledger,
+        jobs: Jobs,
         find: Callable[[str], ModelConfig | None],
         known: Callable[[], Iterable[str]],
         config: Callable[[], Config],
         clock: Callable[[], float] = time.monotonic,
-        boundary: Boundary | None = None,
     ) -> None:
-        self._boundary = boundary or Boundary(clock)
-        self._nodes, self._ledger = nodes, ledger
+        self._nodes, self._ledger, self._jobs = nodes, ledger, jobs
         self._find, self._known, self._config = find, known, config
         self._clock = clock
-        self._tasks: asyncio.TaskGroup | None = None
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, tuple[str, list[str], str | None]] = {}
+        # By model: the nodes and the revision of its last pull.
+        self._requested: dict[str, tuple[list[str], str | None]] = {}
 
-    async def run(self) -> None:
-        """Until cancelled; then every pull ends, and the next one goes on where it stopped."""
-        async with asyncio.TaskGroup() as self._tasks:
-            await asyncio.Event().wait()
+    async def start(self, name: str, nodes: Sequence[str] | str = ALL, revision: str | None = None) -> Operation:
+        """Begin a pull, or find the one of this model that is under way.
 
-    def start(self, name: str, nodes: Sequence[str] | str = ALL, revision: str | None = None, by: str = "admin") -> Operation:
-        """Begin, or find the one that is under way for this model. Raises UnknownModel, BadRequest for a node that is not there,
-        Conflict where the one that is under way is another."""
+        Raises UnknownModel, BadRequest for an unknown node, and Conflict if the pull that is under way is to other nodes.
+        """
         spec, engine = self._find(name), self._config().engine
         if spec is not None:
             model, environ, revision = spec.model, spec.environment(engine), revision or spec.revision
@@ -89,51 +88,30 @@ class Pulls:
         else:
             raise UnknownModel(name, list(self._known()))
         called = spec.name if spec is not None else name
+        await self._jobs.wait_for_cancelled(KIND, called)
         chosen = chosen_nodes(nodes, self._nodes.in_sight())
-        for operation_id, (other, its, under) in self._asked.items():
-            if other == called:
-                if not set(chosen) <= set(its) or under != revision:
-                    problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
-                    raise Conflict(f"{problem} {operation_id}`.")
-                return self._ledger.operations.find(operation_id)
-        if self._tasks is None:
-            raise ClusterError("The daemon is still starting: try again in a moment.")
-        operation = self._ledger.operations.open(KIND, called, by)
-        self._asked[operation.id] = (called, chosen, revision)
-        pull = _Pull(self._nodes, self._tell(operation.id), self._clock)
-        work = self._pull(operation.id, called, partial(pull.run, model, revision, environ, chosen))
-        self._running[operation.id] = task = self._boundary.spawn(self._tasks, f"{KIND} {called}", work)
-        task.add_done_callback(partial(self._done, operation.id))
-        return self._ledger.operations.find(operation.id)
+        for operation_id in self._jobs.running(KIND, called):
+            earlier_nodes, earlier_revision = self._requested[called]
+            if not set(chosen) <= set(earlier_nodes) or earlier_revision != revision:
+                problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
+                raise Conflict(f"{problem} {operation_id}`.")
+            return self._ledger.operations.find(operation_id)
+        self._requested[called] = chosen, revision
 
-    def cancel(self, operation_id: str) -> Operation | None:
-        """None for what is no pull that is under way. Files that were verified stay."""
-        task = self._running.get(operation_id)
-        if task is None:
-            return None
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled. Its verified files stay.")
-        task.cancel()
-        return self._ledger.operations.find(operation_id)
+        def pull(tell: Tell) -> Awaitable[str]:
+            return _Pull(self._nodes, tell, self._clock).run(model, revision, environ, chosen)
 
-    async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
-        state, messages = OperationState.FAILED, list[str]()
-        with self._boundary.around(KIND, name, lambda error: messages.append(error.message)):
-            try:
-                messages.append(await work())
-                state = OperationState.SUCCEEDED
-            except ClusterError as error:
-                messages.append(error.message)
-        self._ledger.operations.close(operation_id, state, messages[0])
-        self._ledger.say(KIND, name, messages[0])
+        return self._jobs.start(KIND, called, partial(self._log_end, called, pull), remains="Verified files stay.")
 
-    def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
-        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
-        self._running.pop(operation_id, None)
-        self._asked.pop(operation_id, None)
-        self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended. Verified files stay.")
-
-    def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:
-        return lambda message, progress: self._ledger.operations.tell(operation_id, message, progress)
+    async def _log_end(self, name: str, pull: Work, tell: Tell) -> str:
+        """Run a pull, and log an event with its last message."""
+        try:
+            message = await pull(tell)
+        except Exception as error:
+            self._ledger.say(KIND, name, message_of(error))
+            raise
+        self._ledger.say(KIND, name, message)
+        return message
 
 
 class _Unasked(RankError):
@@ -147,7 +125,7 @@ class _Unasked(RankError):
 class _Pull:
     """One pull, from the hub or the node that has the files to every node that shall have them."""
 
-    def __init__(self, nodes: PullNodes, tell: Callable[[str, Progress], None], clock: Callable[[], float]) -> None:
+    def __init__(self, nodes: PullNodes, tell: Tell, clock: Callable[[], float]) -> None:
         self._nodes, self._tell_progress = nodes, tell
         self._clock = clock
         self._began: tuple[float, int] | None = None

@@ -35,10 +35,6 @@ class OperationBook:
         operation = self._operations.get(record.operation or "")
         return operation if operation and operation.kind == kind and operation.state is OperationState.RUNNING else None
 
-    def runs(self, kind: str) -> bool:
-        """Whether an operation of this kind runs, of any model."""
-        return any(operation.kind == kind and operation.state is OperationState.RUNNING for operation in self._operations.values())
-
     def begin(self, record: Record, kind: str, by: str) -> Operation:
         self.finish(record, OperationState.CANCELLED, f"Superseded by {kind}.")
         operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self._wall())

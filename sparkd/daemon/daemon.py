@@ -23,6 +23,7 @@ from typing import IO, Any
 from sparkd import metrics
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.benches import Benches
+from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
 from sparkd.admin.pull import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
@@ -158,9 +159,10 @@ class Daemon:
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
         nodes, ledger, now = self._cluster, self._journal, lambda: self._registry.config
-        self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
+        self._jobs = Jobs(ledger, self._boundary)
+        self._pulls = Pulls(nodes, ledger, self._jobs, self._spec_of, self._names, now)
         rates_file = config.state_dir / "rates.json"
-        self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, rates_file, boundary=self._boundary)
+        self._measures = Measures(nodes, ledger, self._jobs, now, self._supervisor.snapshot, rates_file)
         self._cluster.fabric_nodes.passed = self._measures.passed
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
@@ -171,7 +173,7 @@ class Daemon:
             boundary=self._boundary,
         )
         # llama-benchy, which others wrote, gets the key that opens models alone.
-        self._benches = Benches(self._supervisor, self._registry, self.base_url, (self._bench_key, self._own_key))
+        self._benches = Benches(self._supervisor, self._registry, self._jobs, self.base_url, (self._bench_key, self._own_key))
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,
@@ -211,9 +213,7 @@ class Daemon:
                 "cluster": partial(self._join_ray, loop),
                 "scraper": self._scraper.run,
                 "live": self._live_page.run,
-                "pulls": self._pulls.run,
-                "measures": self._measures.run,
-                "benches": self._benches.run,
+                "jobs": self._jobs.run,
                 "reloader": self._reloader.run,
                 "requests": self._requests.run,
                 "watchdog": self._keep_watchdog_quiet,
@@ -247,6 +247,7 @@ class Daemon:
             requests=self._requests,
             live=self._live_page,
             benches=self._benches,
+            jobs=self._jobs,
         )
         return admin_app(self._supervisor, self._registry, self._journal, self._cluster, parts)
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.__main__ import main
-from sparkd.admin.bandwidth import Measures
-from sparkd.admin.pull import Pulls
+from sparkd.admin.jobs import Jobs
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Engines
 from sparkd.cluster.model_files import ModelFiles
@@ -50,7 +49,7 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
 # How the daemon begins and ends is no matter of its loop.
 NOT_OF_THE_LOOP = ("run", "close", "disconnect", "expect", "prove", "reconfigure", "nodes", "damages")
 PARTS = (
-    (Supervisor, "run"), (Daemon, "_join_ray"), (Scraper, "run"), (Pulls, "run"), (Measures, "run"), (Reloader, "run"),
+    (Supervisor, "run"), (Daemon, "_join_ray"), (Scraper, "run"), (Jobs, "run"), (Reloader, "run"),
     (Daemon, "_keep_watchdog_quiet"), (Console, "run"), (GatewayServer, "serve"),
 )  # fmt: skip
 

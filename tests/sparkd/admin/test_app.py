@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
+from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
 from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
@@ -52,6 +53,7 @@ class Admin:
     edge: Edge
     client: httpx.AsyncClient
     app: FastAPI
+    jobs: Jobs
 
     async def ask(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
         response = await self.client.request(method, PREFIX + path, **more)
@@ -81,11 +83,15 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
-        app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, parts)  # type: ignore[arg-type]
+        jobs = Jobs(made.supervisor.ledger, made.supervisor.boundary)
+        made.supervisor.tasks.group.create_task(jobs.run())
+        await asyncio.sleep(0)
+        controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)
+        app = admin_app(*controlled, replace(parts or Parts(), jobs=jobs))
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
-            yield Admin(made, edge, client, app)
+            yield Admin(made, edge, client, app, jobs)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,9 +19,11 @@ import pytest
 from sparkd.admin import bandwidth
 from sparkd.admin.app import PREFIX, Parts, admin_app
 from sparkd.admin.bandwidth import MOST_BYTES, Measures
+from sparkd.admin.jobs import Jobs
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
+from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL, OK, WARN
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.rates import Rate, finding
@@ -90,14 +93,16 @@ class Scene:
         self.config = load_config(None, flags={"state_dir": str(folder / "own"), **settings}, environ={})
         self.store = Store(folder / "own.db")
         self.ledger = Ledger(self.store, lambda: 5.0)
+        self.jobs = Jobs(self.ledger, Boundary(time.monotonic))
         self.measures = self.again()
 
     def again(self) -> Measures:
-        return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0)
+        return Measures(
+            self.nodes, self.ledger, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0
+        )
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
-        await eventually(lambda: self.measures._running is None)
         return self.ledger.operations.find(operation.id)
 
 
@@ -105,7 +110,7 @@ class Scene:
 async def scene(folder: Path, nodes: FakeNodes | None = None, **settings: Any) -> AsyncIterator[Scene]:
     async with stage(folder) as supervised:
         made = Scene(folder, supervised, nodes or pair(), **settings)
-        running = asyncio.create_task(made.measures.run())
+        running = asyncio.create_task(made.jobs.run())
         await asyncio.sleep(0)
         try:
             yield made
@@ -126,7 +131,7 @@ def pair() -> FakeNodes:
 
 async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_everything_started_is_ended(tmp_path: Path) -> None:
     async with scene(tmp_path, None, **{"engine.env": {"NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"}}) as made:
-        ended = await made.ended(made.measures.start([A, B]))
+        ended = await made.ended(await made.measures.start([A, B]))
         (event,) = [one for one in made.ledger.events(0, 100) if one.kind == "measure"]
 
         told = f"{A} - {B}: 21.5 GB/s over 2 rails, 20 to 24 is normal"
@@ -157,9 +162,9 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         chosen, why = await fabric.team([A, B, C], 3, rdma=True)
         assert chosen == () and lacking(why, "NCCL", "`sparkd fabric --measure all`") == []
 
-        await made.ended(made.measures.start([A, B]))
+        await made.ended(await made.measures.start([A, B]))
         assert await fabric.team([A, B, C], 3, rdma=True) == ((), why)
-        ended = await made.ended(made.measures.start("all"))
+        ended = await made.ended(await made.measures.start("all"))
         assert ended.message.count("GB/s over") == 3
         assert await fabric.team([A, B, C], 3, rdma=True) == ((A, B, C), "")
         assert await fabric.unlinked([A, B, C], rdma=True) == {}
@@ -190,7 +195,7 @@ def _half(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [_half, _unplugged, _readdressed])
 async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
-        await made.ended(made.measures.start([A, B]))
+        await made.ended(await made.measures.start([A, B]))
         proves = {frozenset((A, B))}
         assert len(made.measures.rates()[0].links) == 2
         assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
@@ -215,15 +220,15 @@ async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> 
         await make_ready(made.supervised)
         made.nodes.readings = dict(zip(("n", B), made.nodes.readings.values(), strict=True))
         with pytest.raises(Conflict, match=r"^m would be slowed.*--force"):
-            made.measures.start("all")
-        assert (await made.ended(made.measures.start("all", force=True))).state is OperationState.SUCCEEDED
+            await made.measures.start("all")
+        assert (await made.ended(await made.measures.start("all", force=True))).state is OperationState.SUCCEEDED
 
 
 @pytest.mark.parametrize("nodes", [[A, A], [A, "10.9.9.9"]])
 async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         with pytest.raises(BadRequest):
-            made.measures.start(nodes)
+            await made.measures.start(nodes)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +242,7 @@ async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], tmp_p
 async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said: Any, told: str, tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said = said
-        ended = await made.ended(made.measures.start([A, B]))
+        ended = await made.ended(await made.measures.start([A, B]))
         assert ended.state is OperationState.FAILED and told in ended.message
         assert len(made.nodes.of("end_job")) == 2
         assert made.measures.rates() == []
@@ -247,7 +252,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
     async with scene(tmp_path) as made:
         made.nodes.waits = True
         supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
-        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, Parts(measures=made.measures))  # type: ignore[arg-type]
+        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, Parts(measures=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")
@@ -255,7 +260,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             await eventually(lambda: made.nodes.of("job_state"))
             ended = (await client.delete(f"/operations/{began['operation']}")).json()
             assert (ended["state"], ended["progress"]["phase"]) == ("CANCELLED", "measuring")
-            await eventually(lambda: made.measures._running is None)
+            await made.jobs.wait_for_cancelled("measure")
             assert len(made.nodes.of("end_job")) == 2
             made.nodes.waits = False
             done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
@@ -270,7 +275,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
 async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.moved = {"roceP2p1s0f1": 0}
-        ended = await made.ended(made.measures.start([A, B]))
+        ended = await made.ended(await made.measures.start([A, B]))
         assert lacking(ended.message, "21.5 GB/s", "2 rails", "20 to 24", "nothing", "roceP2p1s0f1") == []
         assert finding(made.measures.rates()[0]).verdict == FAIL
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sparkd.admin.bench_routes import Benching
 from sparkd.admin.benches import Benches, refuse_a_mixture
+from sparkd.admin.jobs import Jobs
 from sparkd.bench.profile import Arguments, BenchProfile
 from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, text_label
@@ -65,16 +66,17 @@ async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
 
     async with stage(tmp_path, models={}) as scene, asyncio.TaskGroup() as tasks:
         registry = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path), lent=())
-        benches = Benches(scene.supervisor, cast(Any, registry), "http://x", ("", ""))
+        jobs = Jobs(scene.supervisor.ledger, scene.supervisor.boundary)
+        benches = Benches(scene.supervisor, cast(Any, registry), jobs, "http://x", ("", ""))
         benches.store.write(EARLIER)
         monkeypatch.setattr(BenchStore, "write", held)
         monkeypatch.setattr(Benches, "_program_ended", endless)
         monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
-        running = tasks.create_task(benches.run())
+        running = tasks.create_task(jobs.run())
         await asyncio.sleep(0)
         started = await benches.start("m", planned(), resume=EARLIER.id)
         await begun.wait()
-        benches.cancel(started.operation.id)
+        jobs.cancel(started.operation.id)
         await asyncio.to_thread(writes.wait, HUNG_S)
         after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start("m", planned(), resume=EARLIER.id)))
         await asyncio.sleep(0)

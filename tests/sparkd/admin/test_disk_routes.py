@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.state.nouns import OperationState
+from sparkd.admin.jobs import Tell
 from tests.sparkd.admin.test_app import Admin, admin_of
 
 HUB = {"kind": "hub", "id": "models--org--tiny", "name": "org/tiny", "size_bytes": 7, "used_s": 5.0, "source": "org/tiny", "fault": None}
@@ -42,6 +43,9 @@ class Nodes:
     async def ask(self, node: str, method: str, kind: str, name: str, *where: Any, timeout_s: float) -> Any:
         self.asked.append((node, method, kind, name))
         return 7 if method == "remove_stored" else self.fault
+
+    async def never(self, *_: Any, timeout_s: float) -> Any:
+        await asyncio.Event().wait()
 
 
 async def test_what_there_is_and_who_uses_it(tmp_path: Path) -> None:
@@ -93,10 +97,28 @@ async def test_what_the_node_does_not_list_is_not_removed(tmp_path: Path) -> Non
 
 
 async def test_nothing_is_removed_while_a_pull_runs(tmp_path: Path) -> None:
+    ended = asyncio.Event()
+
+    async def pull(_: Tell) -> str:
+        await ended.wait()
+        return "It is here."
+
     async with admin_of(tmp_path, models=MODELS) as admin:
         nodes = Nodes(admin)
-        pull = admin.scene.supervisor.ledger.operations.open("pull", "org/tiny", "admin")
+        operation = admin.jobs.start("pull", "org/tiny", pull)
         await admin.refused("DELETE", "/disk/hub/models--org--tiny", 409)
-        admin.scene.supervisor.ledger.operations.close(pull.id, OperationState.SUCCEEDED, "It is here.")
+        ended.set()
+        await admin.ask("GET", f"/operations/{operation.id}?wait_s=300")
         await admin.ask("DELETE", "/disk/hub/models--org--tiny")
         assert len(nodes.asked) == 1
+
+
+async def test_a_second_verification_is_refused_until_the_first_was_cancelled(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        admin.scene.cluster.ask = nodes.never  # type: ignore[attr-defined]
+        first = await admin.ask("POST", "/disk/verify", 202)
+        refusal = await admin.refused("POST", "/disk/verify", 409)
+        assert f"`sparkd cancel {first['operation']}`" in refusal["message"]
+        assert (await admin.ask("DELETE", f"/operations/{first['operation']}", 202))["state"] == "CANCELLED"
+        await admin.ask("POST", "/disk/verify", 202)

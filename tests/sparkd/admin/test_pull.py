@@ -19,12 +19,14 @@ from huggingface_hub import constants
 
 from sparkd.admin import pull
 from sparkd.admin.app import Parts, admin_app
+from sparkd.admin.jobs import Jobs
 from sparkd.admin.pull import Pulls
 from sparkd.checkpoint import download
 from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
+from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.support.checkpoints import layered, write_folder
@@ -90,7 +92,8 @@ class Scene:
         config = load_config(None, flags={"models": models, "state_dir": str(folder / "state"), **settings}, environ={})
         self.store = Store(folder / "state.db")
         self.ledger, self.nodes = Ledger(self.store, lambda: 5.0), FakeNodes()
-        self.pulls = Pulls(self.nodes, self.ledger, config.lookup, lambda: ["plain", "hub"], lambda: config)
+        self.jobs = Jobs(self.ledger, Boundary(time.monotonic))
+        self.pulls = Pulls(self.nodes, self.ledger, self.jobs, config.lookup, lambda: ["plain", "hub"], lambda: config)
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING, "its end", 0)
@@ -100,7 +103,7 @@ class Scene:
 @asynccontextmanager
 async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
     made = Scene(folder, **settings)
-    running = asyncio.create_task(made.pulls.run())
+    running = asyncio.create_task(made.jobs.run())
     await asyncio.sleep(0)
     try:
         yield made
@@ -118,7 +121,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
-        began = made.pulls.start("gpt-4o")
+        began = await made.pulls.start("gpt-4o")
         ended = await made.ended(began)
         events = made.ledger.events(0, 100)
 
@@ -137,19 +140,19 @@ async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended
 async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
-        began = made.pulls.start("plain")
+        began = await made.pulls.start("plain")
         await eventually(lambda: made.ledger.operations.find(began.id).progress, "progress", 0)
         found = made.ledger.operations.find(began.id)
-        assert made.pulls.start("plain", [B]).id == began.id, "one is under way"
+        assert (await made.pulls.start("plain", [B])).id == began.id, "one is under way"
         with pytest.raises(Conflict, match="revision"):
-            made.pulls.start("plain", [B], "v2")
-        cancelled = made.pulls.cancel(began.id)
+            await made.pulls.start("plain", [B], "v2")
+        cancelled = made.jobs.cancel(began.id)
 
     assert found.message == f"copying from {A} to {B}"
     assert found.progress is not None
     assert (found.progress.bytes_done, found.progress.bytes_total, found.progress.fraction) == (50, 100, 0.5)
     assert cancelled is not None and cancelled.state is OperationState.CANCELLED
-    assert made.pulls.cancel(began.id) is None and made.pulls.cancel("no-such") is None
+    assert made.jobs.cancel(began.id) is None and made.jobs.cancel("no-such") is None
     assert [job for _, (job,) in made.nodes.of("end_job")] == ["source", "sink"]
 
 
@@ -165,7 +168,7 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
 async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, facts: list[str], tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said[method] = answer
-        ended = await made.ended(made.pulls.start("plain"))
+        ended = await made.ended(await made.pulls.start("plain"))
         assert made.ledger.events(0, 10)[-1].message == ended.message
 
     assert (ended.state, lacking(ended.message, *facts)) == (OperationState.FAILED, []), ended.message
@@ -177,7 +180,7 @@ async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addr
     async with scene(tmp_path) as made:
         made.nodes.said["staged"] = lambda node, *_: MANIFEST if node == B else None
         made.nodes.fabrics = {A: None, B: None}
-        ended = await made.ended(made.pulls.start("plain", [A]))
+        ended = await made.ended(await made.pulls.start("plain", [A]))
 
     assert ended.state is OperationState.SUCCEEDED
     assert [(node, program) for node, (program, *_) in made.nodes.of("copy")] == [(B, "source"), (A, "sink")]
@@ -197,7 +200,7 @@ async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addr
 async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], source: str, tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said["staged"] = lambda node, *_: MANIFEST | (here if node == A else {})
-        ended = await made.ended(made.pulls.start("plain", [A, B]))
+        ended = await made.ended(await made.pulls.start("plain", [A, B]))
 
     assert ended.state is OperationState.SUCCEEDED
     assert made.nodes.of("copy")[0][0] == source
@@ -206,7 +209,7 @@ async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], sour
 async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.said["staged"] = lambda node, *_: MANIFEST | {"partial": True} if node == A else None
-        ended = await made.ended(made.pulls.start("plain", [A]))
+        ended = await made.ended(await made.pulls.start("plain", [A]))
 
     assert ended.state is OperationState.FAILED
     assert lacking(ended.message, FOLDER, A) == []
@@ -214,7 +217,7 @@ async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> Non
 
 async def test_who_has_it_already_gets_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
-        ended = await made.ended(made.pulls.start("plain", [A]))
+        ended = await made.ended(await made.pulls.start("plain", [A]))
 
     assert (ended.state, made.nodes.of("copy")) == (OperationState.SUCCEEDED, [])
 
@@ -223,19 +226,47 @@ async def test_what_cannot_begin_is_refused(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         for name in ("nobody", "../../etc", "a/b/c", "/etc"):
             with pytest.raises(UnknownModel, match="plain"):
-                made.pulls.start(name)
+                await made.pulls.start(name)
         with pytest.raises(BadRequest, match=r"10\.9\.9\.9"):
-            made.pulls.start("plain", ["10.9.9.9", A])
+            await made.pulls.start("plain", ["10.9.9.9", A])
     fresh = Scene(tmp_path / "later")
     with pytest.raises(ClusterError):
-        fresh.pulls.start("plain")
+        await fresh.pulls.start("plain")
     fresh.store.close()
+
+
+async def test_a_pull_that_was_cancelled_has_ended_before_the_next_of_its_model_begins(tmp_path: Path) -> None:
+    """Before: the next one was the cancelled one, as long as that ended its programs."""
+    ends, may_end = asyncio.Event(), asyncio.Event()
+
+    async with scene(tmp_path) as made:
+        ask = made.nodes.ask
+
+        async def held(node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+            if method == "end_job":
+                ends.set()
+                await may_end.wait()
+            return await ask(node_ip, method, *arguments, timeout_s=timeout_s)
+
+        made.nodes.ask = held  # type: ignore[method-assign]
+        made.nodes.steps = [{"done_bytes": 0, "fetched_bytes": 0}]
+        first = await made.pulls.start("plain")
+        await eventually(lambda: made.nodes.of("job_state"), "the copy", 0)
+        made.jobs.cancel(first.id)
+        await ends.wait()
+        starting = asyncio.create_task(made.pulls.start("plain"))
+        await asyncio.sleep(0)
+        assert not starting.done()
+
+        may_end.set()
+        second = await starting
+        assert (second.id != first.id, len(made.nodes.of("end_job"))) == (True, 2)
 
 
 async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.steps = [{"done_bytes": 0, "fetched_bytes": 0}]
-        began = made.pulls.start("plain")
+        began = await made.pulls.start("plain")
     found = made.ledger.operations.find(began.id)
 
     assert found.state is OperationState.CANCELLED
@@ -244,10 +275,11 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
 async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> None:
     made, nodes = supervised(tmp_path), FakeNodes()
     nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
-    pulling = Pulls(nodes, made.supervisor.ledger, made.config.lookup, lambda: ["m"], lambda: made.config)
-    running = asyncio.create_task(pulling.run())
+    jobs = Jobs(made.supervisor.ledger, made.supervisor.boundary)
+    pulling = Pulls(nodes, made.supervisor.ledger, jobs, made.config.lookup, lambda: ["m"], lambda: made.config)
+    running = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, Parts(pulling))  # type: ignore[arg-type]
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, Parts(pulling, jobs=jobs))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
         began = (await client.post("/models/gpt-4o/pull")).json()
         refused = [
@@ -294,8 +326,8 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
         made.nodes.said["staged"] = lambda node, model, revision, places: (
             found.to_dict() if (found := manifest.manifest_of(model, revision, places)) else None
         )
-        ended = await made.ended(made.pulls.start("owner/name", [A]))
-        again = await made.ended(made.pulls.start("hub", [A]))
+        ended = await made.ended(await made.pulls.start("owner/name", [A]))
+        again = await made.ended(await made.pulls.start("hub", [A]))
         events = made.ledger.events(0, 100)
 
     assert ended.state is OperationState.SUCCEEDED, ended.message
@@ -325,7 +357,7 @@ async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_ha
             return raw | {"files": [*raw["files"], *more]} | ({"commit": commit} if node == B else {})
 
         made.nodes.said["staged"] = staged
-        ended = await made.ended(made.pulls.start("owner/name"))
+        ended = await made.ended(await made.pulls.start("owner/name"))
 
     assert ended.state is OperationState.SUCCEEDED, ended.message
     (here, (_, order, _)), (there, (_, theirs, _)) = made.nodes.of("copy")
@@ -353,7 +385,7 @@ async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
         made.nodes.said["staged"] = lambda node, model, revision, places: (
             found.to_dict() if (found := manifest.manifest_of(model, revision, other if node == B else places)) else None
         )
-        ended = await made.ended(made.pulls.start("owner/name"))
+        ended = await made.ended(await made.pulls.start("owner/name"))
 
     if whole:
         assert ended.state is OperationState.SUCCEEDED, ended.message
