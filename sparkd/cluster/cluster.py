@@ -46,7 +46,6 @@ OBSERVE_TIMEOUT_S = 3.0
 KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
 RECONNECT_EVERY_S = 2.0
-RECONCILE_EVERY_S = 60.0
 MISSES_BEFORE_RECOVERY = 3
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class Cluster:
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
         self._upkeep_trouble: Condition | None = None
-        self.places = Places(self._link, self.node_ip, self._offered)
+        self.places = Places(self.node_ip, self._offered)
 
         def present() -> Config:
             return self._config
@@ -102,9 +101,6 @@ class Cluster:
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
-        # The last look at all of Ray's nodes: the models whose ranks were seen, and the nodes whose ranks cannot be seen.
-        self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
-        self._reconcile_at_s = float("-inf")
         # Reports that the last looks could not use, by what they are about.
         self._unreadable: dict[str, UnreadableFacts] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
@@ -134,7 +130,7 @@ class Cluster:
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         self._sight.begin(time.monotonic())
-        could_look, self._last_look = self._link.connected, None
+        could_look = self._link.connected
         differing = {address for address, error in self._link.unmet.items() if isinstance(error, CodeDiffers)}
         for address in differing:
             self._sight.stays(address, time.monotonic())
@@ -154,9 +150,6 @@ class Cluster:
         for of in self._unreadable.keys() - before.keys():
             log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
-        if could_look and self._link.connected:
-            models = frozenset(fact.handle.model for look in looks for fact in look.ranks)
-            self._last_look = models, unseen.union(self._silent, self._link.unmet)
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
         return Observation(
             ranks=tuple(fact for look in looks for fact in look.ranks),
@@ -234,15 +227,10 @@ class Cluster:
     async def _kept_up(self) -> bool:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
-            met = await self._link.refresh()
+            await self._link.refresh()
             await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
-            # A raylet that ended took its node's reservations with it: reserve them again.
-            await self.places.again(met)
-            if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
-                await self.places.reconcile(*self._last_look)
-                self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
             self._upkeep_trouble = Condition(type(error).__name__, error.message)
             return isinstance(error, NodeRefused)
@@ -252,7 +240,6 @@ class Cluster:
     async def _connect(self) -> bool:
         """Join Ray; return whether that worked. If not, the condition says why, and sparkd tries again."""
         try:
-            self._last_look, self._reconcile_at_s = None, float("-inf")
             await self._link.disconnect()
             if self._head and self._head_is_suspect:
                 self._head_is_suspect = False
@@ -263,7 +250,6 @@ class Cluster:
             await self._link.connect(address or "", self.node_ip)
             if self._head:
                 await asyncio.to_thread(self._head.keep_closed)
-            await self.places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
             fault = error if isinstance(error, ClusterError) else refused_by(error, "This node")
             trouble = Condition(type(fault).__name__, fault.message)

@@ -77,7 +77,7 @@ class Siting:
             return better
         if refusal is None:
             need = await self._of_its_node(config, spec, where, need)
-            node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
+            node = self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
         if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.account, need.args.memory_gib)):
             # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
@@ -125,16 +125,6 @@ class Siting:
         sizes = {each.get("mem_total_bytes"): NodeRuntime(each, node, need.nodes) for node, each in zip(team, facts, strict=True)}
         return [await self._need(config, spec, runtime, ways) for runtime in sizes.values()]
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
-        """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
-
-        0: an earlier release started them and did not write it down, so it is worked out again.
-        """
-        gib = gib or await asyncio.to_thread(self._held_gib, spec, len(nodes))
-        self._places.hold(spec.name, gib, nodes)
-        if self._link.connected:
-            await self._places.again(nodes)
-
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
@@ -157,13 +147,6 @@ class Siting:
                 note_commit(spec, env, commit)
             return
         await HUB.run(lambda: look(spec, env, _published(config)))
-
-    def _held_gib(self, spec: ModelConfig, nodes: int) -> int:
-        """The memory in GiB that a model takes on each of `nodes` nodes. Blocks."""
-        config = self._config()
-        spec = at_trusted_commit(spec, config)
-        ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
-        return requirement_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
     async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Requirement | None) -> Placement | None:
         """For `quantize: auto`, a placement over several nodes if they hold a better format than one node does.
@@ -243,7 +226,7 @@ class Siting:
                 raise DoesNotFit(refusal, lasts=True)
         # The node with the least memory decides, and on each is reserved what any of them needs.
         need = replace(min(needs, key=lambda each: each.hardware.memory_bytes), gib=max(each.gib for each in needs))
-        await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
+        self._places.reserve(spec.name, need.gib, team)
         return _placement(need, team, ways)
 
     async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Requirement:

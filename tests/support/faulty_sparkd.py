@@ -26,7 +26,6 @@ from sparkd.cluster.launcher import Engines
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Siting
 from sparkd.cluster.ray_connection import RayLink
-from sparkd.cluster.reservations import Places
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import Daemon
@@ -105,7 +104,7 @@ if __name__ == "__main__":
     alone()
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, Engines, Siting, Places, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
+    for seam in (Cluster, Engines, Siting, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

@@ -91,7 +91,7 @@ asked = cache(probe)
 class Agents(FakeAgents):
     address = f"{HEAD}:6379"
 
-    def group_id(self, _model: str) -> str:
+    async def make_group(self, _start: str, _nodes: tuple[str, ...]) -> str:
         return "group"
 
 

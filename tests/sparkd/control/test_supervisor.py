@@ -23,7 +23,6 @@ from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
 from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
-    AgentLost,
     BadRequest,
     ConfigError,
     Conflict,
@@ -37,9 +36,7 @@ from sparkd.errors import (
     ModelUnusable,
     NoToolParser,
     RankError,
-    RayUnavailable,
     RouteNotServed,
-    SparkdError,
     TooManyRequests,
     Unavailable,
     UnknownModel,
@@ -292,38 +289,18 @@ async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_pa
                 await ask_with_tools(made)
 
 
-async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ray is away and comes back: the same rank is adopted again and again."""
-    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(initial_s=0.0, max_s=0.0))
-    async with stage(tmp_path) as made:
-        await make_ready(made)
-        record, tries = made.supervisor.registry.find("m"), list[str]()
-        errors: list[SparkdError] = [AgentLost("The agent of node n does not answer.")]
+@pytest.mark.parametrize(("noted_gib", "booked_gib"), [(7, 7), (0, 100)], ids=["noted", "by a release that did not note it"])
+async def test_an_adopted_engine_is_in_the_book_before_anything_is_placed(noted_gib: int, booked_gib: int, tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    fact = cluster.only()
+    cluster.ranks = {fact.handle.rank_id: replace(fact, handle=replace(fact.handle, memory_gib=noted_gib))}
+    cluster.offered, cluster.held = {"n": 100.0}, {}
 
-        async def hold(*_: object) -> None:
-            tries.append(record.name)
-            if errors:
-                raise errors[0]
-
-        def holding() -> int:
-            return sum(task.get_name() == "hold m" for task in asyncio.all_tasks())
-
-        monkeypatch.setattr(made.cluster, "hold", hold)
-        for _ in range(3):
-            await made.supervisor._actions._hold(record)
-            await made.settle()
-            assert holding() == 1
-        told = [one for one in caplog.records if one.levelname == "ERROR"]
-        assert (len(tries) > 10, len(told)) == (True, 1)
-
-        errors[0] = RayUnavailable("Ray does not answer.")
-        await made.settle()
-        assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 2
-        errors.clear()
-        await made.settle()
-        assert holding() == 0
+    async with stage(tmp_path, cluster=cluster) as second:
+        await second.supervisor.tick()
+        assert cluster.held == {"m": (("n", booked_gib),)}
 
 
 @pytest.mark.parametrize(
@@ -1224,6 +1201,25 @@ async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_a
 
         assert (lost.state, lost.reason) == ("FAILED", "RankLost")
         assert (made.state(), made.cluster.log) == ("READY", ["hold m"])
+
+
+async def test_a_rank_whose_node_comes_back_after_it_was_started_elsewhere_ends_and_leaves_the_book_as_it_is(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.offered = {"n": 100.0}
+        await make_ready(made)
+        (before,) = (made.cluster.ranks or {}).values()
+        made.cluster.ranks = {}
+        await made.tick()
+        await made.tick(2, seconds=30.0)
+        made.cluster.serve("m")
+        await made.tick(3)
+        again, booked = made.cluster.only(), dict(made.cluster.held)
+        assert (made.state(), again.handle.rank_id != before.handle.rank_id) == ("READY", True)
+        made.cluster.ranks = {before.handle.rank_id: before, again.handle.rank_id: again}
+        await made.tick(3)
+
+        assert made.cluster.only() == again
+        assert made.cluster.held == booked == {"m": (("n", 4),)}
 
 
 async def test_a_model_that_is_wanted_again_while_it_drains_lets_its_waiters_in(tmp_path: Path) -> None:
