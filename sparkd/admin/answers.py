@@ -156,7 +156,7 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-RateBody = body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+RateBody = body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, verdict=str, told=str)
 
 
 class TensorParallel(BaseModel):

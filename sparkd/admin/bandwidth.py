@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -28,7 +28,7 @@ from sparkd.fabric.checks import FAIL
 from sparkd.fabric.environment import environment, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
-from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, links, proofs
+from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, proofs
 from sparkd.state.nouns import RESIDENT, STARTING, Operation, OperationState, Progress
 from sparkd.state.snapshot import Snapshot
 
@@ -90,9 +90,9 @@ class Measures:
         """The last of each pair."""
         return list(self._rates.values())
 
-    def passed(self, nodes: Mapping[str, Fabric]) -> frozenset[frozenset[str]]:
-        """Pairs of these nodes, by address, between which NCCL's RDMA has been proved over the links that they have now."""
-        return proofs(self._rates.values(), nodes)
+    def passed(self) -> frozenset[frozenset[str]]:
+        """Pairs of nodes, by address, between which NCCL's RDMA has been proved."""
+        return proofs(self._rates.values())
 
     def start(self, nodes: Sequence[str] | str, *, force: bool = False, by: str = "admin") -> Operation:
         """Measure between each two of these, one pair after the other. Raises BadRequest for a node that is not there or fewer than two,
@@ -187,12 +187,8 @@ class Measures:
         meeting = next((interface for interface in before[a].interfaces if interface.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None
         lan, real = meeting is not None and meeting.kind == LAN, meeting is not None and meeting.physical
-        # As they were when the rails were chosen: what has changed meanwhile makes the rate one of other links.
-        over = links(before[a], before[b]) if expected else ()
-        names = () if over else tuple(env[node].get("GLOO_SOCKET_IFNAME", "") for node in pair)
-        over = over or links(before[a], before[b], names)
         gb_s, sent_bytes = float(ended["gb_s"]), int(ended["sent_bytes"])
-        return Rate(a, b, gb_s, backend, network, len(expected), idle, lan, real, sent_bytes, self._wall(), over, names)
+        return Rate(a, b, gb_s, backend, network, len(expected), idle, lan, real, sent_bytes, self._wall())
 
     async def _fabrics(self, pair: Pair) -> dict[str, Fabric]:
         readings = await self._nodes.fabric()
@@ -246,7 +242,9 @@ def _read(path: Path) -> list[Rate]:
     """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        return [Rate(**row | {name: tuple(row.get(name, ())) for name in ("idle", "links", "sockets")}) for row in rows]
+        # An older sparkd kept the links, too.
+        known = {field.name for field in fields(Rate)}
+        return [Rate(**{name: row[name] for name in row.keys() & known} | {"idle": tuple(row["idle"])}) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

@@ -31,8 +31,8 @@ class FabricNodes:
         self._read = read
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
-        # The pairs of these nodes between which a live NCCL test has passed over the links that they have now (sparkd.admin.bandwidth).
-        self.passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]] = lambda _nodes: frozenset()
+        # The pairs of nodes between which a live NCCL test has passed (sparkd.admin.bandwidth).
+        self.passed: Callable[[], frozenset[frozenset[str]]] = frozenset
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
         """By node, no older than kept_s; None of a node that does not answer."""
@@ -51,7 +51,7 @@ class FabricNodes:
                 seen[node] = raw
         try:
             fabrics = fabrics_of(seen)
-            return with_proofs(fabrics, self.passed(fabrics))
+            return with_proofs(fabrics, self.passed())
         except (LookupError, TypeError, ValueError) as error:
             # Another release's agent, or a kernel that says what no other does.
             log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)
