@@ -63,7 +63,7 @@ Installed. What is left:
   $environment     as root, from the checkout
   \$EDITOR $etc/sparkd.yaml && sparkd check $etc/sparkd.yaml
   make -C deploy check
-  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sparkd join HEAD instead
+  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sudo -u sparkd sparkd join HEAD instead
 TEXT
 }
 

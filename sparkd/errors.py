@@ -23,7 +23,6 @@
       - FlagRefused             the vLLM of its runtime would not take a flag
       - ContextTooLong          its vLLM would not take so long a max_model_len
       - LoadRefused             its loader would not take the checkpoint in that format
-      - CommitUnknown           no node knows the commit whose code the model may run
       - ModelUnusable           the entry's path or id is missing or is no model: its owner must fix it
   + RequestError                4xx: the caller can fix it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
@@ -238,10 +237,6 @@ class ContextTooLong(RankError):
 
 class LoadRefused(RankError):
     """Raised before an engine is started, because the loader would fail for the same reason."""
-
-
-class CommitUnknown(RankError):
-    """The commit whose code a model may run cannot be known now: a pull, or a `revision`, mends that."""
 
 
 class ModelUnusable(RankError):

@@ -70,13 +70,6 @@ CONNECTIONS_MAX = Gauge(
 CONNECTIONS_TURNED_AWAY = Counter(
     "sparkd_connections_turned_away", "Idle connections closed for new ones (displaced), and new ones refused.", ("how",), registry=REGISTRY
 )
-ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times that sparkd paused accepting clients for lack of file descriptors.", registry=REGISTRY)
-TRACED_REQUESTS = Counter(
-    "sparkd_traced_requests",
-    "Requests whose spans the collector of `traces` took (sent), or did not (dropped).",
-    ("outcome",),
-    registry=REGISTRY,
-)
 
 # Models.
 MODEL_STATE = Gauge("sparkd_model_state", "1 for the model's present state, else 0.", ("model", "state"), registry=REGISTRY)
@@ -182,12 +175,6 @@ NODE_GUARDED = Gauge(
 )
 ENGINE_HOST_BYTES = Gauge(
     "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
-)
-ENGINE_METRICS_LEFT_OUT = Counter(
-    "sparkd_engine_metrics_left_out",
-    "Metrics pages of engines left out because they would break the scrape, by fault.",
-    ("model", "fault"),
-    registry=REGISTRY,
 )
 ENGINE_METRICS_AGE_SECONDS = Gauge(
     "sparkd_engine_metrics_age_seconds",

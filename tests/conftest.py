@@ -25,27 +25,28 @@ from tests.support.descriptors import descriptors_in
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion
+    from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
+    from sparkd.vllm.ask.model import InquiryRuntime
 
 TESTS = Path(__file__).parent
 # In the order in which they begin: the longest first, so that no worker is left with one at the end. The swap is the last of those that
 # share its daemon, for it leaves another model loaded.
 LONGEST = (
     "e2e/", "e2e/test_swap.py", "web/test_page.py", "sparkd/cli/test_with_daemon.py", "sparkd/cluster/", "sparkd/daemon/", "test_lint.py",
-    "sparkd/inquiry/", "workers/stream/", "security/", "workers/rank/", "workers/guard/",
+    "sparkd/vllm/ask/", "workers/stream/", "security/", "workers/rank/", "workers/guard/",
 )  # fmt: skip
 # By what their tests share: a daemon with real vLLM, a daemon with stub engines, one child's answers (`vllm_answers`), an import of vLLM.
 SHARED = {
     "served": (
-        "e2e/test_serving.py", "e2e/test_swap.py", "e2e/test_tools.py", "e2e/test_traces.py", "e2e/test_metrics_page.py",
+        "e2e/test_serving.py", "e2e/test_swap.py", "e2e/test_tools.py", "e2e/test_metrics_page.py",
         "e2e/test_serving_page.py",
     ),
     "stage": (
-        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py", "sparkd/daemon/test_traced_requests.py",
+        "sparkd/daemon/test_daemon.py", "sparkd/daemon/test_recorded_requests.py",
         "sparkd/daemon/test_benches.py", "sparkd/daemon/test_load_bench.py", "sparkd/daemon/test_quality_bench.py",
     ),
     "answers": (
-        "sparkd/inquiry/test_rare_configs.py", "sparkd/inquiry/test_known_architectures.py", "workers/vllm/ask/test_model_answer.py",
+        "sparkd/vllm/ask/test_rare_configs.py", "workers/vllm/ask/test_model_answer.py",
     ),
     "vllm": (
         "workers/vllm/", "workers/load/test_gpt_oss.py", "workers/load/test_published.py", "workers/cache/test_partial.py",
@@ -163,7 +164,7 @@ class VllmAnswers:
 @pytest.fixture(scope="session")
 def vllm_answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VllmAnswers:
     """What the installed vLLM says of the models of every file that has `questions(folder)`; one child answers them all."""
-    from sparkd.inquiry.model_answers import InquiryRuntime, ask
+    from sparkd.vllm.ask.model import InquiryRuntime, ask
 
     modules = dict.fromkeys(item.module for item in request.session.items if isinstance(item, pytest.Function))
     questions = {module.__name__: module.questions(tmp_path_factory.mktemp("models")) for module in modules if hasattr(module, "questions")}

@@ -262,8 +262,6 @@ class RecipeSummary(BaseModel):
     quantize: Any
     nodes: int
     speculative: str
-    methods: list[str]
-    variants: list[str]
     decode_tokens_per_s: Any
     path: str
 
@@ -274,7 +272,7 @@ class Recipes(BaseModel):
 
 
 class RecipeChoice(BaseModel):
-    """The whole recipe, and what the choice comes to."""
+    """The whole recipe, and what it comes to."""
 
     name: str
     description: str
@@ -282,8 +280,6 @@ class RecipeChoice(BaseModel):
     quantize: Any
     nodes: dict[str, Any]
     speculative: str
-    methods: list[str]
-    variants: dict[str, str]
     decode_tokens_per_s: Any
     path: str
     choice: Any
@@ -293,8 +289,6 @@ class RecipeChoice(BaseModel):
     flags: list[str]
     env: dict[str, str]
     translated: list[str]
-    speculation: dict[str, Any]
-    profiles: dict[str, str]
     sampling: Any
     expected: list[dict[str, Any]]
     sources: dict[str, Any]

@@ -53,10 +53,10 @@ from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import QuestionHere, planned_here, planning_hardware
-from sparkd.capacity.plan_request import MODEL_CHARACTERS
+from sparkd.capacity.plan_for_node import planned_here, planning_hardware
+from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.recipe_check import RecipeUse, described, resolve, summary
+from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
@@ -65,7 +65,6 @@ from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.fields import Method, ProfileName
 from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -266,31 +265,29 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     @api.get(
         "/recipes/{name:path}",
         **answers(RecipeChoice),
-        summary="One recipe, NAME@VARIANT or NAME@REGISTRY, resolved for a profile and a speculation method",
+        summary="One recipe, or NAME@REGISTRY, and what it comes to",
     )
-    async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
+    async def recipe(name: str) -> dict[str, Any]:
         book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
             raise UnknownRecipe(name)
-        recipe_name, variant = book.split(name)
-        choice = RecipeUse(recipe_name, variant, profile, speculative)
-        return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
+        return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
-    @api.get("/plan", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def plan() -> dict[str, Any]:
+    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
+    async def decision() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 
     @api.post(
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
     )
-    async def fit(question: QuestionHere) -> dict[str, Any]:
-        refuse_calibration(question.quantize)
-        spec = await asyncio.to_thread(operator.spec_to_plan, question.model)
+    async def plan(request: PlanRequest) -> dict[str, Any]:
+        refuse_calibration(request.quantize)
+        spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
         snapshot = supervisor.snapshot()
         in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        plan = await planned_here(question, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        answer = await planned_here(request, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
         view = snapshot.models.get(spec.name) if spec is not None else None
-        return plan if view is None or not view.ranks else {**plan, "notes": [*plan["notes"], _runs(view)]}
+        return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
 
     @api.get(
         "/events",

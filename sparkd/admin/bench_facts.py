@@ -16,10 +16,10 @@ from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
 from sparkd.capacity.learned_rates import LearnedName
+from sparkd.checkpoint.remote_headers import checkpoint_of as headers_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.control.registry import Roster
 from sparkd.errors import BadRequest, ConfigError, UnknownModel
-from sparkd.models.remote_headers import checkpoint_of as headers_of
-from sparkd.models.source import folder_of
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.schema.fields import is_name
 from sparkd.schema.quantize import recipe
@@ -154,15 +154,12 @@ def published_of(library: RecipeLibrary, name: str | None) -> tuple[Published, .
     """The rates and times that the recipe of this name gives, with where each comes from. None of a recipe that cannot be read."""
     if name is None:
         return ()
-    base, variant = library.split(name)
-    file, _ = library.read(base)
+    file, _ = library.read(name)
     if file is None:
         return ()
-    chosen = file.recipe.variants.get(variant) if variant is not None else None
-    figures = [*(chosen.expected if chosen is not None else ()), *file.recipe.expected]
     return tuple(
         Published(what=each.what, value=each.value, to=each.to, unit=unit, when=each.when, source=file.recipe.sources[each.source])
-        for each in figures
+        for each in file.recipe.expected
         if (unit := UNITS.get(each.what)) is not None
     )
 

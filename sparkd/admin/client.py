@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from sparkd.checkpoint.source import FOLDER_SIGNS
 from sparkd.errors import (
     ConfigError,
     EngineError,
@@ -20,7 +21,6 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
-from sparkd.models.source import FOLDER_SIGNS
 from workers.host import regular_file
 
 if TYPE_CHECKING:
@@ -100,15 +100,6 @@ class Client:
 
     def delete(self, path: str) -> dict[str, Any]:
         return self._ask("DELETE", path, {})
-
-    def csv(self, path: str, **parameters: Any) -> str:
-        """A list of the admin API as CSV."""
-        with self._translated():
-            response = self._http.get(ADMIN + path, params=parameters, headers={"accept": "text/csv"})
-        if response.headers.get("content-type", "").startswith("text/csv"):
-            return response.text
-        self._checked(response)
-        raise self._stranger(response.status_code)
 
     def models(self) -> list[dict[str, Any]]:
         models = self.get("/models").get("models")

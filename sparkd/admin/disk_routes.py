@@ -12,13 +12,13 @@ from pydantic import BaseModel, Field
 
 from sparkd.admin.answers import Accepted, answers
 from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
+from sparkd.checkpoint.source import source_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
-from sparkd.models.source import source_of
 from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
 from sparkd.unexpected import unexpected
 from workers.host.hub_cache import cache_places

@@ -23,11 +23,11 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.engine.metrics import Scraper
-from sparkd.engine.rates import Rates
 from sparkd.errors import StateError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
+from sparkd.gateway.rates import Rates
+from sparkd.gateway.scraper import Scraper
 from sparkd.state.series import Excerpt, Series
 from sparkd.state.snapshot import Snapshot
 

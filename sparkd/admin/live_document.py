@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sparkd import __version__
-from sparkd.engine.rates import Rates
+from sparkd.gateway.rates import Rates
 from sparkd.state.nouns import EngineMemory, Operation, OperationState, Progress, RankHandle, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from workers.host.memory_limits import MemoryLimits

@@ -18,16 +18,15 @@ from sparkd.admin.starts import Starts
 from sparkd.capacity.layers import layers_of
 from sparkd.capacity.mixes import mix_of
 from sparkd.capacity.plan_for_node import hardware_here
+from sparkd.checkpoint.remote_headers import checkpoint_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.engine.metrics import page_of
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
-from sparkd.models.remote_headers import checkpoint_of
+from sparkd.gateway.scraper import page_of
 from sparkd.schema.engine_args import engine_args, recipe_of
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.overlay import MASK
@@ -92,7 +91,7 @@ def _layers(record: Record, config: Config) -> dict[str, Any]:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
     if record.spec is None:
         raise ConfigError(f"{record.name} is configured no more.")
-    spec = at_trusted_commit(record.spec, config)
+    spec = record.spec
     env = {**os.environ, **spec.environment(config.engine)}
     checkpoint = checkpoint_of(spec.model, spec.revision, env, None)
     wish = best_of(spec.quantize)

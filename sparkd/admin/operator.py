@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 from sparkd.capacity.entry_faults import refuse_faulty
+from sparkd.checkpoint.source import name_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import config_hash, parse_model
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
-from sparkd.models.source import name_of
 from sparkd.nearest import nearest
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want

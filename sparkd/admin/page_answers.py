@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, create_model
 
 from sparkd.admin.answers import Cable, RankBody, ReadingBody, body_of
 from sparkd.condition import Condition
-from sparkd.engine.rates import Rates
+from sparkd.gateway.rates import Rates
 from sparkd.state.nouns import Operation
 from sparkd.state.snapshot import ModelView, NodeView
 

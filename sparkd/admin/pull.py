@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from sparkd.admin.chosen_nodes import ALL, chosen_nodes
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Ledger
-from sparkd.entry.trusted_commits import at_trusted_commit, moved
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.given_input import given_input
@@ -26,14 +25,13 @@ from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, OperationState, Progress
 from workers.files.manifest import is_loaded, refuse_without_room
-from workers.host.hub_cache import is_hub_id
+from workers.host.hub_cache import cache_places, is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
 
 log = logging.getLogger("sparkd.pulls")
 
 KIND = "pull"
 CONNECTIONS = 8
-MAIN = "main"
 POLL_S = 0.4
 ASK_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
@@ -103,8 +101,7 @@ class Pulls:
         operation = self._ledger.operations.open(KIND, called, by)
         self._asked[operation.id] = (called, chosen, revision)
         pull = _Pull(self._nodes, self._tell(operation.id), self._clock)
-        trusting = spec if spec is not None and revision == spec.revision else None
-        work = self._pull(operation.id, called, partial(self._bring, pull, trusting, model, revision, environ, chosen))
+        work = self._pull(operation.id, called, partial(pull.run, model, revision, environ, chosen))
         self._running[operation.id] = task = self._boundary.spawn(self._tasks, f"{KIND} {called}", work)
         task.add_done_callback(partial(self._done, operation.id))
         return self._ledger.operations.find(operation.id)
@@ -117,16 +114,6 @@ class Pulls:
         self._ledger.operations.close(operation_id, OperationState.CANCELLED, "It was cancelled. Its verified files stay.")
         task.cancel()
         return self._ledger.operations.find(operation_id)
-
-    async def _bring(
-        self, pull: _Pull, trusting: ModelConfig | None, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]
-    ) -> str:
-        """See _Pull.run. trusting: the entry, unless another revision than its own is asked for; then the commit that it trusts comes."""
-        branch = None
-        if trusting is not None:
-            commit = (await asyncio.to_thread(at_trusted_commit, trusting, self._config())).revision
-            branch, revision = (revision or MAIN if commit != revision else None), commit
-        return await pull.run(model, revision, environ, nodes, branch)
 
     async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
         state, messages = OperationState.FAILED, list[str]()
@@ -165,15 +152,13 @@ class _Pull:
         self._clock = clock
         self._began: tuple[float, int] | None = None
 
-    async def run(
-        self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str], branch: str | None = None
-    ) -> str:
-        """The outcome, one sentence. branch: to tell whether it has moved on from `revision`, a commit. Raises ClusterError."""
-        places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
+    async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
+        """The outcome, one sentence. Raises ClusterError."""
+        places = cache_places(environ)
         commit, note, silent = "", "", None
         if not model.startswith("/"):
             try:
-                commit, note = await self._fetch(model, revision, environ, branch)
+                commit, note = await self._fetch(model, revision, environ)
             except _Unasked as error:
                 silent = error
         try:
@@ -197,13 +182,13 @@ class _Pull:
         sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was missing'}. {note}".strip()
 
-    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str], branch: str | None) -> tuple[str, str]:
+    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        with given_input(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n") as stdin:
+        with given_input(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n") as stdin:
             process = await asyncio.create_subprocess_exec(
-                *module_command(sys.executable, "sparkd.models.download"),
+                *module_command(sys.executable, "sparkd.checkpoint.download"),
                 env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
                 stdin=stdin,
                 stdout=asyncio.subprocess.PIPE,
@@ -221,10 +206,7 @@ class _Pull:
                     if "error" in event:
                         raise RankError(str(event["error"]))
                     if "ended" in event:
-                        commit, note, head = str(event["commit"]), str(event["note"]), event.get("head")
-                        if branch is not None and head not in (None, commit):
-                            note = f"{note} {moved(model, branch, commit, head)}".strip()
-                        return commit, note
+                        return str(event["commit"]), str(event["note"])
                     self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
                 raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
             finally:

@@ -1,15 +1,13 @@
-"""The admin API's routes of the requests for models: a list, CSV, a cancel. Never shows a prompt, an answer or a key."""
+"""The admin API's routes of the requests for models: a list and a cancel. They never show a prompt, an answer or a key."""
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from sparkd.admin.answers import RequestBody, Requests, answers
@@ -19,7 +17,6 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
 
 SHOWN = 100
-COLUMNS = tuple(RequestBody.model_fields)
 
 State = Literal["in_flight", "finished", "answered", "failed"]
 # By the state that is asked for, whether the finished requests are those that failed; None: all.
@@ -32,27 +29,19 @@ def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) 
             raise UnknownRoute("This daemon records no requests.")
         return log
 
-    @api.get(
-        "/requests",
-        **answers(Requests, media_type="text/csv"),
-        summary="Requests for models: those in flight, and the last finished ones; with Accept: text/csv the finished ones as CSV",
-    )
+    @api.get("/requests", **answers(Requests), summary="Requests for models: those in flight, and the last finished ones")
     async def requests(
-        request: Request,
-        limit: Annotated[int | None, Query(ge=1, le=REQUESTS_KEPT)] = None,
+        limit: Annotated[int, Query(ge=1, le=REQUESTS_KEPT)] = SHOWN,
         before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None,
         model: str | None = None,
         state: State | None = None,
     ) -> Response:
-        log, as_csv = recorded(), "text/csv" in request.headers.get("accept", "")
-        most = limit or (REQUESTS_KEPT if as_csv else SHOWN)
+        log = recorded()
         in_flight = log.in_flight(model) if state in (None, "in_flight") else []
-        finished = await log.finished(before, most, model, _FAILED.get(state)) if state != "in_flight" else []
+        finished = await log.finished(before, limit, model, _FAILED.get(state)) if state != "in_flight" else []
         if model and not in_flight and not finished:
             registry.find(model)  # else a mistyped name would look like a model without requests
-        if as_csv:
-            return Response(await asyncio.to_thread(_csv, finished), media_type="text/csv; charset=utf-8")
-        following = finished[-1].number if len(finished) == most else None
+        following = finished[-1].number if len(finished) == limit else None
         return Response(await asyncio.to_thread(_json, in_flight, finished, following), media_type="application/json")
 
     @api.delete("/requests/{request_id}", **answers(RequestBody, 202), summary="Cancel a request in flight; its client gets an error")
@@ -62,11 +51,3 @@ def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) 
 
 def _json(in_flight: Sequence[RequestRow], finished: Sequence[RequestRow], following: int | None) -> str:
     return json.dumps({"in_flight": [row.body() for row in in_flight], "finished": [row.body() for row in finished], "next": following})
-
-
-def _csv(finished: Sequence[RequestRow]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\r\n")
-    writer.writeheader()
-    writer.writerows(row.body() for row in finished)
-    return text.getvalue()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sparkd.bench.result import EngineFigures, MachineFigures
-from sparkd.engine.rates import Sample
+from sparkd.gateway.rates import Sample
 
 # llama-benchy counts the tokens of the pieces that it sees, which may be 1 % fewer than the engine made.
 INEXACT = 0.05

@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 import httpx
 
-from sparkd.engine.rates import Sample as Counters
-from sparkd.engine.rates import sample_of
 from sparkd.errors import RankError
+from sparkd.gateway.rates import Sample as Counters
+from sparkd.gateway.rates import sample_of
 
 ADMIN = "/admin/v1"
 ANSWER_S = 120.0

@@ -97,7 +97,7 @@ def parsed(name: str, text: str) -> BenchProfile:
     if document.problems:
         raise ConfigError(str(document.problems[0]))
     try:
-        file = _File.model_validate(document.table)
+        file = _File.model_validate(document.values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

@@ -21,8 +21,8 @@ from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchSample, BenchSubject, Cell, CellResult
 from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.bench.tool_process import version_in
-from sparkd.engine.rates import Sample as Counters
 from sparkd.errors import BadRequest, RankError
+from sparkd.gateway.rates import Sample as Counters
 
 # As often as the nodes read their power.
 SAMPLE_EVERY_S = 1.0

@@ -4,17 +4,16 @@ nothing that is `auto` (sparkd.capacity.auto_resolve).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from pathlib import Path
 
 from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, MeasuredPeaks, Terms, footprint
+from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, sized
-from sparkd.capacity.parallelism import refusal, unfit
+from sparkd.capacity.parallelism import uneven_heads
 from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import Inventory
@@ -22,13 +21,11 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.schema.engine_args import EngineArgs
-from sparkd.vllm.unaccounted_args import BYTES, CACHE, WEIGHTS
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import KeptProfile
 from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.quantization.recipe import AS_IT_IS
 
-# A checkpoint whose headers are of no kind that is counted is taken by the size of its files: a batch takes a tenth beside them.
-LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
@@ -122,7 +119,7 @@ def account(
         return None  # the engine says it, in vLLM's own words
     if not guesses and not serving.unknown <= exact.settled:
         return None
-    if exact.layout is None and not model.inventory.shape.mixers:
+    if exact.layout is None and not model.inventory.shape.attentions:
         return None
     learned = evidence.learned(args, headers, ways, hardware)
     needed = footprint(model, serving, hardware, Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact))
@@ -145,58 +142,38 @@ def consulted(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Ev
 def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Account | None = None) -> int:
     """Whole GiB to reserve on a node; Ray's custom resources are whole numbers above one.
 
-    1. memory_gib, if it is set.
-    2. The account by the headers (`known`), if the cache has a size.
-    3. All that the node offers, if a flag changes the memory in a way that sparkd cannot count.
-       A number of blocks without the headers is such a flag. gpu_memory_utilization is not, because vLLM stays within it.
-    4. For a cache of so many bytes: those, the weights on disk and the engine's processes.
-    5. On CUDA: gpu_memory_utilization of the node, and at most what the node offers.
-       The cache then takes all free memory, or only the engine can compute its bytes.
-    6. On a CPU: the weights on disk, the configured KV cache and the engine's processes.
-       A hub id that is not on disk yet counts as its processes alone.
+    1. memory_gib of the entry.
+    2. The account, where the cache has a size; for gpu_memory_utilization that share, in which vLLM stays.
 
-    hardware: the node; offered_gib: the GiB that it lends.
+    Without an account, and for a cache of all that is free, all that the node lends.
+
+    hardware: the node.
+    offered_gib: that it lends.
     """
     if args.memory_gib is not None:
         return ceil(args.memory_gib)
-    platform, node_gib = hardware.platform, hardware.memory_bytes / GIB
-    shared, most = ceil((args.share or 0.0) * node_gib), ceil(VLLM_DEFAULT_UTILIZATION * node_gib)
-    whole = most if offered_gib is None else min(most, int(offered_gib))
-    cache_bytes = args.cache.get("bytes") if isinstance(args.cache, Mapping) else None
-    if known is not None and known.total is not None and args.sized:
-        return max(_lent(known, known.total, offered_gib), shared)
-    flags = {flag.strip("-").replace("_", "-") for flag in args.uncounted}
-    uncounted = known is None and bool(flags - {BYTES} if platform == "cpu" else flags)
-    if args.blocks is not None or (args.share is None and uncounted):
-        return max(whole, shared)
-    weights_bytes = stored_bytes(args.model)
-    if platform == "cuda" and not (cache_bytes and weights_bytes):
-        return shared or whole
-    if not args.sized:
-        # The variable wins over the flag (vllm/platforms/cpu.py).
-        cache_bytes = args.cpu_space_bytes if args.cpu_space_bytes is not None else args.cache_bytes
-        if cache_bytes is None and args.share is not None:
-            return shared
-        cache_bytes = CPU_KV_CACHE_GIB * GIB if cache_bytes is None else cache_bytes
-    if cache_bytes is None:
-        return whole
+    node_gib = hardware.memory_bytes / GIB
+    share_gib = ceil((args.share or 0.0) * node_gib)
     if known is not None:
-        return _lent(known, known.fixed + cache_bytes, offered_gib)
-    return ceil((weights_bytes * LOADING_FACTOR + cache_bytes + PROCESS_BYTES[platform]) / GIB)
+        cache = known.cache if args.sized else cache_limit(args, hardware.platform)
+        if cache is not None:
+            return max(_lent(known, known.fixed + cache, offered_gib), share_gib)
+    most = ceil(VLLM_DEFAULT_UTILIZATION * node_gib)
+    return share_gib or (most if offered_gib is None else min(most, int(offered_gib)))
+
+
+def cache_limit(args: EngineArgs, platform: str) -> int | None:
+    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.schema.kv_cache.sizing_of."""
+    if platform != "cpu" or args.cache is not None or args.vllm_sizes:
+        return None
+    return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB
 
 
 def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
-    """GiB of it: the upper end of a guess, as far as the node lends that."""
-    most = size_bytes if offered_gib is None else min(size_bytes, offered_gib * GIB)
-    return ceil(max(size_bytes - (known.upper or 0), most) / GIB)
-
-
-def stored_bytes(model: str) -> int:
-    """The safetensors files of a local folder; 0 where there is none, or none that can be read: the engine will say why."""
-    try:
-        return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    except OSError:
-        return 0
+    """GiB of it; of a guess as much as the node lends."""
+    if known.upper is None or offered_gib is None:
+        return ceil(size_bytes / GIB)
+    return ceil(max(known.surely, min(size_bytes, offered_gib * GIB)) / GIB)
 
 
 def illegal(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Evidence = NOTHING) -> str | None:
@@ -207,8 +184,8 @@ def illegal(candidate: Candidate, hardware: Hardware, ways: Ways, evidence: Evid
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     if exact.decides:
-        return exact.refusal or unfit(model, ways[0], hardware.platform)
-    return None if is_other(candidate.args, model.inventory) else refusal(model, *ways, hardware.platform)
+        return exact.refusal
+    return uneven_heads(model.inventory.shape, ways[0])
 
 
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:

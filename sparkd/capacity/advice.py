@@ -11,17 +11,16 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.account import Account, Ways, serving_of
-from sparkd.capacity.auto_resolve import cache_limit
+from sparkd.capacity.account import Account, Ways, cache_limit, serving_of
 from sparkd.capacity.fit import AS_STORED, Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
 from sparkd.capacity.parallelism import even_formats, possible_ranks
 from sparkd.capacity.weights import Inventory, inventory
+from sparkd.checkpoint.prequantized import prequantized
+from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.prequantized import prequantized
-from sparkd.models.shape import shape_of
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.kv_cache import written
 from sparkd.schema.quantize import is_open

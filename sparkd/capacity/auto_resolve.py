@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, consulted, illegal
+from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, account, cache_limit, consulted, illegal
 from sparkd.capacity.candidates import Candidate
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
 from sparkd.capacity.footprint import PROCESS_BYTES, margin_of
@@ -19,7 +19,6 @@ from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
-from workers.kv.settings import CPU_KV_CACHE_GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,6 @@ def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
         return Room(min(free_bytes, own, int(args.share * hardware.memory_bytes) + beside))
     margin = margin_of(hardware, args.margin_bytes)
     return Room(min(free_bytes - margin, own), cache_limit(args, hardware.platform))
-
-
-def cache_limit(args: EngineArgs, platform: str) -> int | None:
-    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.schema.kv_cache.sizing_of."""
-    if platform != "cpu" or args.cache is not None or args.vllm_sizes:
-        return None
-    return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB
 
 
 def resolved(
@@ -89,7 +81,7 @@ def resolved(
     most = asked if isinstance(asked, int) else completed.shape.max_len
     step = CONTEXT_STEP if asked == AUTO else most
     enough = min(most, DEFAULT_CONTEXT) if asked == AUTO else most
-    legal = [one for one in candidates if not any(uneven_groups(one.model)) and illegal(one, hardware, ways, evidence) is None]
+    legal = [one for one in candidates if uneven_groups(one.model) is None and illegal(one, hardware, ways, evidence) is None]
     lengths = [(one, largest(partial(fits, one), most, step)) for one in legal]
     best = next((pair for pair in lengths if pair[1] >= enough), None)
     best = best or max(lengths, key=lambda pair: pair[1], default=(plain, 0))

@@ -13,8 +13,8 @@ from sparkd.capacity.fit import FORMATS, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.mixes import mixes_below, mixes_of
 from sparkd.capacity.weights import FormattedModel
+from sparkd.checkpoint.prequantized import prequantized
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.models.prequantized import prequantized
 from sparkd.schema.engine_args import EngineArgs
 from sparkd.schema.quantize import AUTO
 from workers.quantization.best_wish import BestWish, best_of

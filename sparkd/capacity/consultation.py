@@ -14,13 +14,13 @@ from typing import Any
 from sparkd.capacity.fit import FitRequest, recipes, ways_of
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.vllm_figures import Exact, exact_of
-from sparkd.capacity.weights import Inventory, refuse_other_layers
+from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.source import folder_of
 from sparkd.hardware import Hardware
-from sparkd.inquiry.model_answers import OWN, SPARK, ModelAnswer, ModelQuestion, files_of
-from sparkd.models.shape import LAYERS
-from sparkd.models.source import folder_of
-from sparkd.vllm.translate import LOAD_FORMAT, speculative_config, with_draft, without_any
+from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import files_of
+from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without
 from sparkd.vllm.unaccounted_args import REST
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.vllm.ask.model_question import DRAFT
@@ -100,7 +100,7 @@ class Consultation:
         self._ask = ask
         self._checkpoint = checkpoint
         self._draft = draft if draft is not None and not draft.folder.startswith("/") else None
-        self._args = _drafting(without_any(args, _WITHOUT), env, self._draft)
+        self._args = _drafting(without([*args], *_WITHOUT), env, self._draft)
         self._env = dict(env)
         self._device = hardware.platform
         # A node's own runtime knows its own GPU.
@@ -140,14 +140,8 @@ class Consultation:
         return self.completed(inventory), replace(wish, exact=self.exact)
 
     def completed(self, inventory: Inventory) -> Inventory:
-        """The inventory with vLLM's own sizes of the model in place of those that config.json lacks, and with its longest request. Raises
-        CheckpointIncomplete where config.json does not tell the number of layers and vLLM builds others than the files hold."""
+        """The inventory with vLLM's own sizes of the model in place of those that config.json lacks, and with its longest request."""
         shape, answers = inventory.shape, [answer for answer in self._answers.values() if answer is not None]
-        if LAYERS in shape.gaps:
-            # An answer that lacks a stage of the pipeline lacks its layers.
-            whole = (answer for (*_, stages), answer in self._answers.items() if answer is not None and len(answer.stages) == stages)
-            parameters = (tensor for answer in whole for stage in answer.stages for tensor in stage.parameters)
-            refuse_other_layers(inventory, ((tensor.name, tensor.shape) for tensor in parameters if tensor.purpose == "model"))
         sizes: dict[str, Any] = {}
         for field, name in _SIZES:
             size = next((size for answer in answers if isinstance(size := answer.facts.get(name), int) and size), 0)

@@ -1,4 +1,4 @@
-"""Owns how a planned rank runs in a container: `docker run`, or a compose file. Never starts one, and never names an image itself."""
+"""How a planned rank runs in a container: its `docker run` command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.translate import SPECULATIVE, values_of
+from sparkd.vllm.flags import speculative_config, value_of, with_draft, without
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.rank import ray_environment
 
@@ -28,7 +28,7 @@ PLUGIN_FOLDER = "/opt/sparkd"
 PORT = 8000
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
-_SKIPPED_FLAGS = ("--uds", "--host", "--port")
+_SKIPPED_FLAGS = ("uds", "host", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +62,6 @@ class RankContainer:
             argv += ["-e", name if value == hidden(name) else f"{name}={value}"]
         return [*argv, self.image, *self.command]
 
-    def compose(self) -> dict[str, Any]:
-        """One service of a compose file, as plain values."""
-        service: dict[str, Any] = {
-            "image": self.image,
-            "container_name": self.name,
-            "restart": "unless-stopped",
-            "ipc": "host",
-            "volumes": [f"{host}:{inside}{_mode(inside)}" for host, inside in self.folders.items()],
-            # A dollar sign in a compose file begins a variable.
-            "environment": {name: value if value == hidden(name) else value.replace("$", "$$") for name, value in self.environment.items()},
-            "command": [word.replace("$", "$$") for word in self.command],
-        }
-        if self.gpu:
-            devices = [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
-            service["ulimits"] = {"memlock": -1, "stack": 67108864}
-            service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
-        if self.network_host:
-            service["network_mode"] = "host"
-        else:
-            service["ports"] = [f"127.0.0.1:{PORT}:{PORT}"]
-        if self.rdma:
-            service |= {"devices": ["/dev/infiniband"], "cap_add": ["IPC_LOCK"]}
-        return service
-
 
 def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer]:
     """The command of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises
@@ -109,7 +85,7 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer
 
 
 def hidden(name: str) -> str:
-    """In the place of a value that is its operator's alone: the shell or the compose file takes it from its own environment."""
+    """Stands for a value that is its operator's alone: the shell that runs the command has it in its environment."""
     return f"${{{name}}}"
 
 
@@ -157,24 +133,17 @@ def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list
     if before is None:
         what = "the workers of executor: ray are started by sparkd alone" if ray_environment.KEEPER in command else f"it runs {command[2]}"
         raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
-    words = list(command[command.index(before) + 2 :])
-    for flag in _SKIPPED_FLAGS:
-        while flag in words:
-            at = words.index(flag)
-            del words[at : at + 2]
+    words = without(command[command.index(before) + 2 :], *_SKIPPED_FLAGS)
     model = _mounted(model, folders)
-    for first, last, text in list(values_of(words, SPECULATIVE[2:])):
-        config = json.loads(text)
-        if isinstance(config.get("model"), str):
-            config["model"] = _mounted(config["model"], folders)
-            written = json.dumps(config)
-            words[last] = written if first != last else f"{SPECULATIVE}={written}"
+    draft = (speculative_config(words) or {}).get("model")
+    if isinstance(draft, str) and draft.startswith("/"):
+        words = with_draft(words, _mounted(draft, folders))
     return [model, *words]
 
 
 def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
     """The folders of what sparkd keeps of a model: quantized weights, and what sizing the cache has learned."""
-    loader = next((text for _, _, text in values_of(words, "model-loader-extra-config")), "{}")
+    loader = value_of(words, "model-loader-extra-config") or "{}"
     for text, key in ((loader, "cache_dir"), (environment.get(KV_VARIABLE, "{}"), "profiles")):
         if folder := json.loads(text).get(key):
             yield str(folder)

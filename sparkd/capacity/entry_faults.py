@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparkd.capacity.account import Evidence
-from sparkd.capacity.entry_check import misfits
-from sparkd.capacity.unloadable import fault, too_long, uneven, unmet
+from sparkd.capacity.headers import headers_here
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.parallelism import uneven_heads
+from sparkd.capacity.unloadable import fault, uneven, unmet
+from sparkd.checkpoint.model_folder import unusable_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.trusted_commits import at_trusted_commit, refusal
+from sparkd.entry.trusted_commits import refusal
 from sparkd.errors import CheckpointUncounted, ConfigError
-from sparkd.inquiry.model_answers import InquiryRuntime, kept_here, places
-from sparkd.models.folder import unusable_of
-from sparkd.models.source import folder_of
-from sparkd.schema.engine_args import engine_args
-from sparkd.vllm.installed import full_version_in, release_in
-from workers.kv.profiles import profiles_in
+from sparkd.hardware import SPARK
+from sparkd.schema.engine_args import EngineArgs, engine_args
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import InquiryRuntime, kept_here
+from workers.quantization.recipe import AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         return
     if reason := refusal(spec, config):
         yield EntryFault("trust_remote_code", reason)
-    spec, runtime = at_trusted_commit(spec, config), spec.runtime_of(config.engine)
+    runtime = spec.runtime_of(config.engine)
     if folder_of(spec.model, spec.revision, env) is None:
         return
     args = engine_args(spec, env)
@@ -50,16 +53,22 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         yield EntryFault("model", broken.message, ends_start=not isinstance(broken, CheckpointUncounted))
     for sentence in unmet(args):
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
-    answers = partial(kept_here, runtime=InquiryRuntime(runtime, places(config.state_dir)))
-    # As a start counts it: what it measured before may be less than the formulas say.
-    release, platform = full_version_in(runtime), config.engine.platform
-    if platform == "auto" and release is not None and release.endswith("+cpu"):
-        platform = "cpu"  # as a start here finds it
-    evidence = Evidence(profiles_in(str(config.profiles_path)), release, answers)
-    reasons = {"max_model_len": too_long(args, release_in(runtime)), "quantize": uneven(args)}
-    for key, message in [*reasons.items(), *misfits(args, spec.speculative, platform, evidence)]:
-        if message:
-            yield EntryFault(key, message)
+    if why := uneven(args):
+        yield EntryFault("quantize", why)
+    if (why := _refusal(args, InquiryRuntime(runtime, places(config.state_dir)))) is not None:
+        yield EntryFault("model" if args.split == (1, 1) else "tensor_parallel", f"vLLM refuses it: {why}.")
+
+
+def _refusal(args: EngineArgs, runtime: InquiryRuntime) -> str | None:
+    """vLLM's refusal of the entry in an answer that is kept, else the heads that its ranks cannot share; without a full stop, None
+    without either."""
+    headers = headers_here(args)
+    if headers is None:
+        return None
+    consultation = Evidence(ask=partial(kept_here, runtime=runtime)).consultation(args, headers.model.checkpoint, SPARK)
+    consultation.ask([(AS_IT_IS, *args.split)])
+    exact = consultation.exact(AS_IT_IS, Serving(1, tensor_parallel=args.split[0]))
+    return exact.refusal if exact.decides else uneven_heads(headers.model.shape, args.split[0])
 
 
 def refuse_faulty(specs: Iterable[ModelConfig], config: Config) -> None:

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
-from sparkd.capacity.parallelism import uneven_groups, unfit, unsplit
+from sparkd.capacity.parallelism import uneven_groups, uneven_heads
 from sparkd.capacity.speculative import Drafting
-from sparkd.capacity.sureness import CHECKED_METHODS
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import Inventory
+from sparkd.checkpoint.shape import LENGTHS
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import LENGTHS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
@@ -33,7 +32,8 @@ DEFAULT_CONTEXT = 32_768
 _DOUBT_CHARACTERS = 300
 
 
-Rank = tuple[bool, bool, bool, float, float, int]
+# The sort key of an option; the best has the least.
+Rank = tuple[bool, float, int, int]
 # memory: of a node, or of the entry's limit; cache: of its given size; length: more tokens than the model has; links: between nodes; vllm:
 # its own word; split: of the tensors over ranks; format: of the weights; uncounted: nothing tells what the cache takes.
 Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format", "uncounted"]
@@ -44,7 +44,7 @@ class FitRequest:
     """One question: which formats and splits of a model fit.
 
     max_model_len: tokens; None for as many as fit, at least `context`.
-    requests: the number that runs at once at that length; counted: whether the question states it.
+    requests: the number that runs at once at that length.
     nodes: the number of nodes.
     unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
     quantize: a recipe; None for any of FORMATS.
@@ -52,7 +52,6 @@ class FitRequest:
     ways: the allowed (tensor, pipeline); None for all.
     cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. cache_limit: its most bytes.
     limit: most bytes of the engine, and the setting that limits it.
-    fewest: whether fewer nodes count more than speed.
     beyond: whether a length may exceed the model's own.
     learned: the measurements of an earlier start; None without one.
     exact: vLLM's numbers for a format and a split.
@@ -73,11 +72,9 @@ class FitRequest:
     cache: Mapping[str, Any] | None = None
     cache_limit: int | None = None
     limit: tuple[int, str] | None = None
-    fewest: bool = False
     beyond: bool = False
     learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
     exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
-    counted: bool = False
     calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
@@ -89,6 +86,7 @@ class Option:
     footprint: None if the split is not legal.
     reason, cause: None if it fits, otherwise one sentence and its kind.
     longest: tokens that each of `requests` requests may have; 0 if it does not fit.
+    copy, method: the quantized checkpoint of the model that is served instead, and how it is quantized.
     """
 
     format: str
@@ -99,16 +97,12 @@ class Option:
     reason: str | None
     longest: int = 0
     cause: Cause | None = None
+    copy: str | None = None
+    method: str | None = None
 
     @property
     def nodes(self) -> int:
         return self.tensor * self.pipeline
-
-    @property
-    def way(self) -> str:
-        return (
-            " x ".join(([f"TP={self.tensor}"] if self.tensor > 1 else []) + ([f"PP={self.pipeline}"] if self.pipeline > 1 else [])) or "-"
-        )
 
     @property
     def fits(self) -> bool:
@@ -117,14 +111,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """The options, best first, and notes for the user.
-
-    Options that fit come first, then those that sparkd runs on its own, then those with DEFAULT_CONTEXT if the question has no length, then
-    by quality, speed and fewer nodes.
-    """
+    """The options, best first."""
 
     options: tuple[Option, ...]
-    notes: tuple[str, ...]
 
     @property
     def best(self) -> Option | None:
@@ -137,8 +126,7 @@ def choose(inventory: Inventory, hardware: Hardware, wish: FitRequest) -> FitRes
         for name, recipe in recipes(inventory, wish.quantize)
         for ways in ways_of(wish)
     ]
-    ranked = sorted(options, key=lambda option: rank(option, inventory, wish))
-    return FitResult(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
+    return FitResult(tuple(sorted(options, key=rank)))
 
 
 def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Iterator[tuple[str, QuantizationRecipe]]:
@@ -153,18 +141,13 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
         yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
 
 
-def rank(option: Option, inventory: Inventory, wish: FitRequest, *, prequantized: bool = False) -> Rank:
-    """The sort key of an option; the best has the least. A pipeline is slower, so it ranks behind all tensor parallelism that fits.
+def rank(option: Option) -> Rank:
+    """Better formats go before fewer nodes, and tensor parallelism before a pipeline, which is slower.
 
-    prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with. It ranks behind the stored model, and
-    before a format that is quantized here.
+    A copy of the model had data to calibrate with: it ranks behind the stored model, and before a format that is quantized here.
     """
-    enough = 0 if wish.max_model_len or wish.fewest else min(inventory.shape.max_len, DEFAULT_CONTEXT)
-    speed = (option.footprint.decode_tokens_s or 0.0) if option.footprint is not None else 0.0
-    quality = 0.5 if prequantized else float(quality_of(option.format))
-    if wish.fewest:
-        return not option.fits, False, option.longest < enough, quality, float(option.nodes), option.pipeline
-    return not option.fits, option.pipeline > 1, option.longest < enough, quality, -speed, option.nodes
+    quality = 0.5 if option.copy is not None else float(quality_of(option.format))
+    return not option.fits, quality, option.nodes, option.pipeline
 
 
 def floor(option: Option, hardware: Hardware, steps: Sequence[float]) -> list[tuple[float, int, int]]:
@@ -190,7 +173,7 @@ def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
     answers = (
         wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
     )
-    if not inventory.shape.mixers and not any(exact.decides for exact in answers):
+    if not inventory.shape.attentions and not any(exact.decides for exact in answers):
         reason = f"it has no {inventory.shape.gaps[0]}, and no vLLM has computed the size of this model's KV cache"
         cure = "Set memory_gib in its entry; vLLM then sizes the cache"
         raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
@@ -227,17 +210,15 @@ def _option(
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
     try:
         model = inventory.formatted(recipe)
-        if reason := next(uneven_groups(model), None):
+        if reason := uneven_groups(model):
             # Before vLLM's own refusal, which names no format that fits.
             return Option(name, tensor, pipeline, serving, None, reason, cause="format")
         exact = wish.exact(recipe, serving)
         if exact.refusal is not None:
             return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
-        if not exact.decides and (reason := unsplit(model, tensor, pipeline)):
+        if not exact.decides and (reason := uneven_heads(inventory.shape, tensor)):
             return Option(name, tensor, pipeline, serving, None, reason, cause="split")
-        if reason := unfit(model, tensor, serving.platform):
-            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
-        if exact.layout is None and not inventory.shape.mixers:
+        if exact.layout is None and not inventory.shape.attentions:
             return Option(name, tensor, pipeline, serving, None, "the size of its KV cache is unknown", cause="uncounted")
 
         def at(tokens: int) -> Footprint:
@@ -335,16 +316,6 @@ def quality_of(name: str) -> int:
     return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 
-def _notes(inventory: Inventory, wish: FitRequest, ranked: Sequence[Option]) -> Iterator[str]:
-    source = inventory.checkpoint.quantization
-    if source is not None and not source.requantizable:
-        yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
-    for _, recipe in recipes(inventory, wish.quantize) if wish.quantize is not None else ():
-        yield from inventory.unmet(recipe)
-    if wish.nodes == 3:
-        yield from _three(ranked)
-
-
 def format_notes(best: Option | None) -> Iterator[str]:
     """Names the format that computes prompts faster, beside the one that has its size and is more accurate; of that format, what its first
     load does before it reads the weights."""
@@ -369,15 +340,12 @@ def format_notes(best: Option | None) -> Iterator[str]:
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
-    """A note about a guess: the keys of config.json that no formula reads. doubt: the reason why vLLM gave no answer, None without one."""
+    """A note about a guess: what config.json does not tell. doubt: the reason why vLLM gave no answer, None without one."""
     guessed = not is_answered(options) and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
-    source = inventory.checkpoint.quantization
     silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
-    if guessed and (keys := (*inventory.shape.gaps, *inventory.shape.unread)):
-        yield f"No formula has {', '.join(dict.fromkeys(keys))} of its {inventory.checkpoint.config_file}, and {silent}."
-    elif guessed and source is not None and source.method not in CHECKED_METHODS:
-        method = source.details.get("quant_method") or source.method
-        yield f"No formula is checked for the weights of a checkpoint that is quantized as {method}, and {silent}."
+    if guessed and inventory.shape.gaps:
+        missing = ", ".join(inventory.shape.gaps)
+        yield f"Its {inventory.checkpoint.config_file} does not tell {missing}, and {silent}."
     elif guessed and doubt is not None:
         yield f"The numbers are a guess: {silent}."
 
@@ -391,17 +359,3 @@ def doubt_in_short(doubt: str) -> str:
     """Without its full stop, in one line."""
     line = " ".join(doubt.split()).rstrip(".")
     return line if len(line) <= _DOUBT_CHARACTERS else f"{line[:_DOUBT_CHARACTERS]}..."
-
-
-def _three(ranked: Sequence[Option]) -> Iterator[str]:
-    """How three nodes share a model, or have one each."""
-    fitting = [option for option in ranked if option.fits]
-    ways = ["by tensor parallelism"] if any(option.tensor == 3 for option in fitting) else []
-    ways += ["as a pipeline"] if any(option.pipeline == 3 for option in fitting) else []
-    lone = next((option for option in fitting if option.nodes == 1 and option.footprint is not None), None)
-    if lone is not None and lone.footprint is not None:
-        speed = lone.footprint.decode_tokens_s
-        each = lone.format if speed is None else f"{lone.format}, 3 x {speed:,.0f} tokens/s at most"
-        ways.append(f"as three replicas of the engine that one node holds ({each})")
-    if ways:
-        yield f"Three nodes: few models divide by three; this one serves {', or '.join(ways)}."

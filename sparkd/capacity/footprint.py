@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from sparkd.capacity.activations import step_bytes
 from sparkd.capacity.calibration import Calibration, calibration_of
-from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, kv_layout, sized
-from sparkd.capacity.sureness import of_both
+from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
+from sparkd.checkpoint.shape import Shape
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import Shape, reads_another_sequence, widest
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.host.memory_limits import spare
 
 MIB = 1 << 20
@@ -37,6 +36,10 @@ CACHE_STAGING_BYTES = 260 * MIB
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
 # Tables of sines of another length, masks and the like, that a class keeps beside its parameters, in small models too.
 TABLE_BYTES = 16 * MIB
+# Rows of the hidden width that a step holds for each token, with what torch reserves: 20 to 75 for the models in the recipes.
+STEP_ROWS = 40
+# The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities.
+LOGITS_BYTES = 4 + 4 + 8 + 4
 # Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
 ENCODER_BYTES = GIB
 
@@ -144,12 +147,12 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     terms = terms or Terms()
     inventory, shape = model.inventory, model.inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
-    weights = model.weights(ranks, stages, hardware.platform)
+    weights = model.weights(ranks, stages)
     exact = terms.exact or Exact()
     layout = exact.layout or kv_layout(shape, serving)
     kv, cache_bytes = layout.cost(serving.max_model_len), sized(terms.cache, layout, serving.max_model_len)
     cuda = hardware.platform == "cuda"
-    held = weights.bytes + shape.rotary_bytes
+    held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
     encoder = ENCODER_BYTES if "vision" in weights.by_kind else 0
@@ -157,15 +160,13 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     parts = {
         "weights": held,
         "kv": cache_bytes if cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
-        "peak": terms.learned.peak if terms.learned else step_bytes(inventory, serving, eager=terms.eager) + encoder,
+        "peak": terms.learned.peak if terms.learned else step_bytes(shape, serving) + encoder,
         "graphs": _graph_bytes(serving, layers, terms) if cuda or terms.learned else 0,
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
-    quantization = inventory.checkpoint.quantization
-    of_weights, of_cache, sureness = of_both(shape, quantization, exact, serving.unknown)
-    guessed_cache = of_cache == GUESS and cache_bytes is None
+    guesses = exact.guesses(serving.unknown)
     available = hardware.memory_bytes
     margin = margin_of(hardware, terms.margin_bytes)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
@@ -186,11 +187,19 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
         limit_bytes=terms.limit_bytes,
-        sureness=sureness,
-        upper_weight_bytes=upper_weights(serving, held) if of_weights == GUESS else 0,
-        upper_cache_bytes=upper_cache(inventory, serving, parts["kv"], terms.requests) if guessed_cache else 0,
+        sureness=GUESS if guesses else EXACT,
+        upper_weight_bytes=held // 50 + TABLE_BYTES if WEIGHTS in guesses else 0,
+        upper_cache_bytes=parts["kv"] // 10 if CACHE in guesses and cache_bytes is None else 0,
         calibration=calibration,
     )
+
+
+def step_bytes(shape: Shape, serving: Serving) -> int:
+    """A rough estimate of the largest step, beside weights and cache; a start measures it. A step of single tokens takes
+    what its logits do."""
+    rows = max(serving.max_num_seqs, min(serving.max_num_seqs, DRAFTED_REQUESTS) * (1 + serving.speculative_tokens))
+    batch = STEP_ROWS * serving.max_num_batched_tokens * shape.hidden * shape.dtype_bytes
+    return max(batch, rows * shape.vocab * (shape.dtype_bytes + LOGITS_BYTES))
 
 
 def margin_of(hardware: Hardware, asked: int | None) -> int:
@@ -220,24 +229,6 @@ def graph_sizes(serving: Serving) -> int:
     (vllm/config/vllm.py, _set_cudagraph_sizes; a data center's Blackwell goes to 1,024)."""
     most = min(2 * serving.max_num_seqs * (1 + serving.speculative_tokens), serving.max_num_batched_tokens, LARGEST_GRAPH)
     return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)))
-
-
-def upper_weights(serving: Serving, held: int) -> int:
-    """By how much the formula for `held` bytes of weights may lie too low: the tables that a class adds, and on several ranks a tenth,
-    because an unknown class may split them otherwise."""
-    ranks = serving.tensor_parallel * serving.pipeline_parallel
-    return held // (10 if ranks > 1 else 50) + TABLE_BYTES
-
-
-def upper_cache(inventory: Inventory, serving: Serving, held: int, requests: float) -> int:
-    """By how much the formula for `held` bytes of cache may lie too low: with the most that a class may make of config.json, at least a
-    tenth."""
-    config, tokens = inventory.checkpoint.config, serving.max_model_len
-    if reads_another_sequence(config):
-        # vLLM counts an input of the encoder that is as long as a batch (vllm/v1/kv_cache_interface.py, CrossAttentionSpec).
-        tokens += serving.max_num_batched_tokens
-    layout = kv_layout(widest(inventory.shape, config, inventory.attentions()), serving)
-    return max(held // 10, ceil(requests * layout.cost(tokens).per_request) + layout.block_bytes - held)
 
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float | None, float | None]:

@@ -9,9 +9,9 @@ from functools import lru_cache
 from sparkd.capacity.speculative import Drafting, of_config
 from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint.shape import shape_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.models.shape import Shape, shape_of
-from sparkd.models.source import folder_of
 from sparkd.schema.engine_args import EngineArgs
 from workers.kv.profiles import checkpoint_of
 
@@ -31,7 +31,7 @@ class Headers:
         model = inventory(checkpoint, shape_of(checkpoint.config))
         model = model.widened() if args.wide else model
         refuse_incomplete(model)
-        drafted = of_config(args.draft, model.shape, read) if args.draft is not None else None
+        drafted = of_config(args.draft, read) if args.draft is not None else None
         both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
         return Headers(both, drafted, checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None)
 
@@ -45,7 +45,7 @@ def headers_here(args: EngineArgs) -> Headers | None:
         identity = checkpoint_of(folder)
         model = _read(folder, identity)
         model = model.widened() if args.wide else model
-        drafted = drafting_here(args, model.shape)
+        drafted = None if args.draft is None else of_config(args.draft, lambda name: read_checkpoint(folder_of(name, None, args.env) or ""))
         both = model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
         return Headers(both, drafted, identity)
     except (CheckpointError, ConfigError, OSError):
@@ -55,18 +55,6 @@ def headers_here(args: EngineArgs) -> Headers | None:
 def inventory_in(folder: str) -> Inventory:
     """Raises CheckpointError and OSError."""
     return _read(folder, checkpoint_of(folder))
-
-
-def drafting_here(args: EngineArgs, shape: Shape) -> Drafting | None:
-    """None where there is none, and where nothing is seen of it."""
-
-    def read(name: str) -> Checkpoint:
-        return read_checkpoint(folder_of(name, None, args.env) or "")
-
-    try:
-        return of_config(args.draft, shape, read) if args.draft is not None else None
-    except (CheckpointError, ConfigError, OSError):
-        return None
 
 
 @lru_cache(maxsize=4)

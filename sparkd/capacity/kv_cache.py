@@ -1,22 +1,21 @@
-"""Owns the bytes of a model's KV cache: for a token, a request and a block. Never measures; an engine's report overrides it.
+"""The bytes of a model's KV cache: for a token, a request and a block; vLLM's own layout, or a rough estimate of one.
 
-It follows how vLLM makes one pool of blocks from layers of several kinds (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups, and
-vllm/platforms/interface.py, _align_hybrid_block_size, of 0.26 to 0.33). Layers of one kind form groups of equal size, all groups have
-pages of one size, and a request takes blocks for every group.
+vLLM makes one pool of blocks from layers of several kinds (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups): layers of one kind form
+groups of equal size, and a request takes blocks for every group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import ceil
 
+from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
 from sparkd.hardware import GIB
-from sparkd.models.shape import DTYPE_BYTES, Attention, Mixer, RecurrentState, Shape
 
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
-LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
 # vLLM's defaults for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
@@ -33,7 +32,6 @@ class Serving:
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
     prediction, EAGLE).
     batches_in_flight: without a pipeline; each further stage adds one.
-    state_checkpoints: extra blocks that a Mamba-2 layer keeps for a long prompt: 1 since vLLM 0.32 at the latest, 0 in 0.18.
     unknown: the changes of flags and variables that no formula has (sparkd.vllm.unaccounted_args.changed_by).
     """
 
@@ -49,7 +47,6 @@ class Serving:
     batches_in_flight: int = BATCHES_IN_FLIGHT
     speculative_tokens: int = 0
     draft_layers: int = 0
-    state_checkpoints: int = 1
     unknown: frozenset[str] = frozenset()
 
 
@@ -104,31 +101,21 @@ class KvLayout:
         return _blocks(block_tokens, window, chunked, self.serving, max_model_len)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Layers that may share a group. page_bytes: of one block. block_tokens: 0 for a state. stages: of the pipeline, one for each layer."""
-
-    page_bytes: int
-    block_tokens: int
-    window: int | None
-    stages: list[int]
-
-
 def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
-    """The cache of one rank, of the fullest stage where the layers are spread over a pipeline. max_model_len of `serving` is not looked
-    at."""
-    kinds = _kinds(shape, serving)
-    if not kinds:
+    """A rough estimate of the cache of one rank: keys and values of all layers, those with a window in groups of their own, and states in
+    blocks of that size. max_model_len of `serving` is not looked at."""
+    whole = next((one for one in shape.attentions if one is not None and one.window is None), None)
+    sizes: Counter[int | None] = Counter()
+    for one in (*shape.attentions, *[whole] * serving.draft_layers):
+        if one is not None:
+            sizes[one.window] += token_bytes(one, shape, serving)
+    block, state_bytes = serving.block_tokens or BLOCK_TOKENS[serving.platform], shape.state_bytes // serving.tensor_parallel
+    each = min(sizes.values(), default=ceil(state_bytes / block))
+    if not each:
         return KvLayout(0, (), serving)
-    if len({kind.window for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
-        # All layers keep the same tokens: one group, which holds pages of several sizes.
-        pages = [sum(kind.page_bytes * kind.stages.count(stage) for kind in kinds) for stage in range(serving.pipeline_parallel)]
-        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window, False),), serving)
-    page_bytes = max(kind.page_bytes for kind in kinds)
-    groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
-    fullest = max(max(map(stages.count, stages)) for _, stages in groups)
-    made = tuple((kind.block_tokens, kind.window, False) for kind, _ in groups)
-    return KvLayout(page_bytes * fullest, made, serving, _state_blocks(shape, serving))
+    groups = [(block, window, False) for window, size in sizes.items() for _ in range(ceil(size / each))]
+    groups += [(0, None, False)] * ceil(state_bytes / (each * block))
+    return KvLayout(ceil(each / serving.pipeline_parallel) * block, tuple(groups), serving)
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
@@ -189,83 +176,10 @@ def stages_of(layers: int, stages: int) -> list[int]:
     return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
 
-def state_bytes(state: RecurrentState, shape: Shape, serving: Serving) -> int:
-    """One request's state of one layer on one rank (vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator)."""
-    ranks = serving.tensor_parallel
-    # Groups that do not divide are given to every rank that has heads of them.
-    groups = state.groups if state.groups % ranks == 0 else ranks
-    channels = state.channels + 2 * groups * state.group_size
-    matrix = DTYPE_BYTES.get(state.matrix_dtype or shape.dtype, shape.dtype_bytes)
-    inputs = channels // ranks * (state.taps + serving.speculative_tokens) * shape.dtype_bytes
-    return inputs + state.heads // ranks * state.rows * state.columns * matrix
-
-
 def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
-    """One token of one layer on one rank."""
-    heads, key_dim, value_dim = _on_rank(attention, serving)
-    return heads * (key_dim + value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
-
-
-def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
-    """Heads, and their dimensions. Heads that are fewer than the ranks are on several of them."""
+    """One token of one layer on one rank. Heads that are fewer than the ranks are on several of them."""
     heads = attention.heads if attention.latent else max(1, attention.heads // serving.tensor_parallel)
-    return heads, attention.key_dim, attention.value_dim
-
-
-def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
-    stages = stages_of(len(shape.mixers), serving.pipeline_parallel)
-    placed = [*zip(shape.mixers, stages, strict=True)]
-    placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
-    mixers = dict.fromkeys(one for one, _ in placed if one is not None)
-    attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
-    states = {one: state_bytes(one, shape, serving) for one in mixers if isinstance(one, RecurrentState)}
-    sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
-    block = serving.block_tokens or sizes[serving.platform]
-    largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
-    if largest and each:
-        # Blocks of attention grow until a state fits into one, and states are padded to them.
-        block = block * ceil(largest / (block * each))
-    padded = max(largest, block * each)
-    made: dict[object, _Kind] = {}
-    kind_of: dict[Mixer, _Kind] = {}
-    for one in mixers:
-        if isinstance(one, RecurrentState):
-            kind_of[one] = _Kind(padded, 0, None, [])
-        else:
-            own = _Kind(block * attentions[one], block, one.window, [])
-            kind_of[one] = made.setdefault((one.window, _on_rank(one, serving)), own)
-    for mixer, stage in placed:
-        if mixer is not None:
-            kind_of[mixer].stages.append(stage)
-    return list({id(kind): kind for kind in kind_of.values()}.values())
-
-
-def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
-    whole = next((one for one in shape.mixers if isinstance(one, Attention) and one.window is None), None)
-    return (whole,) * serving.draft_layers if whole is not None else ()
-
-
-def _widened(kind: _Kind, page_bytes: int) -> _Kind:
-    """Pages of one size: more tokens in a block where that makes a whole page, else padding."""
-    times = 1 if page_bytes % kind.page_bytes else page_bytes // kind.page_bytes
-    return replace(kind, page_bytes=page_bytes, block_tokens=kind.block_tokens * times)
-
-
-def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
-    """Groups of equal length, so that their blocks come from one pool, and the stages of their layers; what is missing in the last of a
-    kind is padding."""
-    lengths = [len(kind.stages) for kind in kinds]
-    length = max(lengths) if max(lengths) < 1.5 * min(lengths) else min(lengths)
-    for kind in kinds:
-        count = ceil(len(kind.stages) / length)
-        yield from ((kind, kind.stages[number::count]) for number in range(count))
-
-
-def _state_blocks(shape: Shape, serving: Serving) -> int | None:
-    """With prefix caching Mamba-2's layers keep another state, of the end of a block within a long prompt
-    (vllm/model_executor/layers/mamba/mamba_mixer2.py, num_prefill_checkpoint_blocks)."""
-    mamba2 = any(isinstance(one, RecurrentState) and one.groups for one in shape.mixers)
-    return 2 + serving.state_checkpoints + serving.speculative_tokens if mamba2 and serving.prefix_caching else None
+    return heads * (attention.key_dim + attention.value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

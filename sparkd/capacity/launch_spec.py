@@ -12,12 +12,8 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
 from sparkd.schema import kv_cache, quantize
-from sparkd.vllm.translate import Translation, values_of
-from workers.host.runtime import API_SERVER, COMMAND_LINE
+from sparkd.vllm.translate import Translation
 from workers.rank.command import media_flags
-
-# By default vLLM exports to the address by gRPC, and names its service "unknown_service".
-_OTLP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
@@ -41,10 +37,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
-    if (url := config.traces.url) is not None and _is_traced(said, entrypoint):
-        # Not in the entry's hash: an engine that runs is not restarted for its spans.
-        fields["flags"] += ["--otlp-traces-endpoint", url]
-        fields["env"] = dict(_OTLP)
     if (commits := commits_of(spec)) is not None:
         fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
@@ -52,11 +44,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
-
-
-def _is_traced(said: Translation, entrypoint: str) -> bool:
-    """Whether the engine is vLLM, and its entry sends its spans nowhere else."""
-    return entrypoint in (API_SERVER, COMMAND_LINE) and not any(values_of(said.args, "otlp-traces-endpoint"))
 
 
 def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:

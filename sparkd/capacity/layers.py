@@ -10,12 +10,11 @@ from typing import Any
 from sparkd.capacity.consultation import Consultation
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.parallelism import even_formats
-from sparkd.capacity.sureness import of_weights
-from sparkd.capacity.vllm_figures import Exact
+from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
+from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.models.shape import shape_of
 from workers.quantization.formats import Format, fitting
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import Assignment, QuantizationRecipe
@@ -160,8 +159,8 @@ def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | 
         consultation.ask([(recipe, 1, 1)])
         contents = consultation.completed(contents)
         exact = consultation.exact(recipe, Serving(1))
-    size = weights.bytes + contents.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
-    sureness = of_weights(contents.shape, contents.checkpoint.quantization, exact)
+    size = weights.bytes if exact.weight_bytes is None else exact.weight_bytes
+    sureness = GUESS if exact.weight_bytes is None else EXACT
     return RankShare(size, sureness, contents.unloaded, exact.refusal)
 
 

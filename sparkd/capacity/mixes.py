@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import ConfigError
-from sparkd.models.shape import shape_of
 from workers.quantization.best_wish import BestWish
 from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe

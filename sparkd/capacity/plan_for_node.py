@@ -1,4 +1,4 @@
-"""Owns planning for the daemon's own node: its hardware, and the places of configured models. Never loads one.
+"""Plans for the daemon's own node: its hardware, and the places of configured models.
 
 Each plan is made in its own process. It reads files and asks a hub, which may hang for good, and a thread cannot be ended. It also computes
 for seconds, and a thread would keep Python's lock from the gateway for that time.
@@ -10,38 +10,34 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Protocol
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.consultation import Witness
 from sparkd.capacity.learned_rates import learned_rates, with_learned_rates
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
-from sparkd.capacity.plan_report import Site, vllm_json
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, KvDtype, PlanRequest
+from sparkd.capacity.plan import plan
+from sparkd.capacity.plan_report import vllm_json
+from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.planned_entry import PlannedEntry, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint.model_folder import unusable
+from sparkd.checkpoint.prequantized import prequantized
+from sparkd.checkpoint.remote_headers import checkpoint_at, checkpoint_of
 from sparkd.config.api_keys import KeySettings
-from sparkd.config.config import STATE_DIR, Config
-from sparkd.config.memory import MemorySettings
+from sparkd.config.config import Config
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
+from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers
-from sparkd.inquiry.model_answers import places as answers_in
-from sparkd.models.folder import unusable
-from sparkd.models.prequantized import prequantized
-from sparkd.models.remote_headers import checkpoint_at, checkpoint_of
 from sparkd.schema.model import ModelConfig
 from sparkd.schema.quantize import AUTO
-from sparkd.units import MOST
+from sparkd.vllm.ask.cache import places as answers_in
+from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host import processes
 from workers.host.meminfo import mem_total_bytes
@@ -61,67 +57,54 @@ class Unlinked(Protocol):
 Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
-class QuestionHere(BaseModel):
-    """A PlanRequest with the hardware to plan for. hardware: `node` is the daemon's own machine."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = Field(min_length=1, max_length=MODEL_CHARACTERS)
-    nodes: int | None = Field(default=None, ge=1, le=MOST["nodes"])
-    max_model_len: int | None = Field(default=None, ge=1, le=MOST["max_model_len"])
-    requests: int | None = Field(default=None, ge=1, le=MOST["requests"])
-    quantize: str | dict[str, Any] | None = None
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MOST["max_num_batched_tokens"])
-    max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
-    kv_cache_dtype: KvDtype | None = None
-    margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
-    speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
-    enforce_eager: bool | None = None
-    hardware: Literal["node", "spark", "h200"] = "node"
-
-
-def hardware_here(name: str, config: Config | None = None) -> Hardware:
+def hardware_here(name: str, config: Config) -> Hardware:
     """The hardware of a name. `node`: this machine, without the reserve for the system, by `config`; else a known machine."""
     if name in KNOWN:
         return KNOWN[name]
     total = mem_total_bytes()
     platform = "cuda" if any(Path(sign).exists() for sign in GPU_SIGNS) else "cpu"
-    if config is not None and config.engine.platform != "auto":
+    if config.engine.platform != "auto":
         platform = config.engine.platform
-    return machine(platform, total, (MemorySettings() if config is None else config.memory).os_reserve_bytes(total))
+    return machine(platform, total, config.memory.os_reserve_bytes(total))
 
 
-def planning_hardware(name: str, config: Config | None = None) -> Hardware:
+def planning_hardware(name: str, config: Config) -> Hardware:
     """As hardware_here, with the rates that benches measured on this node."""
     hardware = hardware_here(name, config)
-    return hardware if name in KNOWN or config is None else with_learned_rates(hardware, learned_rates(config.state_dir))
+    return hardware if name in KNOWN else with_learned_rates(hardware, learned_rates(config.state_dir))
 
 
 async def planned_here(
-    question: QuestionHere,
+    request: PlanRequest,
     spec: ModelConfig | None,
     unlinked: Unlinked,
-    config: Config | None = None,
+    config: Config,
     in_sight: int = 1,
     places: Collection[str] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain JSON. spec: the entry of a configured model or a recipe. unlinked: by number of nodes, why that many of the
-    daemon's nodes cannot share a model. in_sight: the number of nodes that answer, over which the daemon would spread an entry without a
-    size. places: see model_folder.unusable. elsewhere: raises ClusterError where no node has the runtime. Raises ConfigError,
-    CheckpointError, and Unavailable after LIMIT_S or where too many plans are in progress."""
+    """The plan as plain JSON.
+
+    spec: the entry of a configured model or a recipe; None for a folder or a hub id.
+    unlinked: by number of nodes, why that many of the daemon's nodes cannot share a model.
+    in_sight: the number of nodes that answer, over which the daemon would spread an entry without a size.
+    places: see model_folder.unusable.
+    elsewhere: raises ClusterError where no node has the runtime.
+
+    Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S or where too many plans are in progress.
+    """
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await _PLANS.run(planning_hardware, question.hardware, config)
+            hardware = await _PLANS.run(planning_hardware, request.hardware, config)
             # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
-            if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
-                question = question.model_copy(update={"nodes": max(1, in_sight)})
-            ours = question.hardware == "node" and _nodes(question, spec) > 1
+            if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
+                request = request.model_copy(update={"nodes": max(1, in_sight)})
+            ours = request.hardware == "node" and _nodes(request, spec) > 1
             links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            runtime = await _runtime(spec, config, elsewhere) if spec is not None and config is not None and elsewhere is not None else None
-            return await _PLANS.run(_answer_of_process, question, hardware, spec, links, config, places, runtime)
+            runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
+            return await _PLANS.run(_answer_of_process, request, hardware, spec, links, config, places, runtime)
     except TimeoutError:
-        raise _too_slow(question.model) from None
+        raise _too_slow(request.model) from None
 
 
 async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> NodeRuntime | None:
@@ -129,117 +112,109 @@ async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> N
     if not spec.runs_vllm(config.engine) or await asyncio.to_thread(full_version_in, spec.runtime_of(config.engine)) is not None:
         return None
     try:
-        found = await elsewhere(runtime_of(spec, config))
+        runtime = await elsewhere(runtime_of(spec, config))
     except ClusterError:
         return None
-    return None if found.only is None else found
+    return None if runtime.only is None else runtime
 
 
 def _answer_of_process(
-    question: QuestionHere,
+    request: PlanRequest,
     hardware: Hardware,
     spec: ModelConfig | None,
     unlinked: Mapping[int, str],
-    config: Config | None,
+    config: Config,
     places: Collection[str] | None,
     runtime: NodeRuntime | None,
 ) -> dict[str, Any]:
     """`_answer` in a separate process, which receives no API keys and no other model's entry."""
-    if config is not None:
-        config = config.model_copy(update={"keys": KeySettings(), "models": {}})
+    config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     try:
-        return call(_answer_hidden, question, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
+        return call(_answer_hidden, request, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
     except NoAnswer as failure:
         if failure.exceeded is not None:
-            raise _too_slow(question.model) from None
-        raise Unavailable(f"{question.model} could not be planned: {failure.reason}. {failure.cure}.") from None
+            raise _too_slow(request.model) from None
+        raise Unavailable(f"{request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def _answer_hidden(_: bytes, *arguments: Any) -> dict[str, Any]:
-    """The work of the separate process. It hides its memory, because the entry may hold a token. A second thread makes the plan, so that
-    large headers are parsed within limits (sparkd.checkpoint.foreign_file)."""
+def _answer_hidden(*arguments: Any) -> dict[str, Any]:
+    """The work of the separate process. It hides its memory, because the entry may hold a token."""
     processes.hide()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_answer, *arguments).result()
+    return _answer(*arguments)
 
 
 def _answer(
-    question: QuestionHere,
+    request: PlanRequest,
     hardware: Hardware,
     spec: ModelConfig | None,
     unlinked: Mapping[int, str],
-    config: Config | None = None,
+    config: Config,
     places: Collection[str] | None = None,
     there: NodeRuntime | None = None,
 ) -> dict[str, Any]:
-    """The plan. spec: the entry of a configured model. there: the model's runtime on another node, where this node lacks it. Blocks. Raises
-    like planned_here."""
+    """The plan. there: the model's runtime on another node, where this node lacks it. Blocks. Raises like planned_here."""
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
     def progress(_done: int, _total: int) -> None:
         if time.monotonic() > until_s:
-            raise _too_slow(question.model)
+            raise _too_slow(request.model)
 
-    runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
+    entry, checkpoint = entry_here(request.model, spec, config, progress, places, there)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
-    answers = InquiryRuntime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
+    answers = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
     # The daemon starts no vLLM beside what it serves: this plan uses the answers that `sparkd plan` got and kept.
     ask = Witness(partial(kept_answers, runtime=answers))
-    plan = answer(
-        PlanRequest(**question.model_dump(exclude={"hardware"})),
+    answer = plan(
+        request,
+        entry,
+        checkpoint,
         hardware,
-        lambda name: checkpoint_here(name, spec, progress, config, places, there),
-        lambda source, checkpoint: prequantized(source, checkpoint, env),
-        unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
-        site=None if config is None else Site.of(config),
+        unlinked=unlinked,
+        copies=lambda source, stored: prequantized(source, stored, env),
         ask=ask,
     )
-    return {**plan, "vllm": vllm_json(answers, ask)}
+    return {**answer, "vllm": vllm_json(answers, ask)}
 
 
-def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:
+def _nodes(request: PlanRequest, spec: ModelConfig | None) -> int:
     """The number of nodes in the question, else the tensor-parallel size of the entry, else 1."""
     own = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
-    return question.nodes or own
+    return request.nodes or own
 
 
-def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | None) -> bool:
-    # Imported here, because a plan for one node does not need it.
-    from sparkd.fabric.environment import wants_rdma
-
-    if config is None:
-        return wants_rdma(hardware.platform, {})
+def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config) -> bool:
     env = {name: value.get_secret_value() for name, value in config.engine.env.items()}
     return wants_rdma(hardware.platform, env if spec is None else spec.environment(config.engine))
 
 
-def checkpoint_here(
+def entry_here(
     name: str,
     spec: ModelConfig | None,
+    config: Config,
     progress: Callable[[int, int], None] | None = None,
-    config: Config | None = None,
     places: Collection[str] | None = None,
     there: NodeRuntime | None = None,
-) -> tuple[str, Checkpoint, PlannedEntry | None]:
-    """(folder or hub id, headers, the entry of a configured model). Headers come from the hub where this node's cache is incomplete.
-    Blocks.
+) -> tuple[PlannedEntry, Checkpoint]:
+    """The entry and the headers of its model, which come from the hub where this node's cache is incomplete. Blocks.
 
-    spec: the entry of a configured model. progress: see sparkd.models.remote_headers. places: see model_folder.unusable. there: see
-    sparkd.capacity.plan_for_entry.entry_of. Raises ConfigError, CheckpointError.
+    spec: the entry of a configured model; None to make one for a folder or a hub id.
+    progress: see sparkd.checkpoint.remote_headers.
+    places: see model_folder.unusable.
+    there: see sparkd.capacity.planned_entry.entry_of.
+
+    Raises ConfigError, CheckpointError.
     """
     if spec is None and name.startswith((".", "~")):
         raise ConfigError("model must be a known name, a hub id or an absolute path, not one that begins with '.' or '~'.", param="model")
     source = (os.path.abspath(name) if name.startswith("/") else name) if spec is None else spec.model
     if fault := unusable(source, vllm=True, places=places):
         raise ConfigError(fault.message, param="model")
-    entry = entry_of(spec, config, there=there) if spec is not None and config is not None else None
-    env = {**os.environ, **entry.env} if entry is not None else os.environ
-    spec = entry.spec if entry is not None else spec
-    if not source.startswith("/") and "/" not in source and spec is None:
+    if "/" not in source:
         raise ConfigError(f"No model is called {name}: give a configured name, a folder, or a hub id (owner/name).", param="model")
-    return source, checkpoint_at(source, spec.revision if spec is not None else None, env, progress), entry
+    entry = entry_of(made_for(source) if spec is None else spec, config, there=there, made=spec is None)
+    return entry, checkpoint_at(source, entry.spec.revision, {**os.environ, **entry.env}, progress)
 
 
 def _too_slow(model: str) -> Unavailable:

@@ -6,6 +6,7 @@ anything. Everything here blocks.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,24 +17,28 @@ from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, m
 from sparkd.capacity.auto_resolve import resolved
 from sparkd.capacity.candidates import Candidate, candidates_of
 from sparkd.capacity.consultation import Answers
+from sparkd.capacity.fit import FitRequest
 from sparkd.capacity.headers import Headers, headers_here
-from sparkd.capacity.unloadable import fault, too_long, uneven
+from sparkd.capacity.unloadable import fault, uneven
+from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import with_parsers
-from sparkd.errors import CheckpointUncounted, ContextTooLong, LoadRefused, ModelUnusable, RankError
+from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.inquiry.model_answers import Away, InquiryRuntime, kept_answers, places
-from sparkd.inquiry.parser_answers import refused
-from sparkd.models.folder import unusable_of
 from sparkd.schema.engine_args import EngineArgs, decided, engine_args
 from sparkd.schema.kv_cache import without_cpu_space
-from sparkd.vllm.installed import full_version_in, release_in
+from sparkd.schema.quantize import AUTO, is_open
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
+from sparkd.vllm.ask.parser import refused
+from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import Parsers
 from sparkd.vllm.releases import READ_OFF
-from sparkd.vllm.translate import Translation, release_of, translated
-from sparkd.vllm.unknown_names import unknown_parsers
+from sparkd.vllm.translate import Translation, translated
 from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def requirement_of(
     need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
     spec, parsers = decided(spec, need.args), None
     if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, need.args.env, spec.runtime_of(config.engine))
+        spec, parsers = with_parsers(spec, need.args.env)
     return replace(need, spec=spec, parsers=parsers)
 
 
@@ -144,6 +149,25 @@ def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = 
     return Requirement(subject.spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
 
 
+def ask_vllm(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> None:
+    """Ask this node's vLLM about a model whose format, length or reservation depends on the answer; answers are kept. Blocks for the 10 to
+    40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts."""
+    args, found = engine_args(spec, spec.environment(config.engine)), node.runtime(runtime_of(spec, config))
+    platform = platform_of(found, config)
+    is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
+    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, found.get("vllm")):
+        return
+    headers = headers_here(args)
+    if headers is None:
+        return
+    evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
+    consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
+    try:
+        consultation.informed(headers.model, FitRequest(ways=(ways,), quantize=None if is_open(args.quantize) else args.recipe))
+    except (EngineError, OSError) as error:
+        log.warning("%s is placed by an estimate, because vLLM could not be asked about it: %s", spec.name, error)
+
+
 def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
     """Measurements of earlier starts, and kept answers of the runtime's vLLM. Never asks vLLM.
 
@@ -164,15 +188,12 @@ def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> st
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
-    """Raise ModelUnusable, ContextTooLong or LoadRefused if the checkpoint here shows that an engine's start would fail."""
+    """Raise ModelUnusable or LoadRefused if files are missing here, or the weights cannot have their formats."""
     if not spec.runs_vllm(config.engine):
         return
     args = engine_args(spec, spec.environment(config.engine))
     if (broken := fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
         raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
-    if why := too_long(args, release_in(spec.runtime_of(config.engine))):
-        message = f"{spec.name} cannot be loaded: max_model_len: {why}"
-        raise ContextTooLong(message, client_message=message)
     if why := uneven(args):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
@@ -183,12 +204,10 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import.
     """
     env = without_cpu_space(spec, spec.environment(config.engine))
-    said = translated(spec.vllm_flags(), env, release_of(vllm))
+    said = translated(spec.vllm_flags(), env)
     if said.refused or not _is_ours(spec, config, vllm):
         return said
     runtime = spec.runtime_of(config.engine)
-    if unknown := tuple(unknown_parsers(said.args, env, runtime)):
-        return replace(said, refused=unknown)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     ask = ask and bool(spec.extra_args)
     return replace(said, refused=refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask))

@@ -1,6 +1,6 @@
 """Owns what speculative decoding adds to a model's account: tokens ahead, layers with a cache, weights of a draft. Never reads a weight.
 
-Which flags a method has is sparkd.recipes.speculation's; here its configuration, as vLLM takes it, is counted.
+Its configuration is counted as vLLM takes it.
 """
 
 from __future__ import annotations
@@ -8,39 +8,44 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.shape import Shape, shape_of
-from sparkd.vllm.translate import draft_method
+from sparkd.checkpoint.shape import Shape, shape_of
+from sparkd.errors import CheckpointUncounted, ConfigError
+from sparkd.vllm.flags import SPECULATIVE, draft_method, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
-    from sparkd.schema.fields import Method
 
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
-FLAG = "--speculative-config"
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
 # vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
 _SUFFIX_DEPTH = 24
-_NATIVE = ("auto", "bfloat16", "float16")
+# vLLM's configuration of the methods that need no draft of their own (config/speculative.py).
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """One method of speculation for a model.
 
-    tokens: proposed at a time. layers: those that keep a cache in addition to the model's own.
-    ahead: whether the checkpoint's own layers for it are loaded. draft: a separate checkpoint.
-    counted: whether the formulas cover its method; otherwise layers and draft are a guess, and vLLM's answer is exact.
-    args, env, settings: the model's entry with it. recipe: the recipe that has it.
+    tokens: proposed at a time.
+    layers: those that keep a cache in addition to the model's own.
+    ahead: whether the checkpoint's own layers for it are loaded.
+    draft: a separate checkpoint.
+    is_read: whether the draft's headers could be read.
+    args, env, settings: the model's entry with it.
+    recipe: the recipe that has it.
     """
 
     method: str
@@ -48,7 +53,7 @@ class Drafting:
     layers: int = 0
     ahead: bool = False
     draft: Checkpoint | None = None
-    counted: bool = True
+    is_read: bool = True
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -68,11 +73,11 @@ class Drafting:
         return replace(own, parts=own.parts + parts, stored_bytes=own.stored_bytes + more)
 
     def serving(self, plain: Serving) -> Serving:
-        unknown = plain.unknown if self.counted else plain.unknown | {WEIGHTS, CACHE}
+        unknown = plain.unknown if self.is_read else plain.unknown | {WEIGHTS, CACHE}
         return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers, unknown=unknown)
 
 
-def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
+def drafting(method: str, model: str, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
     """The meaning of `--speculative METHOD` for a model without an entry; None for `off`.
 
     A draft that the checkpoint lacks is that of the recipe for this model.
@@ -80,70 +85,38 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 
     Raises ConfigError and CheckpointError.
     """
-    from sparkd.recipes.speculation import speculating
-
     if method == "off":
         return None
-    recipe, variant = recipe_for(model) if method not in _OF_TEXT else (None, None)
-    offered = recipe.speculation(variant) if recipe is not None else None
-    if method == "mtp" and offered is not None and offered.mtp is None:
-        offered = None
-    kind: Method = method  # type: ignore[assignment]  # one of METHODS
-    try:
-        found = speculating(kind, offered, model, wish.get("max_num_seqs"), wish.get("quantize") is not None)
-    except ValueError as error:
-        raise ConfigError(f"speculative {error}.", param="speculative") from None
+    recipe = recipe_for(model, method) if method not in _OF_TEXT else None
+    config = _CONFIGS.get(method) if recipe is None else speculative_config(recipe.arguments)
+    if config is None:
+        raise ConfigError(f"speculative {method}: no recipe has such a draft for it: choose off, ngram or suffix.", param="speculative")
+    needed = recipe.settings.get("kv_cache_dtype") if recipe is not None and method == "dflash" else None
     dtype = wish.get("kv_cache_dtype") or "auto"
-    allowed = found.fixed.get("kv_cache_dtype")
-    if allowed is not None and dtype != "auto" and dtype not in allowed:
-        needs = " or ".join(map(str, allowed))
-        raise ConfigError(
-            f"speculative {method} needs a KV cache in {needs}, because {found.why}: leave {dtype} out.", param="kv_cache_dtype"
-        )
-    name = None if recipe is None or offered is None else recipe.name if variant is None else f"{recipe.name}@{variant}"
-    counted = of_config(json.loads(found.args[-1]), shape, read)
-    return replace(counted, args=found.args, env=found.env, settings=found.settings, recipe=name)
+    if needed is not None and dtype not in ("auto", needed):
+        raise ConfigError(f"speculative {method} needs a KV cache in {needed}: leave {dtype} out.", param="kv_cache_dtype")
+    settings = {"kv_cache_dtype": needed} if needed is not None else {}
+    env = (recipe.settings.get("env") or {}) if recipe is not None else {}
+    name = recipe.name if recipe is not None else None
+    return replace(of_config(config, read), args=(SPECULATIVE, json.dumps(config)), env=env, settings=settings, recipe=name)
 
 
-def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Checkpoint]) -> Drafting:
-    """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError for a draft
-    that cannot be read and is of a counted method."""
+def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
+    """config: vLLM's own (config/speculative.py). Raises CheckpointError and ConfigError for a draft that is missing."""
     config = {key.replace("-", "_"): value for key, value in config.items()}
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
     if method == "suffix" and tokens is None:
         tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
-    if type(tokens) is not int or tokens < 1 or method not in METHODS[1:]:
-        return _uncounted(method, tokens if type(tokens) is int and tokens > 0 else 1, config.get("model"), read)
+    tokens = tokens if type(tokens) is int and tokens > 0 else 1
     if method in _OF_TEXT:
         return Drafting(method, tokens)
-    if isinstance(config.get("model"), str):
+    if not isinstance(config.get("model"), str):
+        return Drafting(method, tokens, 1, ahead=True)
+    try:
         draft = read(config["model"])
-        return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
-    if not shape.mtp_layers:
-        told = f"{shape.architecture} has no layers here that predict tokens ahead (num_nextn_predict_layers in its config.json)"
-        raise ConfigError(f"speculative {method}: {told}: choose off, ngram or suffix.", param="speculative")
-    return Drafting(method, tokens, shape.mtp_layers, ahead=True)
-
-
-def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Checkpoint]) -> Drafting:
-    """A draft without formulas, with the facts that its headers show: EAGLE's drafts are often pickled."""
-    if isinstance(draft, str):
-        with suppress(SparkdError, OSError):
-            checkpoint = read(draft)
-            layers = inventory(checkpoint, shape_of(checkpoint.config)).shape.layers
-            return Drafting(method, tokens, layers, draft=checkpoint, counted=False)
-    return Drafting(method, tokens, 1, counted=False)
-
-
-def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
-    """The dtype of the KV cache, as sparkd.capacity.kv_cache spells it. The entry decides; else a draft that supports one dtype only; else
-    the checkpoint.
-
-    stored: the checkpoint's dtype (SourceQuantization.kv_dtype)."""
-    needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"
-    if asked == "auto" and needed == "auto":
-        return stored
-    return asked if asked != "auto" or needed in _NATIVE else needed
+    except CheckpointUncounted:  # EAGLE's drafts are often pickled
+        return Drafting(method, tokens, 1, is_read=False)
+    return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
 
 
 def _beside(draft: Inventory) -> Iterator[WeightPart]:
@@ -154,16 +127,16 @@ def _beside(draft: Inventory) -> Iterator[WeightPart]:
         yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
 
 
-def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
-    """The recipe for this folder or hub id, and its variant."""
+def recipe_for(model: str, method: str | None = None) -> RecipeFile | None:
+    """The recipe for this folder or hub id; with `method`, one that drafts by it."""
     from sparkd.recipes.library import RecipeLibrary
 
     book = RecipeLibrary(None, os.environ)
     name = model.rstrip("/").rpartition("/")[2].lower()
     for each in book.names():
         file, _ = book.read(each)
-        for variant in (None, *file.recipe.variants) if file is not None else ():
-            known = file.model(variant) if file is not None else ""
-            if model == known or (model.startswith("/") and known.rpartition("/")[2].lower() == name):
-                return file, variant
-    return None, None
+        if file is None or (method is not None and draft_method(speculative_config(file.arguments) or {}) != method):
+            continue
+        if model == file.recipe.model or (model.startswith("/") and file.recipe.model.rpartition("/")[2].lower() == name):
+            return file
+    return None

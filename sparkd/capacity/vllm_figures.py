@@ -4,29 +4,30 @@ rank's weights, and the reason why vLLM refuses a split. Never asks anything (sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, Stage
-from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from sparkd.vllm.ask.answers import LayerCache, ModelAnswer, Stage
+from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 
-# How sure a plan's numbers are: vLLM's own; those of a formula that the tests compare with vLLM's answer; those of any other formula.
-EXACT, KNOWN, GUESS = "exact", "known", "guess"
+# How sure a plan's numbers are: vLLM's own, or those of a rough estimate.
+EXACT, GUESS = "exact", "guess"
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """vLLM's numbers for one engine in one format and one split. layout: None where this vLLM cannot say. weight_bytes: of the parameters
-    and buffers of the fullest rank, None where the answer is about another format. refusal: vLLM's sentence, without a full stop, None
-    where vLLM serves the model. doubtful: vLLM could not count the cache, or counts it in a way that no layout has, so a formula for it is
-    a guess."""
+    """vLLM's numbers for one engine in one format and one split.
+
+    layout: None where this vLLM cannot say.
+    weight_bytes: of the parameters and buffers of the fullest rank; None where the answer is about another format.
+    refusal: vLLM's sentence, without a full stop; None where vLLM serves the model.
+    """
 
     layout: KvLayout | None = None
     weight_bytes: int | None = None
     refusal: str | None = None
-    doubtful: bool = False
 
     @property
     def decides(self) -> bool:
@@ -39,6 +40,10 @@ class Exact:
         answered = {CACHE: self.layout is not None, WEIGHTS: self.weight_bytes is not None}
         return frozenset(change for change, is_answered in answered.items() if is_answered)
 
+    def guesses(self, unknown: Collection[str]) -> frozenset[str]:
+        """Which of WEIGHTS and CACHE stay a guess. unknown: as sparkd.vllm.unaccounted_args.changed_by names it."""
+        return frozenset({WEIGHTS, CACHE}) if OTHER in unknown else frozenset({WEIGHTS, CACHE}) - self.settled
+
 
 def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:
     """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
@@ -48,12 +53,11 @@ def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exa
     if refusal is not None and refusal.step not in ("cache", "sizes"):
         return None
     if len(answer.stages) != serving.pipeline_parallel:
-        return Exact(doubtful=True) if refusal is not None else None
+        return None
     weight_bytes = max(stage.parameter_bytes + stage.buffer_bytes for stage in answer.stages) if same_format else None
     if refusal is not None:
-        return Exact(weight_bytes=weight_bytes, doubtful=True)
-    layout = _layout(answer, serving)
-    return Exact(layout, weight_bytes, doubtful=layout is None and _counts_blocks(answer))
+        return Exact(weight_bytes=weight_bytes)
+    return Exact(_layout(answer, serving), weight_bytes)
 
 
 def _counts_blocks(answer: ModelAnswer) -> bool:

@@ -1,27 +1,22 @@
-"""Owns the bytes of a checkpoint's weights on each rank, in any format and at any tensor-parallel size. Never reads a weight.
+"""The bytes of a checkpoint's weights on each rank, in any format and at any tensor-parallel size, from its headers.
 
-How vLLM splits a layer follows from its class (vllm/model_executor/layers/linear.py). Column-parallel layers are split by rows,
-row-parallel ones by columns, vocabularies by rows after padding, and experts along their inner width. Everything else is whole on every
-rank.
+A rough estimate: vLLM splits almost every matrix of a layer evenly over the ranks (vllm/model_executor/layers/linear.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
 from sparkd.capacity.kv_cache import stages_of
-from sparkd.capacity.unloaded_weights import unloaded_part
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
-from sparkd.checkpoint.classification import WRAPPED
+from sparkd.checkpoint.shape import Shape, of_layers, text_config
 from sparkd.checkpoint.tensors import alike
 from sparkd.errors import CheckpointError, CheckpointIncomplete
-from sparkd.models.architectures import is_checked
-from sparkd.models.shape import LAYERS, Attention, Shape, of_layers, text_config
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.calibration_text import text_of
@@ -29,37 +24,13 @@ from workers.quantization.formats import Format
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
-VOCAB_PADDING = 64
-# Hidden and inner width of gpt-oss's experts are padded to these for Marlin, which vLLM takes on a Spark (fused_moe/oracle/mxfp4.py,
-# mxfp4_round_up_hidden_size_and_intermediate_size; gpt-oss-120b was logged with 65.97 GiB so, not 60.8). The B12X kernels of later
-# releases, where FlashInfer has them, pad nothing.
-MARLIN_TILES = (256, 128)
-_COLUMN = _words(
-    """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 input_linear q_b_proj kv_b_proj qkv_proj
-    qkv Wqkv query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d
-    A_log D dt_bias sinks"""
-)
-_KEYS = _words("k_proj v_proj wk wv")
-# One of them in each attention.
-_KEY_MAKERS = _words("k_proj wk kv_a_proj_with_mqa fused_qkv_a_proj qkv_proj qkv Wqkv query_key_value c_attn")
-_ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 output_linear dense_4h_to_h dense")
 # The layers that predict tokens ahead, which vLLM loads for speculative decoding.
 AHEAD = "mtp"
-# Kept as they are stored; every other parameter is made in the model's own precision (its class gives no other).
-_EXACT = _words("A_log D e_score_correction_bias expert_bias")
-_STORED = _words(
-    """weight bias weight_packed qweight weight_scale weight_scale_inv weight_scale_2 weight_global_scale input_scale qzeros scales g_idx
-    weight_shape weight_zero_point input_global_scale"""
-)
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_FLOATS = ("BF16", "F16", "F32", "F64")
 # Stored with the input dimension first (AWQ, GPTQ).
-_INPUT_FIRST = _words("qweight qzeros scales")
+_INPUT_FIRST = frozenset({"qweight", "qzeros", "scales"})
+# Kinds of tensors that every rank holds whole.
+_WHOLE = frozenset({"router", "norm"})
 _BF16 = Format("bf16")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
@@ -70,22 +41,19 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Alike tensors: `count` of them. split: column, row, keys, vocabulary or whole; kind: a tensor_class; active: whether every token
-    uses it, for experts the share that it uses. layer: None for one that is in no layer of the language model. heads: that keys are split
-    by. copies: how often vLLM holds it."""
+    """Alike tensors.
+
+    count: how many there are.
+    kind: a tensor_class.
+    active: whether every token uses it, for experts the share that it uses.
+    layer: None for one that is in no layer of the language model.
+    """
 
     tensor: TensorRef
     kind: str
     count: int
-    split: str
     active: float
     layer: int | None = None
-    heads: int = 1
-    copies: int = 1
-
-    def ways(self, ranks: int) -> int:
-        """Into how many pieces `ranks` ranks cut it."""
-        return {"whole": 1, "keys": min(ranks, self.heads)}.get(self.split, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +88,7 @@ class PartGroup:
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded. unloaded: bytes of each
-    part that vLLM leaves on the disk: AHEAD, `lm_head`, or one of sparkd.capacity.unloaded_weights."""
+    part that vLLM leaves on the disk: AHEAD or `lm_head`."""
 
     checkpoint: Checkpoint
     shape: Shape
@@ -133,7 +101,7 @@ class Inventory:
 
     def widened(self) -> Inventory:
         """The model in float32. Everything grows but what is stored quantized."""
-        return replace(self, shape=replace(self.shape, dtype=WIDE[0], rotary_bytes=2 * self.shape.rotary_bytes))
+        return replace(self, shape=replace(self.shape, dtype=WIDE[0]))
 
     def unknown_experts(self) -> dict[str, int]:
         """Bytes of the routed experts that keep their precision in every format, because sparkd cannot quantize tensors of their names; by
@@ -144,14 +112,6 @@ class Inventory:
             if is_unknown_expert(part.tensor.name, part.tensor):
                 sizes[_starred(part.tensor.name)] += part.tensor.nbytes * part.count
         return dict(sizes)
-
-    def attentions(self) -> int:
-        """The most attentions that a layer of one stack has, by the tensors that make their keys; 1 where no name tells."""
-        counts: Counter[str] = Counter()
-        for module in {part.tensor.name.removesuffix(".weight") for part in self.parts if part.layer is not None}:
-            if (layer := _LAYER.search(module)) and module.rpartition(".")[2] in _KEY_MAKERS and ".indexer." not in module:
-                counts[module[: layer.end()]] += 1
-        return max(counts.values(), default=1)
 
     def formatted(self, recipe: QuantizationRecipe) -> FormattedModel:
         """The model in the recipe's formats; made once. Raises CheckpointError as QuantizationRecipe.assign."""
@@ -180,16 +140,16 @@ class FormattedModel:
     recipe: QuantizationRecipe
     groups: tuple[PartGroup, ...]
     notes: tuple[str, ...]
-    _weights: dict[tuple[int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weights: dict[tuple[int, int], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def weights(self, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
-        """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given."""
-        key = ranks, stages, platform
+    def weights(self, ranks: int = 1, stages: int = 1) -> Weights:
+        """The bytes of the fullest rank; made once."""
+        key = ranks, stages
         if key not in self._weights:
             self._weights[key] = self._counted(*key)
         return self._weights[key]
 
-    def _counted(self, ranks: int, stages: int, platform: str) -> Weights:
+    def _counted(self, ranks: int, stages: int) -> Weights:
         shape = self.inventory.shape
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
         of_layer = stages_of(shape.layers, stages)
@@ -197,14 +157,14 @@ class FormattedModel:
         active = disk = head = 0
         for one in self.groups:
             part = one.part
-            each = _bytes(part, one.form, shape, ranks) * _padding(part, one.form, shape, ranks, platform)
-            held = part.copies * part.count * ceil(each)
+            each = _bytes(part.tensor, one.form, shape)
+            held = part.count * (each if part.kind in _WHOLE or len(part.tensor.shape) < 2 else ceil(each / ranks))
             if (where := (part.kind, one.layers)) not in tallies:
                 tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, shape))
             for stage, times in tallies[where].items():
                 placed[stage][part.kind] = placed[stage].get(part.kind, 0) + times * held
             active += len(one.layers) * int(held * part.active)
-            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, shape, 1))
+            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else each)
             head = max(head, held) if part.kind == "embedding" else head
         if shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
@@ -231,32 +191,24 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
         # config.json leaves it open, and most model classes default to untied: a stored lm_head confirms that.
         shape = replace(shape, tied=False)
-    values = {name.partition(".v_proj.")[0] for name in kept if ".v_proj." in name} if text.get("attention_k_eq_v") else None
     parts = []
     for name, tensor in kept.items():
         kind = kinds[name]
         left = AHEAD if not ahead and _ahead(name, kind, shape) else kind if shape.tied and kind == "lm_head" else None
-        if left := left or unloaded_part(name, shape.architecture):
+        if left is not None:
             unloaded[left] += tensor.nbytes * counts[name]
             continue
-        # Gemma 4: one matrix in both places of a fused layer.
-        twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
-        split = _split(name, tensor, kind)
-        heads = _key_heads(tensor, shape) if split == "keys" else 1
-        layer, active = _layer_of(name, kind), _active(name, kind, shape)
-        parts.append(WeightPart(tensor, kind, counts[name], split, active, layer, heads, 2 if twice else 1))
+        parts.append(WeightPart(tensor, kind, counts[name], _active(name, kind, shape), _layer_of(name, kind)))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
 
 
 def refuse_incomplete(known: Inventory) -> None:
-    """Raises CheckpointIncomplete where the files have fewer layers than config.json says, or no head where it says that there is one.
+    """Raises CheckpointIncomplete where the files have fewer layers than config.json says.
+
     Layers without numbers say nothing, nor does a model that may leave layers out."""
     checkpoint, layers = known.checkpoint, known.shape.layers
-    if _lacks_head(known):
-        reason = f"its {CONFIG} says that its embeddings are not tied, and no lm_head is in its files"
-        raise CheckpointIncomplete(reason, file=checkpoint.folder, cure=COMPLETE)
     stored = {part.layer for part in known.parts if part.layer is not None}
     missing = sorted(set(range(layers)) - stored)
     if not stored or not missing or known.shape.gaps or _is_looped(known, stored):
@@ -265,40 +217,11 @@ def refuse_incomplete(known: Inventory) -> None:
     raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
 
 
-def _lacks_head(known: Inventory) -> bool:
-    """False where it is not certain. Only a model that makes text names its embeddings below `model.`: an embedding model is stored without
-    that."""
-    config, names = known.checkpoint.config, known.checkpoint.tensors
-    ties = config.get("tie_word_embeddings", False), text_config(config).get("tie_word_embeddings")
-    if ties != (False, False) or not is_checked(known.shape) or any("lm_head" in name for name in names):
-        return False
-    return any(name.startswith("model.") and name.endswith(".embed_tokens.weight") for name in names)
-
-
 def _is_looped(known: Inventory, stored: Collection[int]) -> bool:
     """Whether config.json counts the stored layers under a key of their own (num_layers_per_stack of HRM-Text), because a loop runs them
     several times."""
     own = (value for key, value in text_config(known.checkpoint.config).items() if key.startswith("num_layers"))
     return len(stored) == max(stored) + 1 and len(stored) in own and known.shape.layers % len(stored) == 0
-
-
-def refuse_other_layers(known: Inventory, built: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """For a config.json that does not tell the number of layers. built: names and shapes of the parameters that vLLM makes room for, by the
-    default of its class.
-
-    Raises CheckpointIncomplete where the files lack layers of these, and CheckpointError where they hold more: vLLM loads neither.
-    """
-    stored = {part.layer for part in known.parts if part.layer is not None}
-    towers = towers_of(known.checkpoint.config)
-    theirs = {layer for name, shape in built if (layer := _layer_of(name, tensor_class(name, shape, towers))) is not None}
-    if not stored or not theirs or stored == theirs:
-        return
-    folder, count = known.checkpoint.folder, len(stored)
-    reason = f"its {CONFIG} does not say {LAYERS}, so vLLM builds {len(theirs)} layers, and the files hold {count}"
-    cure = f"If these are all layers of the model, write {LAYERS}: {count} into {CONFIG}"
-    if theirs - stored:
-        raise CheckpointIncomplete(reason, file=folder, cure=f"{cure}; otherwise download the model again")
-    raise CheckpointError(reason, file=folder, cure=cure)
 
 
 def _layer_of(name: str, kind: str) -> int | None:
@@ -321,7 +244,7 @@ def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format]) -> I
         if "scale" in last and packed_module_of(tensor.name) in assignment:
             continue
         form = assignment.get(stem, kept.get(stem)) if last == "weight" else assignment.get(tensor.name)
-        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
+        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, form
         first.setdefault(key, (part, form))
         layers.setdefault(key, []).append(part.layer)
     yield from (PartGroup(part, form, tuple(layers[key])) for key, (part, form) in first.items())
@@ -354,12 +277,6 @@ def _ahead(name: str, kind: str, shape: Shape) -> bool:
     return found is not None and int(found[1]) >= shape.layers
 
 
-def _key_heads(tensor: TensorRef, shape: Shape) -> int:
-    """Layers without a window may have heads of their own (Gemma 4): as many as make these rows."""
-    fitting = (one.heads for one in shape.mixers if isinstance(one, Attention) and tensor.shape[:1] == (one.heads * one.key_dim,))
-    return next(fitting, max(1, shape.kv_heads))
-
-
 def _places(kind: str, layer: int | None, of_layer: list[int], stages: int, shape: Shape) -> tuple[int, ...]:
     """The stages of a pipeline that hold it."""
     if layer is not None and layer < len(of_layer):
@@ -379,72 +296,10 @@ def _active(name: str, kind: str, shape: Shape) -> float:
     return 1.0
 
 
-def _split(name: str, tensor: TensorRef, kind: str) -> str:
-    parts = [part for part in name.split(".") if part != WRAPPED]
-    leaf = parts[-2] if parts[-1] in _STORED and len(parts) > 1 else parts[-1]
-    if kind in ("embedding", "lm_head") and len(tensor.shape) == 2:
-        return "vocabulary"
-    if kind in ("router", "norm") or ".indexer." in name or prod(tensor.shape) <= 1:
-        return "whole"
-    experts = ".experts." in name
-    if leaf in _ROW or (experts and leaf.startswith("down_proj")) or (leaf == "proj" and parts[-3:-2] == ["attn"]):
-        # A bias is added once, and a scale for each row is every rank's.
-        return "whole" if leaf.endswith("bias") or parts[-1] == "bias" or len(tensor.shape) < 2 or tensor.shape[-1] == 1 else "row"
-    if leaf in _KEYS:
-        return "keys"
-    return "column" if experts or leaf in _COLUMN else "whole"
-
-
-def _bytes(part: WeightPart, form: Format | None, shape: Shape, ranks: int) -> int:
-    """The bytes of one tensor on one rank."""
-    tensor = part.tensor
-    if part.split == "vocabulary":
-        rows = ceil(padded_vocabulary(tensor.shape[0]) / ranks)
-        return form.nbytes(rows, tensor.shape[1]) if form is not None else rows * tensor.shape[1] * _width(tensor, shape)
-    ways = part.ways(ranks)
-    held = ceil(_plain(tensor, shape) / ways) if form is None else _formatted(part, form, shape, ways)
-    return held + _absorbed(tensor, form, shape, ways)
-
-
-def padded_vocabulary(rows: int) -> int:
-    return ceil(rows / VOCAB_PADDING) * VOCAB_PADDING
-
-
-def _formatted(part: WeightPart, form: Format, shape: Shape, ways: int) -> int:
-    rows, columns = sides(part.tensor, shape)
-    blocks = part.tensor.shape[0] if len(part.tensor.shape) == 3 else 1
-    return blocks * (form.nbytes(rows, ceil(columns / ways)) if part.split == "row" else form.nbytes(ceil(rows / ways), columns))
-
-
-def _absorbed(tensor: TensorRef, form: Format | None, shape: Shape, ways: int) -> int:
-    """Latent attention multiplies by kv_b_proj in the model's precision: a quantized one is held so as well
-    (vllm/model_executor/layers/attention/mla_attention.py, process_weights_after_loading)."""
-    if not tensor.name.endswith("kv_b_proj.weight") or (form is None and tensor.dtype in _FLOATS):
-        return 0
-    return prod(tensor.shape) * (2 if tensor.dtype == "U8" else 1) * shape.dtype_bytes // ways
-
-
-def _plain(tensor: TensorRef, shape: Shape) -> int:
-    return prod(tensor.shape) * _width(tensor, shape) if tensor.dtype in _FLOATS else tensor.nbytes
-
-
-def _width(tensor: TensorRef, shape: Shape) -> int:
-    """Bytes of an element in memory."""
-    last = tensor.name.rpartition(".")[2]
-    stored = _FLOATS.get(tensor.dtype)
-    if stored is None or last in _EXACT or "scale" in last:
-        return tensor.nbytes // max(1, prod(tensor.shape))
-    return shape.dtype_bytes
-
-
-def _padding(part: WeightPart, form: Format | None, shape: Shape, ranks: int, platform: str) -> float:
-    """By how much gpt-oss's experts grow in memory. A checkpoint of another class keeps its sizes, or is refused."""
-    four_bit = part.tensor.dtype == "U8" or (form is not None and form.name == "mxfp4")
-    if platform != "cuda" or not four_bit or shape.architecture != "GptOssForCausalLM" or ".experts." not in part.tensor.name:
-        return 1.0
-    hidden, inner = (_up(size, tile) for size, tile in zip((shape.hidden, ceil(shape.expert_width / ranks)), MARLIN_TILES, strict=True))
-    return hidden * inner * ranks / (shape.hidden * shape.expert_width)
-
-
-def _up(size: int, tile: int) -> int:
-    return ceil(size / tile) * tile
+def _bytes(tensor: TensorRef, form: Format | None, shape: Shape) -> int:
+    """The bytes of one tensor in memory, in its format or in the model's own precision."""
+    if form is not None:
+        blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        return blocks * form.nbytes(*sides(tensor, shape))
+    is_float = tensor.dtype in _FLOATS and "scale" not in tensor.name.rpartition(".")[2]
+    return prod(tensor.shape) * shape.dtype_bytes if is_float else tensor.nbytes

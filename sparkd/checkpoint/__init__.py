@@ -1,4 +1,4 @@
-"""Owns the description of a checkpoint's weights, from config.json and the safetensors headers. Never reads a weight, never imports torch.
+"""A checkpoint's weights, as config.json and the safetensors headers describe them.
 
 Only the standard library is needed: the loader imports this inside Python environments that are not sparkd's.
 """
@@ -9,14 +9,15 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparkd.checkpoint.classification import CLASSES, VISION_PARTS, tensor_class, towers_of
-from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header, shown
+from sparkd.checkpoint.foreign_json import shown
+from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header
 from sparkd.checkpoint.index import INDEX, object_of, read_index
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
-from sparkd.checkpoint.tensors import FileTensors, TensorRef, Tensors, any_twice
+from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, CheckpointUnread
 
 __all__ = [
@@ -73,19 +74,19 @@ class Source(Protocol):
     def content(self, name: str) -> bytes:
         """The content of a file of at most MAX_JSON_BYTES."""
 
-    def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
-        """Each file's shard and tensors, in the order of `files`: file -> approximate bytes of its header, 0 where unknown."""
+    def headers(self, files: Sequence[str]) -> Iterable[tuple[Shard, list[TensorRef]]]:
+        """Each file's shard and tensors, in the order of `files`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The weights files to use, in order, and the names of each file's tensors in the index (None without an index)."""
+    """The weights files to use, in order, and the file of each tensor by the index, which is empty without one."""
 
     config_file: str
     config: Mapping[str, Any]
     config_sha256: str
     files: Sequence[str]
-    index: Mapping[str, bytes] | None
+    index: Mapping[str, str]
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -129,34 +130,27 @@ def selected(source: Source) -> Selection:
         if lacking := sorted(_numbered(files) - set(source.names)):
             more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
             raise CheckpointIncomplete(f"{lacking[0]}{more} of its weights are not there", file=source.place, cure=COMPLETE)
-        return Selection(file, config, digest, files, None)
+        return Selection(file, config, digest, files, {})
     index = read_index(source.content(INDEX), source.path(INDEX))
-    return Selection(file, config, digest, sorted(index), index)
+    return Selection(file, config, digest, sorted(set(index.values())), index)
 
 
 def assembled(source: Source, selection: Selection) -> Checkpoint:
     """The checkpoint of the selected files of a source. Raises CheckpointError."""
-    index = dict(selection.index) if selection.index is not None else None
-    expected = {file: _header_bytes(index[file]) if index is not None else 0 for file in selection.files}
     shards: list[Shard] = []
-    files: list[FileTensors] = []
-    strays: list[frozenset[bytes]] = []
-    for file, (shard, tensors) in zip(selection.files, source.headers(expected), strict=True):
+    tensors: dict[str, TensorRef] = {}
+    for shard, its_tensors in source.headers(selection.files):
         shards.append(shard)
-        files.append(tensors)
-        # Popped, so that the names of 190,000 tensors are not in memory twice.
-        strays.append(_strays(tensors, index.pop(file)) if index is not None else frozenset())
-    # Without strays each file has no tensor but those of the index, which names none twice.
-    if index is None or any(strays):
-        files = _without_copies(files, strays)
-        _refuse_copies(files)
-    tensors_by_name = Tensors(files)
-    if not tensors_by_name:
+        for tensor in its_tensors:
+            if tensor.name in tensors:
+                tensor = _counting(tensor, tensors.pop(tensor.name), selection.index)
+            tensors[tensor.name] = tensor
+    if not tensors:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
-    quantization = source_quantization(selection.config, modelopt, tensors_by_name)
+    quantization = source_quantization(selection.config, modelopt, tensors)
     config, config_file, config_sha256 = selection.config, selection.config_file, selection.config_sha256
-    return Checkpoint(source.place, config, tuple(shards), tensors_by_name, quantization, config_file, config_sha256)
+    return Checkpoint(source.place, config, tuple(shards), tensors, quantization, config_file, config_sha256)
 
 
 class Folder:
@@ -173,14 +167,14 @@ class Folder:
         path = self.path(name)
         try:
             with open_regular(path) as file:
-                raw = file.readall() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
+                raw = file.read() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
         except OSError as error:
             raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure=AGAIN) from None
         if raw is None:
             raise CheckpointError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB", file=path, cure=AGAIN)
         return raw
 
-    def headers(self, files: Mapping[str, int]) -> Iterator[tuple[Shard, FileTensors]]:
+    def headers(self, files: Sequence[str]) -> Iterator[tuple[Shard, list[TensorRef]]]:
         return (read_header(self.path(file)) for file in files)
 
 
@@ -199,7 +193,7 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
     for name in [INDEX] if INDEX in indexes else indexes:
         try:
             path = os.path.join(folder, name)
-            indexed |= read_index(content(path), path).keys()
+            indexed.update(read_index(content(path), path).values())
         except (CheckpointError, OSError):
             continue  # the loader reports the fault of this index
     if indexed:
@@ -214,17 +208,8 @@ def _numbered(weights: Iterable[str]) -> set[str]:
 
 
 def _without_config(source: Source) -> CheckpointError:
-    """The error for a folder without config.json. It names a model's folder below, or a format that vLLM reads and sparkd cannot count."""
+    """The error for a folder without config.json, which may hold a format that vLLM reads and sparkd cannot count."""
     reason = f"there is no {CONFIG} in it"
-    below = next((name for name in sorted(source.names) if os.path.isfile(os.path.join(source.place, name, CONFIG))), None)
-    if below is not None:
-        return CheckpointError(reason, file=source.place, cure=f"Name the model's own folder, such as {os.path.join(source.place, below)}")
-    if "snapshots" in source.names:
-        cure = f"Name the model by its id, {os.path.basename(source.place).removeprefix('models--').replace('--', '/', 1)}"
-        return CheckpointError(f"{reason}: it is the folder that the Hub's cache keeps a model in", file=source.place, cure=cure)
-    if "adapter_config.json" in source.names:
-        cure = "Serve the model that it was made for, with --enable-lora and --lora-modules in extra_args"
-        return CheckpointError(f"{reason}: it is an adapter, not a model", file=source.place, cure=cure)
     other = next((name for name in sorted(source.names) if name.endswith(".gguf")), None)
     if other is not None:
         cure = "vLLM may still serve it: set memory_gib in its entry"
@@ -239,40 +224,14 @@ def _first_copy(names: list[str], beside: Collection[str] = ()) -> list[str]:
     return names
 
 
-def _header_bytes(names: bytes) -> int:
-    """An upper estimate of a header's bytes: an entry has up to 95 bytes besides its name (two dimensions, offsets of 11 digits)."""
-    return len(names) + 95 * (names.count(b"\n") + 1) + 1024
-
-
-def _strays(tensors: FileTensors, indexed: bytes) -> frozenset[bytes]:
-    """The tensors of a file that the index does not assign to it. A tensor that the index names and the file lacks does not count: vLLM
-    opens the files, takes what they have, and says what its class misses."""
-    names = tensors.split_names()
-    if b"\n".join(sorted(names)) == indexed:
-        return frozenset()
-    return frozenset(names) - frozenset(indexed.split(b"\n"))
-
-
-def _without_copies(files: list[FileTensors], strays: list[frozenset[bytes]]) -> list[FileTensors]:
-    """The files without tensors that the index assigns to another file. A tensor that the index does not name counts where it is."""
-    everywhere = frozenset().union(*strays)
-    if not everywhere:
-        return files
-    owned = {name for file, own in zip(files, strays, strict=True) for name in everywhere.intersection(file.split_names()) - own}
-    left_out = [frozenset(name.decode() for name in own & owned) for own in strays]
-    return [replace(file, left_out=names) for file, names in zip(files, left_out, strict=True)]
-
-
-def _refuse_copies(files: Sequence[FileTensors]) -> None:
-    if len(files) < 2 or not any_twice(name for file in files for name in file.counting_names()):
-        return
-    first: dict[str, FileTensors] = {}
-    for file in files:
-        for name in file.counting_names():
-            if name in first:
-                problem = f"the same tensor is in {os.path.basename(first[name].path)} too, and no index says which one counts"
-                raise CheckpointError(problem, file=file.path, tensor=shown(name), cure="Remove the leftover file")
-            first[name] = file
+def _counting(later: TensorRef, earlier: TensorRef, index: Mapping[str, str]) -> TensorRef:
+    """The one of two tensors of a name that counts: the index names its file. Raises CheckpointError where the index names neither's."""
+    file = index.get(later.name)
+    for tensor in (later, earlier):
+        if os.path.basename(tensor.path) == file:
+            return tensor
+    problem = f"the same tensor is in {os.path.basename(earlier.path)} too, and no index says which one counts"
+    raise CheckpointError(problem, file=later.path, tensor=shown(later.name), cure="Remove the leftover file")
 
 
 def _listing(folder: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Owns the class of a tensor by its name: the kind of layer that it belongs to. Never looks at a weight."""
+"""The class of a tensor by its name: the kind of layer that it belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the existing quantization of a checkpoint, from its configuration and its tensors. Never reads a weight, never converts one."""
+"""The existing quantization of a checkpoint, from its configuration and its tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Owns what is wrong with a configuration file, all of it in one pass: what keeps the daemon from starting, what keeps an entry from it,
-and what is unwise. Never starts anything.
-"""
+"""Finds the errors of a configuration file (the daemon or an entry would not start) and what is unwise in it."""
 
 from __future__ import annotations
 
@@ -9,38 +7,33 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from sparkd.config import config
-from sparkd.config.api_keys import KeyRing, load_keys
-from sparkd.config.config import Config, ConfigReading, check_bind
+from sparkd.config.api_keys import load_keys
+from sparkd.config.config import Config, check_bind
 from sparkd.errors import ConfigError
-from sparkd.schema import kv_cache, quantize, yaml_file
+from sparkd.schema import kv_cache, quantize
 from sparkd.schema.model import ModelConfig
-from sparkd.schema.overlay import blamed, in_order, place_of, problems_of, without_key
-from sparkd.schema.yaml_file import ConfigProblem, Items, Table
+from sparkd.schema.overlay import in_order
+from sparkd.schema.yaml_file import ConfigProblem, Document
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.installed import full_version_in, has_module, release_in, version_in
+from sparkd.vllm.flags import amount_of, flags_in, parsed, value_of
+from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
-from sparkd.vllm.translate import flag_name, translated, values_of
-from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, number_of, reserved_whole, share_of
+from sparkd.vllm.translate import translated
+from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, reserved_whole, share_of
 from workers.vllm.symbols import SUPPORTED
 
-# Each pass takes at least one wrong key out.
-_PASSES = 50
 _NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
 # 107 less `/ray/session_YYYY-MM-DD_hh-mm-ss_ffffff_12345/sockets/plasma_store` (ray/_private/node.py), without which one node still serves,
 # and less `/ranks/255.255.255.255/12345678.sock`.
 _RUNTIME_BYTES, _ENGINES_BYTES = 40, 71
-_STAND_IN = "unknown/unknown"
 _ROLES = ("inference", "admin")
 # Keys whose values another flag than the one of their name carries.
 _FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
 # Keys whose values vLLM's parser may refuse; numbers are judged where the file is read.
-_JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling")
+_JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling", "tool_call_parser", "reasoning_parser")
 _NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or remove the key."
 # Flags whose value is a file or a folder where it is a whole path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
@@ -50,29 +43,25 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
     """By line. Errors: `load_config` raises them, or an entry cannot start. Warnings: loose file rights, short keys, what is not there."""
     reading = config.read(path, {}, environ)
-    problems = list(reading.problems)
-    valid = reading.config or _without_wrong(reading, problems)
-    if valid is not None:
-        problems += _keys(valid, reading, path, environ)
-        problems += _machine(valid, reading.tree)
-        entries = [_Entry(model, valid, reading.tree) for model in valid.models.values()]
-        problems += _of_vllm(entries, reading.tree)
-        _ask_parsers(entries, valid)
-        for entry in entries:
-            problems += entry.problems()
-    seen: dict[tuple[str | None, int | None, str], ConfigProblem] = {}
-    for problem in problems:
-        seen.setdefault((problem.file, problem.line, problem.message), problem)
-    return yaml_file.masked(in_order(seen.values()), reading.env_names, environ)
+    valid, document = reading.config, reading.document
+    if valid is None:
+        return document.problems
+    problems = [*_keys(valid, document, path, environ), *_machine(valid, document)]
+    entries = [_Entry(model, valid, document) for model in valid.models.values()]
+    problems += _of_vllm(entries, document)
+    _ask_parsers(entries, valid)
+    for entry in entries:
+        problems += entry.problems()
+    return in_order(dict.fromkeys(problems))
 
 
-def _of_vllm(entries: Sequence[_Entry], tree: Table) -> Iterator[ConfigProblem]:
+def _of_vllm(entries: Sequence[_Entry], document: Document) -> Iterator[ConfigProblem]:
     """A warning for each consequence of what an environment's vLLM lacks."""
     for runtime in dict.fromkeys(entry.runtime for entry in entries if entry.runs_vllm):
         place = f"the vLLM {version_in(runtime)}{f' of {runtime}' if runtime else ''}"
         for without, names in missing_in(runtime).items():
             message = f"engine.runtime: {place} lacks {', '.join(names)}: {without}. Install {' or '.join(SUPPORTED)}."
-            yield place_of(tree, ("engine", "runtime")).problem(message, "warning")
+            yield document.place(("engine", "runtime")).problem(message, "warning")
 
 
 def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
@@ -83,118 +72,43 @@ def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
             subjects.setdefault(entry.runtime, []).append(entry.judged)
     if not subjects:
         return
-    from sparkd.inquiry.parser_answers import announce, refused_of
+    from sparkd.vllm.ask.parser import announce, refused_of
 
     for runtime, asked in subjects.items():
         refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
 
 
-def _without_wrong(reading: ConfigReading, problems: list[ConfigProblem]) -> Config | None:
-    """The configuration without the keys that are wrong, so that the rest can be judged; each new problem is added."""
-    tree, names = reading.tree, _names(reading.tree)
-    for _ in range(_PASSES):
-        try:
-            valid = Config.model_validate(tree, context={"base": reading.base})
-        except ValidationError as error:
-            problems += problems_of(error, tree)
-            taken_out = [_taken_out(tree, location) for location in blamed(error, tree)]
-            if not any(taken_out):
-                return None
-        else:
-            problems += config.cross_problems(valid, tree, names)
-            return valid
-    return None
-
-
-def _names(tree: Table) -> frozenset[str]:
-    """Every name that an entry claims, a wrong one's too: a list that has it is not wrong for that."""
-    models = tree.get("models")
-    names: set[str] = set()
-    for name, entry in models.items() if isinstance(models, Table) else ():
-        names.add(name)
-        for key in ("aliases", "served_model_name"):
-            value = entry.get(key) if isinstance(entry, Table) else None
-            aliases = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-            names.update(alias for alias in aliases if isinstance(alias, str))
-    return frozenset(names)
-
-
-def _taken_out(tree: Table, location: tuple[Any, ...]) -> bool:
-    if location[:1] == ("models",) and location[2:3] in (("kv_cache",), ("quantize",)):
-        location = location[:3]  # a part of it by itself would be wrong, too
-    return _with_model(tree, location) or _without_argument(tree, location) or without_key(tree, location)
-
-
-def _without_argument(tree: Table, location: tuple[Any, ...]) -> bool:
-    """One argument of an entry is taken out with its values, or one variable of a list, so that the others can be judged."""
-    match location:
-        case ("models", str(name), ("extra_args" | "env") as key, int(index)):
-            items = tree["models"][name][key]
-        case _:
-            return False
-    end = index + 1
-    while key == "extra_args" and end < len(items) and not str(items[end]).startswith("-"):
-        end += 1
-    del items[index:end], items.places[index:end]
-    return True
-
-
-def _with_model(tree: Table, location: tuple[Any, ...]) -> bool:
-    """An entry that lacks its model gets one, so that its other keys can be judged."""
-    entry = tree.get("models", {}).get(location[1]) if len(location) == 3 and location[0] == "models" else None
-    if location[-1:] != ("model",) or not isinstance(entry, Table):
-        return False
-    entry.put("model", _STAND_IN, place_of(tree, location[:2]))
-    return True
-
-
-def _keys(valid: Config, reading: ConfigReading, path: Path, environ: Mapping[str, str]) -> Iterator[ConfigProblem]:
-    tree = reading.tree
+def _keys(valid: Config, document: Document, path: Path, environ: Mapping[str, str]) -> Iterator[ConfigProblem]:
     if (valid.keys.inference or valid.keys.admin) and path.stat().st_mode & 0o004:
         yield ConfigProblem(
             str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
         )
-    rings: dict[str, KeyRing] = {}
-    unset = not set(reading.env_names) <= environ.keys()
-    for role, other in (_ROLES, _ROLES[::-1]):
-        if unset and _from_environment(tree, role):
-            continue  # the variable is a problem already, and the key is not known
-        try:
-            rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
-        except ConfigError as error:
-            yield _in_file(ConfigProblem(error.file, error.line, error.explanation), valid, tree)
-    yield from (_in_file(warning, valid, tree) for ring in rings.values() for warning in ring.warnings)
-    if len(rings) < len(_ROLES):
+    try:
+        ring = load_keys(valid.keys, environ)
+    except ConfigError as error:
+        yield _in_file(ConfigProblem(error.file, error.line, error.explanation), valid, document)
         return
-    if rings["inference"].inference and not rings["admin"].admin:
-        yield place_of(tree, ("keys",)).problem(_NO_ADMIN_KEY, "warning")
+    yield from (_in_file(warning, valid, document) for warning in ring.warnings)
+    if ring.inference and not ring.admin:
+        yield document.place(("keys",)).problem(_NO_ADMIN_KEY, "warning")
     try:
         check_bind(valid, environ)
     except ConfigError as error:
-        yield place_of(tree, (error.param or "").split(".")).problem(error.message)
+        yield document.place(tuple((error.param or "").split("."))).problem(error.message)
 
 
-def _from_environment(tree: Table, role: str) -> bool:
-    """Whether a key of this role is written as a variable."""
-    written = tree["keys"].get(role) if isinstance(tree.get("keys"), Table) else None
-    if not isinstance(written, Items):
-        return place_of(tree, ("keys", role)).secret
-    named = (place for item in written if isinstance(item, Table) for place in item.places.values())
-    return any(place.secret for place in (*written.places, *named))
-
-
-def _in_file(problem: ConfigProblem, valid: Config, tree: Table) -> ConfigProblem:
+def _in_file(problem: ConfigProblem, valid: Config, document: Document) -> ConfigProblem:
     """A problem with a key that stands in the configuration, or with a whole key file, at the line that has it."""
     for role in _ROLES:
         literal, key_file = f"keys.{role}", f"keys.{role}_file"
         if problem.file == literal:
-            return place_of(tree, ("keys", role)).problem(f"{literal}: {problem.message}", problem.severity)
+            return document.place(("keys", role)).problem(f"{literal}: {problem.message}", problem.severity)
         if problem.line is None and problem.file == str(getattr(valid.keys, f"{role}_file")):
-            return place_of(tree, ("keys", f"{role}_file")).problem(f"{key_file}: {problem.file}: {problem.message}", problem.severity)
+            return document.place(("keys", f"{role}_file")).problem(f"{key_file}: {problem.file}: {problem.message}", problem.severity)
     return problem
 
 
-def _machine(valid: Config, tree: Table) -> Iterator[ConfigProblem]:
+def _machine(valid: Config, document: Document) -> Iterator[ConfigProblem]:
     """Paths that do not hold what their key is for, and models that are all to be loaded at start and never together."""
     for location, folder in (
         (("state_dir",), valid.state_dir),
@@ -203,27 +117,27 @@ def _machine(valid: Config, tree: Table) -> Iterator[ConfigProblem]:
         (("quantized_cache", "dir"), valid.quantized_cache.dir),
     ):
         if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
-            yield place_of(tree, location).problem(f"{'.'.join(location)}: {folder} is a file, and a folder is expected.")
+            yield document.place(location).problem(f"{'.'.join(location)}: {folder} is a file, and a folder is expected.")
     if valid.runtime_dir is not None and (size := len(os.fsencode(valid.runtime_dir))) > _RUNTIME_BYTES:
         whose, severity = ("engines", "error") if size > _ENGINES_BYTES else ("Ray", "warning")
         reason = f"{size} bytes are too long for the sockets of {whose} in it, whose paths have 107 at most (unix(7))"
         message = f"runtime_dir: {reason}. Choose a folder of {_RUNTIME_BYTES} or less."
-        yield place_of(tree, ("runtime_dir",)).problem(message, severity)
+        yield document.place(("runtime_dir",)).problem(message, severity)
     if valid.cluster.token_file is not None and os.path.isdir(valid.cluster.token_file):
         message = f"cluster.token_file: {valid.cluster.token_file} is a folder, and a file is expected."
-        yield place_of(tree, ("cluster", "token_file")).problem(message)
+        yield document.place(("cluster", "token_file")).problem(message)
     if not _MODULE.fullmatch(entrypoint := valid.engine.entrypoint):
-        yield place_of(tree, ("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is not a Python module. {_NAME_ONE}")
+        yield document.place(("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is not a Python module. {_NAME_ONE}")
     if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
         message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user cannot read it."
-        yield place_of(tree, ("recipes_dir",)).problem(message, "warning")
+        yield document.place(("recipes_dir",)).problem(message, "warning")
     if runtime := _not_run(valid.engine.runtime):
-        yield place_of(tree, ("engine", "runtime")).problem(f"engine.runtime: {runtime[1]}", runtime[0])
+        yield document.place(("engine", "runtime")).problem(f"engine.runtime: {runtime[1]}", runtime[0])
     ties, preloaded = valid.groups.ties(valid.names()), valid.preload()
     for name in preloaded:
         if rivals := ties.rivals_of(name).intersection(preloaded[: preloaded.index(name)]):
             message = f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude lets only one of them run."
-            yield place_of(tree, ("models", name, "preload")).problem(message)
+            yield document.place(("models", name, "preload")).problem(message)
 
 
 def _not_run(runtime: Path | None) -> tuple[str, str] | None:
@@ -237,16 +151,14 @@ def _not_run(runtime: Path | None) -> tuple[str, str] | None:
 
 
 class _Entry:
-    """One model's entry. tree: where its keys were written, in the file or in a recipe."""
+    """One model's entry. document: where its keys were written, in the file or in a recipe."""
 
-    def __init__(self, model: ModelConfig, valid: Config, tree: Table) -> None:
+    def __init__(self, model: ModelConfig, valid: Config, document: Document) -> None:
         self._config = valid
-        self._tree = tree
+        self._document = document
         env = model.environment(valid.engine)
-        # A problem names these already; the rest of the entry is judged without them.
-        self._loads = quantize.unreachable(model, env) is None
-        self._model = model if self._loads else model.model_copy(update={"quantize": None})
-        self._env = env if kv_cache.unreadable(model, env) is None else kv_cache.without_variables(env)
+        self._model = model
+        self._env = env
         self.runtime = model.runtime_of(valid.engine)
         self.runs_vllm = model.runs_vllm(valid.engine)
 
@@ -260,13 +172,12 @@ class _Entry:
     def problems(self) -> Iterator[ConfigProblem]:
         yield from self._of_itself()
         yield from self._of_flags()
-        if self._model.model != _STAND_IN:
-            yield from self._of_files()
+        yield from self._of_files()
 
     def _of_itself(self) -> Iterator[ConfigProblem]:
         for key, message in kv_cache.impossible(self._model):
             yield self._at(key, message)
-        if self._loads and (useless := quantize.remark(self._model)):
+        if useless := quantize.remark(self._model):
             yield self._at("quantize", useless, "warning", bare=True)
         for remark in reserved_whole(self._model, ModelConfig.model_fields):
             yield self._at("extra_args", remark, "warning", bare=True)
@@ -279,22 +190,19 @@ class _Entry:
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
             yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
-        elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self.runtime):
-            where = "in sparkd's environment" if self.runtime is None else f"in the environment of {self.runtime}"
-            yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
         yield from self._of_numbers()
 
     def _of_numbers(self) -> Iterator[ConfigProblem]:
         """Numbers of flags that stand for keys, and are outside of the key's range."""
         args = self._model.extra_args
-        if any(True for _ in values_of(args, SHARE)) and share_of(args) is None:
+        if SHARE in parsed(args) and share_of(args) is None:
             yield self._at_flag(FlagNote(SHARE, "it must be above 0 and at most 1."))
         for name in (*NUMBERS, "max-model-len"):
-            text = next((value for *_, value in reversed(list(values_of(args, name)))), "1")
+            text = value_of(args, name) or "1"
             if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
                 yield self._at_flag(FlagNote(name, "it must be above 0."))
         tokens, requests = (
-            number_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
+            amount_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
         )
         if tokens is not None and requests is not None and tokens < requests:
             reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
@@ -302,11 +210,10 @@ class _Entry:
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
-        from sparkd.inquiry.parser_answers import refused
-        from sparkd.vllm.unknown_names import unknown_parsers
+        from sparkd.vllm.ask.parser import refused
 
         flags = self._model.vllm_flags()
-        translation = translated(flags, self._env, release_in(self.runtime))
+        translation = translated(flags, self._env)
         for note in translation.notes:
             yield self._at_flag(note, "warning")
         for refusal in translation.refused:
@@ -314,11 +221,9 @@ class _Entry:
         if not self.runs_vllm:
             return
         for name in _FILES:
-            for *_, path in values_of(flags, name):
-                if path.startswith("/") and not os.path.lexists(path):
-                    yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
-        for note in unknown_parsers(flags, self._env, self.runtime):
-            yield self._at_flag(FlagNote(note.name, note.reason))
+            path = value_of(flags, name) or ""
+            if path.startswith("/") and not os.path.lexists(path):
+                yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
         if self.judged is not None:
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
                 yield self._at_flag(refusal)
@@ -332,20 +237,20 @@ class _Entry:
 
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
-        if getattr(self._model, key) is None and any(values_of(self._model.extra_args, key.replace("_", "-"))):
+        if getattr(self._model, key) is None and key.replace("_", "-") in parsed(self._model.extra_args):
             return self._at_flag(FlagNote(key.replace("_", "-"), message), severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
-        return place_of(self._tree, ("models", self._model.name, key)).problem(f"{path}: {message}", severity)
+        return self._document.place(("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 
     def _at_flag(self, note: str, severity: str = "error") -> ConfigProblem:
         """A FlagNote at the argument, the variable or the key that it is about; another sentence at extra_args."""
         name = note.name if isinstance(note, FlagNote) else ""
-        for index, arg in enumerate(self._model.extra_args):
-            if name and ((flag_name(arg) or "").startswith(name) or arg.partition("=")[0] == f"-{name}"):
-                place = place_of(self._tree, ("models", self._model.name, "extra_args", index))
+        for flag in flags_in(self._model.extra_args):
+            if name and flag.name == name.removeprefix("no-"):
+                place = self._document.place(("models", self._model.name, "extra_args", flag.place))
                 return place.problem(f"models.{self._model.name}: {note}", severity)
         if name in self._model.env:
-            place = place_of(self._tree, ("models", self._model.name, "env", name))
+            place = self._document.place(("models", self._model.name, "env", name))
             return place.problem(f"models.{self._model.name}: {note}", severity)
         key = _FLAG_OF.get(name, name.replace("-", "_"))
         if isinstance(note, FlagNote) and getattr(self._model, key, None) is not None and key in ModelConfig.model_fields:

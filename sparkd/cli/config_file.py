@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkd.models.source import CONFIG_PATH
+from sparkd.checkpoint.source import CONFIG_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

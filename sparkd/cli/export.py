@@ -75,7 +75,7 @@ def _check_groups(wanted: Chosen) -> None:
     from sparkd.capacity.parallelism import uneven_groups
     from sparkd.capacity.weights import inventory
     from sparkd.checkpoint import read_checkpoint
-    from sparkd.models.shape import shape_of
+    from sparkd.checkpoint.shape import shape_of
 
     try:
         checkpoint = read_checkpoint(wanted.folder)
@@ -83,7 +83,7 @@ def _check_groups(wanted: Chosen) -> None:
     except CheckpointError:
         return
     model = weights.formatted(wanted.recipe)
-    if uneven := next(uneven_groups(model), None):
+    if uneven := uneven_groups(model):
         raise CheckpointError(uneven, file=checkpoint.folder)
 
 

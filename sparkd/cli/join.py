@@ -1,4 +1,4 @@
-"""The verbs `join`, `leave` and `token`: how a second Spark comes to a head and goes again. Never starts an engine, needs no daemon."""
+"""The verbs `join`, `leave` and `token`: how a second Spark comes to a head and goes again."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import fcntl
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.cli.serve import ConfigFile, config_path
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
-from sparkd.execution.as_owner import as_owner, refuse_another_users
 from sparkd.render.page import say_json
 from workers.host import processes
-from workers.host.interpreter import inherited_environment
-from workers.host.processes import Identity
 
 if TYPE_CHECKING:
-    from sparkd.cluster.membership import Joined
+    from sparkd.cluster.membership import Membership
     from sparkd.config.config import Config
     from sparkd.fabric.interfaces import Fabric
 
-UNIT = "sparkd-ray.service"
 SYSTEM_TOKEN = Path("/etc/sparkd/ray.token")
-SYSTEMCTL_TIMEOUT_S = 180.0
+SYSTEMD = Path("/run/systemd/system")
+# By these systemd keeps a node in its cluster, and lets it go.
+STAY = "sudo systemctl enable sparkd-ray && sudo systemctl restart sparkd-ray"
+GO = "sudo systemctl disable --now sparkd-ray"
 AGAIN_S = 2.0
 LEAVE_TIMEOUT_S = 30.0
 MAX_TOKEN_CHARS = 512
@@ -49,9 +47,7 @@ def register(app: typer.Typer) -> None:
 def join(
     ctx: typer.Context,
     head: Annotated[str, argument(metavar="HEAD", help="Host or host:port of the head; default port 6379.")],
-    token: Annotated[
-        str | None, option("--token", metavar="-|FILE|TOKEN", help="- reads stdin. Every user can read a token typed here.")
-    ] = None,
+    token: Annotated[str | None, option("--token", metavar="-|FILE", help="The head's token; - reads stdin.")] = None,
     node_ip: Annotated[
         str | None, option("--node-ip", metavar="IP", help="Address of this node; default: the one that reaches HEAD.")
     ] = None,
@@ -62,96 +58,86 @@ def join(
 ) -> None:
     """Join this node to the head of a cluster.
 
-    The node then runs Ray and its agent, and nothing else. As root, with sparkd's systemd units installed, the unit sparkd-ray keeps it
-    joined, also after a reboot. Otherwise it stays joined until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave`
-    undoes it. Without --token, asks for the token unless this node had joined that head before.
+    The node then runs Ray and its agent, and nothing else. As the user of sparkd's systemd units (`sudo -u sparkd`), it notes the head for
+    the unit sparkd-ray, and prints how to start that, which keeps the node joined after a reboot too. Otherwise the node stays joined until
+    Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave` undoes it. Without --token, asks for the token unless this node
+    had joined that head before.
     """
     from sparkd.cluster import membership
     from sparkd.cluster.head_probe import ask_head, clock_doubt, find_head
-    from sparkd.cluster.join_route import way_to
+    from sparkd.cluster.join_route import route_to
+    from sparkd.cluster.machine_lock import machine_lock
+    from sparkd.config.config import STATE_DIR
     from sparkd.render import models as show
 
     loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
+    refuse_another_users(loaded.state_dir)
     target = find_head(head)
     if loaded.cluster.address not in (None, target.address):
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
-    if daemon := as_owner(loaded.state_dir, lambda: _daemon(loaded)):
+    if daemon := _daemon(loaded):
         raise Conflict(
             f"This node runs its own daemon (process {daemon}). Run `sparkd unload --all`, then end it; a service by `systemctl "
             "disable --now sparkd.socket sparkd.service`."
         )
-    before = _joined(loaded)
-    if before is not None and _keeper(before) is not None:
+    before = membership.read(loaded)
+    if before is not None and before.keeper is not None:
         raise Conflict(f"Process {before.pid} keeps this node in the cluster of {before.address}: end it by `sparkd leave` first.")
-    units = not foreground and _has_units(loaded)
-    if not units:
-        refuse_another_users(loaded.state_dir)
-    token_file = membership.token_path(loaded) if before is not None and before.address == target.address else None
-    secret = _token(token, token_file)
-    way = way_to(target.host, target.routed, _fabric(), node_ip)
+    secret = _token(token, membership.token_path(loaded) if before is not None and before.address == target.address else None)
+    route = route_to(target.host, target.routed, _fabric(), node_ip)
     with tempfile.TemporaryDirectory(prefix="sparkd-join-") as folder:
         trial = Path(folder) / "token"
         trial.touch(mode=0o600)
         trial.write_text(secret)
-        clocks = clock_doubt(ask_head(target, trial, way.node_ip))
-    as_json = json or (ctx.find_root().obj or CommonOptions()).json
-    answer = {"address": target.address, "node": way.node_ip, "why": way.why, "warnings": [*way.doubts, *filter(None, [clocks])]}
-    err.print(way.why, markup=False)
-    for doubt in (*way.doubts, *filter(None, [clocks])):
-        err.print(f"warn: {doubt}", style="yellow", markup=False)
-    as_owner(loaded.state_dir, lambda: membership.keep_token(loaded, secret))
-    if units:
-        earlier = before if before is not None and before.unit else None
-        enabled = earlier.enabled if earlier else _systemctl("is-enabled", UNIT)
-        active = earlier.active if earlier else _systemctl("is-active", UNIT)
-        record = membership.Joined(target.address, way.node_ip, True, enabled, active)
-        as_owner(loaded.state_dir, lambda: membership.keep(loaded, record))
-        if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
-            raise RayUnavailable(f"The unit {UNIT} did not start and is tried again; `journalctl -u {UNIT}` shows the reason.")
-        how = f"{UNIT} keeps it joined. `sparkd leave` undoes it."
-        err.print(f"This node has joined {target.address} as {way.node_ip}; {how}", markup=False)
-        if as_json:
-            say_json({**answer, "unit": UNIT})
-        return
-    record = membership.Joined(target.address, way.node_ip)
-    if me := processes.identity(os.getpid()):
-        record = replace(record, pid=me.pid, start_ticks=me.start_ticks, boot_id=me.boot_id)
-    membership.keep(loaded, record)
-    err.print(f"This node joins {target.address} as {way.node_ip}, until Ctrl-C.", markup=False)
-    if as_json:
-        say_json({**answer, "unit": None})
-    _stay(loaded, way.node_ip)
+        clocks = clock_doubt(ask_head(target, trial, route.node_ip))
+    warnings = [warning for warning in (route.warning, clocks) if warning is not None]
+    err.print(route.why, markup=False)
+    for warning in warnings:
+        err.print(f"warn: {warning}", style="yellow", markup=False)
+    by_unit = not foreground and loaded.state_dir == STATE_DIR and SYSTEMD.is_dir()
+    if not by_unit:
+        # Another sparkd of this machine would be ended by the end of this one.
+        with machine_lock():
+            pass
+    me = None if by_unit else processes.identity(os.getpid())
+    keeper = me or processes.Identity(0, 0, "")
+    record = membership.Membership(target.address, route.node_ip, keeper.pid, keeper.start_ticks, keeper.boot_id)
+    membership.keep(loaded, record, secret)
+    how = f"once this runs: {STAY}" if by_unit else "until Ctrl-C."
+    err.print(f"This node joins {target.address} as {route.node_ip}, {how}", markup=False)
+    if json or (ctx.find_root().obj or CommonOptions()).json:
+        say_json(
+            {"address": target.address, "node": route.node_ip, "why": route.why, "warnings": warnings, "next": STAY if by_unit else None}
+        )
+    if not by_unit:
+        _stay(loaded, route.node_ip)
 
 
 def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = None, json: Json = False) -> None:
     """Take this node out of its cluster.
 
-    Ends Ray and the ranks of models on this node. The head loads those models elsewhere if they fit. The systemd unit returns to its state
-    before `sparkd join`.
+    Ends Ray and the ranks of models on this node. The head loads those models elsewhere if they fit. Where the systemd unit sparkd-ray
+    keeps the node joined, stop the unit first: `sudo systemctl disable --now sparkd-ray`.
     """
-    # Imported before the work is another user's.
     from sparkd.cluster import membership
+    from sparkd.cluster.machine_lock import machine_lock
     from sparkd.render import models as show
 
-    loaded, out = _loaded(config, state_dir), show.terminal()
-    joined = _joined(loaded)
+    loaded = _loaded(config, state_dir)
+    refuse_another_users(loaded.state_dir)
+    joined = membership.read(loaded)
     if joined is None:
         raise ConfigError(f"This node has joined no cluster: there is no {loaded.state_dir / membership.RECORD}.")
-    as_owner(loaded.state_dir, lambda: _interrupt(joined))
-    # The record is the word of who can write there: only that of the system's folder speaks of the system's unit.
-    unit = joined.unit and _has_units(loaded)
-    if unit:
-        _systemctl("stop", UNIT)
-    as_owner(loaded.state_dir, lambda: _end(loaded, joined.node_ip))
-    if unit:
-        if not joined.enabled:
-            _systemctl("disable", UNIT)
-        if joined.active:
-            _systemctl("start", UNIT)
+    _interrupt(joined)
+    try:
+        with machine_lock():
+            _end(loaded, joined.node_ip)
+    except StateError as error:
+        raise Conflict(f"This node still runs Ray for {joined.address}: `{GO}`, then run `sparkd leave` again. {error.message}") from None
     if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": joined.address, "node": joined.node_ip})
     else:
-        out.print(f"This node has left {joined.address}.", markup=False)
+        show.terminal().print(f"This node has left {joined.address}.", markup=False)
 
 
 def token(
@@ -163,24 +149,25 @@ def token(
 ) -> None:
     """Print the token and the command to join this head.
 
-    `sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` joins NODE in one go. Anyone who has the token can run programs on every
-    node.
+    `sparkd token -q | ssh NODE sudo -u sparkd sparkd join HEAD --token -` brings the token to NODE. Anyone who has the token can run
+    programs on every node.
     """
     loaded = _loaded(config, state_dir)
-    address = _offered_address(loaded, config_path(config, os.environ, alone=state_dir is None))
     path = _token_file(loaded)
+    refuse_another_users(path.parent)
+    address = _offered_address(loaded, config_path(config, os.environ, alone=state_dir is None))
     try:
-        secret = as_owner(path.parent, path.read_text).strip()
-    except StateError as error:
-        raise ConfigError(f"The token cannot be read: {error.clause}. Start sparkd once, then run this as root.") from None
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"The token cannot be read: {error.strerror}. Start sparkd once, then run this as root or its user.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or CommonOptions()).json:
         say_json({"address": address, "command": command, "token": secret})
     elif quiet:
         sys.stdout.write(f"{secret}\n")
     else:
-        sys.stdout.write(f"On the other node run this, and paste the token:\n\n  sudo {command}\n\n{secret}\n\n")
-        sys.stdout.write(f"Or from here:  sparkd token -q | ssh NODE sudo {command}\n")
+        sys.stdout.write(f"On the other node run this, and paste the token:\n\n  sudo -u sparkd {command}\n\n{secret}\n\n")
+        sys.stdout.write(f"Or from here:  sparkd token -q | ssh NODE sudo -u sparkd {command}\n")
 
 
 def _loaded(config: Path | None, state_dir: Path | None) -> Config:
@@ -190,23 +177,18 @@ def _loaded(config: Path | None, state_dir: Path | None) -> Config:
 
 
 def _token(token: str | None, token_file: Path | None) -> str:
-    """From stdin, a file, the command line, what an earlier join left, or a question. Raises ConfigError, never with it."""
+    """From stdin, a file, what an earlier join left, or a question. Raises ConfigError, never with it."""
+    file = Path(token) if token is not None else token_file
     if token == "-":
         text = sys.stdin.readline(MAX_TOKEN_CHARS + 1)
-    elif token is not None and _is_file(token):
-        with Path(token).open() as file:
-            text = file.readline(MAX_TOKEN_CHARS + 1)
-    elif token is not None:
-        if "/" in token:
-            raise ConfigError("--token names a file that is not there.")
-        from sparkd.render import models as show
-
-        show.terminal(stderr=True).print(
-            "warn: every user of this node can read command lines: use --token - or a file instead.", style="yellow"
-        )
-        text = token
-    elif token_file is not None and token_file.is_file():
-        text = token_file.read_text()
+    elif file is not None:
+        try:
+            with file.open() as lines:
+                text = lines.readline(MAX_TOKEN_CHARS + 1)
+        except (OSError, ValueError):
+            raise ConfigError(
+                "--token names a file that cannot be read: give - (stdin) or a file; every user can read a command line."
+            ) from None
     elif sys.stdin.isatty():
         text = str(typer.prompt("Token of the head (`sparkd token` there)", hide_input=True, err=True))
     else:
@@ -217,13 +199,6 @@ def _token(token: str | None, token_file: Path | None) -> str:
     if not (16 <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError("The input is not a token: `sparkd token` on the head prints one, a line of 64 hexadecimal digits.")
     return token
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):
-        return False  # longer than a path may be
 
 
 def _fabric() -> Fabric | None:
@@ -271,9 +246,10 @@ def _end(config: Config, node_ip: str) -> None:
 
 def _offered_address(config: Config, path: Path | None) -> str:
     """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
+    from sparkd.cluster import membership
     from sparkd.config.config import is_loopback
 
-    if (joined := _joined(config)) is not None:
+    if (joined := membership.read(config)) is not None:
         raise ConfigError(f"This node has joined {joined.address}: run `sparkd token` there.")
     if config.cluster.address is not None:
         from sparkd.cluster.ray_head import is_here
@@ -317,17 +293,10 @@ def _token_file(config: Config) -> Path:
     from sparkd.config.config import STATE_DIR
 
     if config.cluster.token_file is None and config.state_dir == STATE_DIR:
-        with suppress(OSError):
-            if SYSTEM_TOKEN.read_bytes().strip():
+        with suppress(FileNotFoundError):
+            if SYSTEM_TOKEN.stat().st_size > 1:
                 return SYSTEM_TOKEN
     return config.token_path(os.environ)
-
-
-def _has_units(config: Config) -> bool:
-    """Whether root is to hand this node over to the systemd unit."""
-    from sparkd.config.config import STATE_DIR
-
-    return os.geteuid() == 0 and config.state_dir == STATE_DIR and Path("/run/systemd/system").is_dir() and _systemctl("cat", UNIT)
 
 
 def _daemon(config: Config) -> str:
@@ -342,32 +311,11 @@ def _daemon(config: Config) -> str:
     return ""
 
 
-def _systemctl(*words: Any) -> bool:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = ["systemctl", "--quiet", *words]
-        null, environ = subprocess.DEVNULL, inherited_environment(os.environ)
-        done = subprocess.run(command, stdin=null, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, env=environ, check=False)
-        return done.returncode == 0
-    return False
-
-
-def _joined(config: Config) -> Joined | None:
-    from sparkd.cluster import membership
-
-    return as_owner(config.state_dir, lambda: membership.read(config))
-
-
-def _interrupt(joined: Joined) -> None:
+def _interrupt(joined: Membership) -> None:
     """End the `sparkd join` that keeps this node, if it lives. Raises RayUnavailable where it does not end."""
-    keeper = _keeper(joined)
+    keeper = joined.keeper
     if keeper is None:
         return
     # Another user's process is not signalled, and not waited for.
     if not processes.wait_gone([keeper], timeout_s=LEAVE_TIMEOUT_S if processes.send(keeper, signal.SIGINT) else 0.0):
         raise RayUnavailable(f"The `sparkd join` of this node, process {joined.pid}, does not end: kill it, then run `sparkd leave` again.")
-
-
-def _keeper(joined: Joined) -> Identity | None:
-    """The recorded process, if it lives."""
-    keeper = Identity(joined.pid, joined.start_ticks, joined.boot_id)
-    return keeper if processes.is_alive(keeper) else None

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -333,12 +334,12 @@ def events(
 
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
-    from sparkd.cli.plan_run import consult
+    from sparkd.cli.plan import consult
     from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
     with headers_of(model) as progress:
-        vllm = consult(model, config, quick=quick, unheard=unheard)
+        vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard
     if session.json:
@@ -349,11 +350,12 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 
 def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import listing
-    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    rows = as_owner(loaded.quantized_path, lambda: listing(loaded))
+    refuse_another_users(loaded.quantized_path)
+    rows = listing(loaded)
     if session.json:
         show.say_json(rows)
     else:
@@ -362,11 +364,12 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cli.config_file import config_of
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cli.quantized import remove
-    from sparkd.execution.as_owner import as_owner
 
     loaded = config_of(config, os.environ)
-    removed, swept_bytes = as_owner(loaded.quantized_path, lambda: remove(model, loaded))
+    refuse_another_users(loaded.quantized_path)
+    removed, swept_bytes = remove(model, loaded)
     if session.json:
         show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import name_of, snapshot_of, source_of
 from sparkd.errors import CheckpointError, ConfigError, Conflict
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import name_of, snapshot_of, source_of
 from sparkd.schema.quantize import is_open
 from workers.cache import store
 from workers.cache.manifest import CacheManifest, model_name
@@ -89,11 +89,9 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
 
     quantize: a recipe as YAML, in place of the configured one.
     """
-    from sparkd.entry.trusted_commits import at_trusted_commit
     from workers.quantization.recipe import QuantizationRecipe
 
     configured = config.lookup(model)
-    configured = configured and at_trusted_commit(configured, config)
     source = source_of(configured.model if configured else model)
     runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
     env = {**environ, **(configured.environment(config.engine) if configured else {})}

@@ -21,14 +21,10 @@ if TYPE_CHECKING:
     from sparkd.recipes.library import RecipeLibrary
     from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import RefusedArg
-    from sparkd.vllm.releases import Release
 
 
 Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
-Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="Release of vLLM; default: the installed one.")]
-Profile = Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")]
-Speculative = Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")]
-Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or NAME@REGISTRY.")]
+Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -80,23 +76,19 @@ def ls(
 def show_(
     ctx: typer.Context,
     name: Name,
-    profile: Profile = None,
-    speculative: Speculative = None,
-    vllm: Version = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
-    from sparkd.config.recipe_check import RecipeUse, described, resolve
+    from sparkd.config.recipe_check import described, resolve
     from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
-    recipe, variant = book.split(name)
     file = book.find(name)
-    resolved = resolve(RecipeUse(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
+    resolved = resolve(name, book)
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
+    description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
     if _json(ctx, json):
         say_json(description)
     else:
@@ -104,48 +96,47 @@ def show_(
         from sparkd.render import recipes as show_recipes
 
         show_recipes.described(description, show.terminal())
-        sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(recipe)[1])
+        sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(name)[1])
 
 
 def check(
     ctx: typer.Context,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
-    vllm: Version = None,
     parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
     folder: Folder = None,
     json: Json = False,
 ) -> None:
-    """Check recipes: every variant, profile and method.
+    """Check recipes.
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
-    from sparkd.config.recipe_check import checked, load, refused_ways
-    from sparkd.inquiry.parser_answers import asked
+    from sparkd.config.recipe_check import checked, load, refused_by_parser
     from sparkd.recipes.library import AsWritten
+    from sparkd.vllm.ask.parser import asked
 
-    book, release = _book(folder), _release(vllm)
+    book = _book(folder)
     problems: list[ConfigProblem] = []
-    choices, count = [], 0
+    resolved, count = [], 0
     for path in files or list(book.names().values()):
         file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
         count += 1
         if file is not None:
             book.keep(file)
-            result = checked(file, book, release)
+            result = checked(file, book)
             problems += result.problems
-            choices += result.resolved
+            resolved += [result.resolved] if result.resolved is not None else []
     if parser is not None:
         sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
         sys.stderr.flush()
-        problems += refused_ways(choices, *asked(parser, [choice.line for choice in choices]))
+        problems += refused_by_parser(resolved, *asked(parser, [each.line for each in resolved]))
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):
         rows = [_problem(problem) for problem in problems]
-        say_json({"ok": not wrong, "recipes": count, "choices": len(choices), "problems": rows})
+        say_json({"ok": not wrong, "recipes": count, "problems": rows})
     else:
         sys.stdout.writelines(f"{printable(str(problem))}\n" for problem in problems)
-        counts = f"{count} recipe{'s' if count != 1 else ''}, {len(choices)} ways to use them"
+        counts = f"{count} recipe{'s' if count != 1 else ''}"
         sys.stdout.write(f"{counts}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
@@ -156,7 +147,6 @@ def import_(
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
     settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Replace one of the recipe's defaults.")] = None,
     to: Annotated[Path | None, option("--to", metavar="FILE", help="Write the recipe to FILE instead of stdout.")] = None,
-    vllm: Version = None,
     json: Json = False,
 ) -> None:
     """Convert another launcher's recipe to one of sparkd's.
@@ -170,17 +160,17 @@ def import_(
     from sparkd.recipes.library import AsWritten
     from sparkd.schema.yaml_file import parse
 
-    (raw, shown, origin), release = _raw(file), _release(vllm)
+    raw, shown, origin = _raw(file)
     document = parse(raw, shown, AsWritten())
-    if origin and not document.problems and not is_foreign(document.table):
+    if origin and not document.problems and not is_foreign(document.values):
         converted = Imported({}, raw.decode(), ())
     else:
-        converted = imported(raw, shown, _pairs(settings or []), release, _parser, origin)
+        converted = imported(raw, shown, _pairs(settings or []), _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
     converted = with_risks(converted, recipe)
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)", release)
+    problems = unusable(converted, recipe, f"{file} (imported)")
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:
@@ -208,8 +198,9 @@ def import_(
 def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[RefusedArg]] | None:
     """(version, refused arguments) of the vLLM in sparkd's own environment; None where it gives no answer. Takes as long as its import."""
     from sparkd.cli.config_file import config_of
-    from sparkd.inquiry.parser_answers import announce, answers, places
     from sparkd.vllm.arg_check import ANOTHER_PARSER
+    from sparkd.vllm.ask.cache import places
+    from sparkd.vllm.ask.parser import announce, answers
     from sparkd.vllm.installed import full_version_in
 
     if any(name in env for name in ANOTHER_PARSER):
@@ -230,18 +221,14 @@ def _book(folder: Path | None) -> RecipeLibrary:
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
     """(content, name in messages, address and commit) of a recipe of a registry, or of a file, which has no such."""
-    from sparkd.models.source import FOLDER_SIGNS
+    from sparkd.checkpoint.source import FOLDER_SIGNS
     from sparkd.recipes.file import SUFFIXES
 
     name = str(file)
     if not file.exists() and file.suffix not in SUFFIXES and not name.startswith(FOLDER_SIGNS):
         book = _book(None)
-        recipe, variant = book.split(name)
-        if recipe in book.names():
-            already = f"{recipe} is a recipe of sparkd's already{book.no_registry(variant)}"
-            raise ConfigError(f"{already}: name it in an entry (`recipe: {recipe}`), or import NAME@REGISTRY.")
-        if "@" in recipe and variant is not None:
-            raise ConfigError(f"{name}: a recipe is imported with all of its variants: `sparkd recipes import {recipe}`.")
+        if name in book.names():
+            raise ConfigError(f"{name} is a recipe of sparkd's already: name it in an entry (`recipe: {name}`), or import NAME@REGISTRY.")
         if "@" in name:
             registry, full, text = book.registry_text(name)
             return text.encode(), f"{full}@{registry.name}", registry.origin
@@ -249,19 +236,6 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
         return regular_file.read(file), name, ""
     except OSError as error:
         raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe, or NAME@REGISTRY.") from None
-
-
-def _release(version: str | None) -> Release:
-    """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
-    from sparkd.vllm.installed import release_in
-    from sparkd.vllm.releases import READ_OFF
-    from sparkd.vllm.translate import release_of
-
-    if version is not None:
-        if (release := release_of(version)) is None:
-            raise ConfigError(f"--vllm {version}: a version such as 0.32.0 is expected.")
-        return release
-    return release_in(None) or READ_OFF
 
 
 def _pairs(pairs: list[str]) -> dict[str, Any]:

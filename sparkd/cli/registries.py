@@ -1,10 +1,12 @@
-"""`sparkd recipes`: add-registry, update, remove-registry, and the lists of registries. They need no daemon. Never uses a recipe."""
+"""`sparkd recipes`: add-registry, update, remove-registry, and the lists of registries. They need no daemon."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -13,17 +15,7 @@ from sparkd.errors import ConfigError, Conflict, SparkdError
 from sparkd.render.page import printable, say_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from sparkd.recipes.registry import Registries
-
-_SIGNED = {
-    "good": "signed by {}",
-    "untrusted": "signed by {}, with an untrusted key",
-    "expired": "signed by {}, with a key that has expired",
-    "unknown": "signed, by a key that is not here",
-    "none": "not signed",
-}
 
 
 def register(recipes: typer.Typer) -> None:
@@ -35,7 +27,7 @@ def register(recipes: typer.Typer) -> None:
 
 def add_registry(
     ctx: typer.Context,
-    source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: https or ssh address, or a folder.")],
+    source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: an address that git takes, or a folder.")],
     name: Annotated[str | None, option("--name", metavar="NAME", help="Name for the registry; default: the repository's.")] = None,
     json: Json = False,
 ) -> None:
@@ -44,30 +36,24 @@ def add_registry(
     The repository has eugr's or sparkrun's layout. Its recipes are then called NAME@REGISTRY. sparkd runs nothing of it, and keeps that
     commit until `sparkd recipes update`.
     """
-    from sparkd.cli.registry_fetch import fetched, source_of
     from sparkd.recipes.registry import NAME
 
-    where = source_of(source)
-    chosen = where.default_name if name is None else name
+    url = os.path.abspath(os.path.expanduser(source)) if os.path.isdir(os.path.expanduser(source)) else source
+    if "://" in url and (urlsplit(url).password is not None or (url.startswith("http") and urlsplit(url).username is not None)):
+        raise ConfigError("The address has a user or password in it, which others can read: put them into ~/.netrc, or use ssh.")
+    chosen = name or re.sub(r"[^a-z0-9._-]+", "-", url.rstrip("/").rpartition("/")[2].lower().removesuffix(".git")).strip("-._")
     if not NAME.fullmatch(chosen):
         rule = "up to 64 of a-z, 0-9, '.', '_' and '-' are expected, a letter or digit first"
         raise ConfigError(f"--name {printable(chosen)[:64]!r}: {rule}.")
-
-    def add(registries: Registries) -> dict[str, Any]:
-        if chosen in registries:
-            url_there = registries.get(chosen).url
-            raise Conflict(f"The registry {chosen} is there, of {url_there}: `sparkd recipes update {chosen}`, or give another --name.")
-        registry = fetched(chosen, where, registries.folder)
-        registries.put(registry)
-        return registry.summary()
-
-    registry = _on_registries(add)
+    registries = _registries(writing=True)
+    if chosen in registries:
+        there = registries.get(chosen).url
+        raise Conflict(f"The registry {chosen} is there, of {there}: `sparkd recipes update {chosen}`, or give another --name.")
+    registry = registries.fetch(chosen, url).summary()
     if _json(ctx, json):
         say_json({"registry": registry})
         return
-    _say(f"{registry['name']}: {_counted(registry['recipes'])} at {_commit(registry)}.")
-    _say_left_out(registry)
-    _say(f"`sparkd recipes ls --registry {registry['name']}` lists them.")
+    _say(f"{chosen}: {registry['recipes']} recipes at {_commit(registry)}. `sparkd recipes ls --registry {chosen}` lists them.")
 
 
 def update(
@@ -77,40 +63,27 @@ def update(
 ) -> None:
     """Update registries to their newest commit.
 
-    Prints what changed. A registry that cannot be updated stays as it is.
+    A registry that cannot be updated stays as it is.
     """
-    from sparkd.cli.registry_fetch import fetched, source_of
-    from sparkd.recipes.registry import Change
-
-    def bring(registries: Registries) -> list[dict[str, Any]]:
-        rows = list[dict[str, Any]]()
-        for each in [registries.get(name).name] if name is not None else registries.names():
-            row = _summary(registries, each)
-            if row["error"]:
-                rows.append(row)
-                continue
+    registries = _registries(writing=True)
+    rows = list[dict[str, Any]]()
+    for each in [registries.get(name).name] if name is not None else registries.names():
+        try:
             old = registries.get(each)
-            try:
-                new = fetched(each, source_of(old.url), registries.folder)
-                registries.put(new)
-            except SparkdError as error:
-                rows.append(row | {"error": error.message})
-                continue
-            change = Change.between(old, new)
-            names = {key: list(getattr(change, key)) for key in ("added", "changed", "removed")}
-            rows.append(new.summary() | {"old_commit": old.commit, "error": None} | names)
-        return rows
-
-    rows = _on_registries(bring)
+            rows.append({**registries.fetch(each, old.url).summary(), "old_commit": old.commit, "error": None})
+        except SparkdError as error:
+            rows.append({"name": each, "error": error.message})
     if _json(ctx, json):
         say_json({"registries": rows})
     else:
         for row in rows:
-            _say_update(row)
+            if row["error"] is None:
+                was = "unchanged" if row["old_commit"] == row["commit"] else f"{row['old_commit'][:12]} ->"
+                _say(f"{row['name']}: {was} {_commit(row)}; {row['recipes']} recipes.")
+        _say_errors(rows)
         if not rows:
             _say("No registry is configured. `sparkd recipes add-registry URL` adds one.")
-    if any(row["error"] for row in rows):
-        raise typer.Exit(SparkdError.exit_code)
+    _end(rows)
 
 
 def remove_registry(
@@ -120,11 +93,7 @@ def remove_registry(
 
     Recipes that were imported from it stay.
     """
-
-    def remove(registries: Registries) -> None:
-        registries.remove(name)
-
-    _on_registries(remove)
+    _registries(writing=True).remove(name)
     if _json(ctx, json):
         say_json({"removed": name})
     else:
@@ -133,101 +102,61 @@ def remove_registry(
 
 def list_registries(name: str | None, as_json: bool) -> None:
     """`recipes ls --registry [NAME]`: the registries, or the recipes of one."""
-    if name is None:
-        rows: list[dict[str, Any]] = _on_registries(lambda registries: [_summary(registries, each) for each in registries.names()])
-        usable = [row for row in rows if row["error"] is None]
-        if as_json:
-            say_json({"registries": rows})
-        elif usable or not rows:
-            from sparkd.render import models as show
-            from sparkd.render import recipes as show_recipes
-
-            show_recipes.registries(({**row, "signed": _signed(row)} for row in usable), show.terminal())
-        if len(usable) < len(rows):
-            if not as_json:
-                for row in rows:
-                    _say_error(row)
-            raise typer.Exit(SparkdError.exit_code)
-        return
-    registry, recipes = _on_registries(lambda registries: [registries.get(name).summary(), list(registries.get(name).rows())])
-    if as_json:
-        say_json({"registry": registry, "recipes": recipes})
-        return
     from sparkd.render import models as show
     from sparkd.render import recipes as show_recipes
 
-    show_recipes.of_registry(recipes, show.terminal())
-    _say(f"{registry['url']} at {_commit(registry)}.")
-    _say_left_out(registry)
+    registries = _registries()
+    if name is not None:
+        registry = registries.get(name)
+        recipes = list(registry.rows())
+        if as_json:
+            say_json({"registry": registry.summary(), "recipes": recipes})
+            return
+        show_recipes.of_registry(recipes, show.terminal())
+        _say(f"{registry.url} at {_commit(registry.summary())}.")
+        return
+    rows = list[dict[str, Any]]()
+    for each in registries.names():
+        try:
+            rows.append(registries.get(each).summary() | {"error": None})
+        except SparkdError as error:
+            rows.append({"name": each, "error": error.message})
+    if as_json:
+        say_json({"registries": rows})
+    else:
+        show_recipes.registries([row for row in rows if row["error"] is None], show.terminal())
+        _say_errors(rows)
+    _end(rows)
 
 
-def _on_registries(work: Any) -> Any:
-    """The result of `work` for the registries of this machine's sparkd; as the user that its state folder belongs to."""
+def _registries(*, writing: bool = False) -> Registries:
+    """The registries of this machine's sparkd. Raises StateError if this is root, and would write into another user's folder."""
     from sparkd.cli.config_file import config_of
-    from sparkd.execution.as_owner import as_owner
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.recipes.registry import Registries
 
-    state_dir: Path = config_of(None, os.environ).state_dir
-    return as_owner(state_dir, lambda: work(Registries(state_dir)))
-
-
-def _summary(registries: Registries, name: str) -> dict[str, Any]:
-    """Where the registry cannot be used: its name and the error alone."""
-    try:
-        return registries.get(name).summary() | {"error": None}
-    except SparkdError as error:
-        return {"name": name, "error": error.message}
-
-
-def _signed(registry: dict[str, Any]) -> str:
-    signature = registry["signature"]
-    return _SIGNED[signature["state"]].format(signature["signer"] or "somebody")
-
-
-def _short(commit: str) -> str:
-    from sparkd.recipes.registry import SHOWN_COMMIT  # other verbs do without its imports
-
-    return commit[:SHOWN_COMMIT]
+    state_dir = config_of(None, os.environ).state_dir
+    if writing:
+        refuse_another_users(state_dir)
+    return Registries(state_dir)
 
 
 def _commit(registry: dict[str, Any]) -> str:
-    return f"{_short(registry['commit'])} of {registry['committed'][:10]}, {_signed(registry)}"
-
-
-def _counted(recipes: int) -> str:
-    return f"{recipes} recipe{'' if recipes == 1 else 's'}"
+    return f"{registry['commit'][:12]} of {registry['committed'][:10]}"
 
 
 def _say(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
-def _say_left_out(registry: dict[str, Any]) -> None:
-    if registry["left_out"]:
-        _say("Left out: " + "; ".join(f"{count} ({reason})" for reason, count in registry["left_out"].items()) + ".")
-    for name, reason in registry["unreadable"].items():
-        _say(f"  {name}@{registry['name']} cannot be read: {reason}")
+def _say_errors(rows: list[dict[str, Any]]) -> None:
+    sys.stdout.flush()
+    sys.stderr.writelines(printable(f"error: {row['name']}: {row['error']}") + "\n" for row in rows if row["error"])
 
 
-def _say_error(row: dict[str, Any]) -> None:
-    if row["error"]:
-        stays = f" stays at {_short(row['commit'])}" if "commit" in row else ""
-        sys.stdout.flush()
-        sys.stderr.write(printable(f"error: {row['name']}{stays}: {row['error']}") + "\n")
-
-
-def _say_update(row: dict[str, Any]) -> None:
-    if row["error"]:
-        _say_error(row)
-        return
-    if row["old_commit"] == row["commit"]:
-        _say(f"{row['name']}: unchanged at {_commit(row)}.")
-        return
-    _say(f"{row['name']}: {_short(row['old_commit'])} -> {_commit(row)}; {_counted(row['recipes'])}.")
-    for key in ("added", "changed", "removed"):
-        for each in row[key]:
-            _say(f"  {key:<8} {each}@{row['name']}")
-    _say_left_out(row)
+def _end(rows: list[dict[str, Any]]) -> None:
+    if any(row["error"] for row in rows):
+        raise typer.Exit(SparkdError.exit_code)
 
 
 def _json(ctx: typer.Context, json: bool) -> bool:

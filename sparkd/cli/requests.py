@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -13,7 +12,6 @@ import typer
 
 from sparkd.cli.models import POLL_S, Follow, Session, given_options, verb
 from sparkd.cli.options import argument, option
-from sparkd.errors import ConfigError
 from sparkd.render import models as show
 from sparkd.render import requests as show_requests
 from sparkd.units import whole
@@ -42,35 +40,20 @@ def listed(
     ] = 20,
     model: Annotated[str | None, option("--model", metavar="MODEL", help="Only requests for this model, by its name.")] = None,
     failed: Annotated[bool, option("--failed", help="Only requests that ended with an error.")] = False,
-    csv: Annotated[bool, option("--csv", help="Print the finished ones as CSV.")] = False,
 ) -> None:
     """Show the requests for models, or cancel one.
 
     Shows the time, the model, the name of the key, the status and the tokens, as the engine counted them. The daemon keeps the last 10,000
     finished requests (`request_log`), never a prompt or an answer.
     """
-    if csv and (follow or session.json):
-        raise ConfigError("--csv cannot be combined with --follow or --json.")
     chosen: dict[str, Any] = {"limit": lines} | ({"model": model} if model else {}) | ({"state": "failed"} if failed else {})
-    if csv:
-        sys.stdout.write(session.client.csv("/requests", **chosen))
-        return
     answer = session.client.get("/requests", **chosen)
-    if not follow:
-        if session.json:
-            show.say_json(answer)
-        else:
-            show_requests.listed(answer, session.out)
-        return
-    shown = 0
-    for row in reversed(answer["finished"]):
-        _write(session, row)
-        shown = row["number"]
-    while True:
-        time.sleep(POLL_S)
-        for row in _since(session, shown, chosen | {"limit": PAGE}):
-            _write(session, row)
-            shown = row["number"]
+    if follow:
+        _follow(session, answer, chosen | {"limit": PAGE})
+    elif session.json:
+        show.say_json(answer)
+    else:
+        show_requests.listed(answer, session.out)
 
 
 def cancel(session: Session, request: Annotated[str, argument(metavar="ID", help="Id of the request, from `sparkd requests`.")]) -> None:
@@ -95,16 +78,16 @@ def _alone(command: Callable[..., None]) -> Callable[..., None]:
     return group
 
 
-def _since(session: Session, number: int, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The finished requests behind `number`, oldest first."""
-    pages: list[list[dict[str, Any]]] = []
-    before: int | None = None
+def _follow(session: Session, answer: dict[str, Any], chosen: dict[str, Any]) -> None:
+    """Print the finished requests of an answer, and then each one that ends."""
+    shown = 0
     while True:
-        page = session.client.get("/requests", **chosen, **({} if before is None else {"before": before}))
-        pages.append([row for row in page["finished"] if row["number"] > number])
-        before = page["next"]
-        if before is None or len(pages[-1]) < len(page["finished"]):
-            return (row for page in reversed(pages) for row in reversed(page))
+        for row in reversed(answer["finished"]):
+            if row["number"] > shown:
+                shown = row["number"]
+                _write(session, row)
+        time.sleep(POLL_S)
+        answer = session.client.get("/requests", **chosen)
 
 
 def _write(session: Session, row: dict[str, Any]) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from sparkd.admin.client import Client, model_path
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import source_of
 from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import source_of
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args
 
@@ -31,8 +31,6 @@ def run(
     vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="Arguments after `--`, passed to vLLM unchanged.")] = None,
     name: Annotated[str | None, option("--name", metavar="NAME", help="Name for a model that is not known yet.")] = None,
     prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this question, print the answer and exit.")] = None,
-    profile: Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")] = None,
-    speculative: Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")] = None,
 ) -> None:
     """Load a model, adding it if it is not known, and chat with it.
 
@@ -47,8 +45,7 @@ def run(
         refuse_as_model(model)
     # The daemon would refuse them too, as extra_args of an entry, but here they are no entry's.
     check_args(extra, "vLLM's flags after `--`")
-    chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
-    settings = {key: value for key, value in chosen.items() if value}
+    settings = {"extra_args": extra} if extra else {}
     meant = session.client.get("/entry", source=source_of(model), model=model, name=name, changes=bool(settings))
     existing = meant.get("known")
     operation = session.client.post(f"{model_path(existing)}/load") if existing else _bring_in(session.client, name, meant, settings)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd import __version__
+from sparkd.checkpoint.model_folder import refuse_unusable
+from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
 from sparkd.cli.options import CommonOptions, Json, argument, option
 from sparkd.errors import ConfigError
-from sparkd.models.folder import refuse_unusable
-from sparkd.models.source import CONFIG_PATH, name_of, source_of
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
 
 if TYPE_CHECKING:
-    from sparkd.schema.yaml_file import ConfigProblem
+    pass
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -91,10 +91,10 @@ def serve(
             raise ConfigError(f"--listen says port {loaded.port} and --port says {port}: give one of them.")
         flags["listen"] = f"{host}:{port}"
         loaded = load_config(path, flags=flags, environ=os.environ)
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.daemon import logs
     from sparkd.daemon.daemon import Options
     from sparkd.daemon.daemon import serve as serve_forever
-    from sparkd.execution.as_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
 
@@ -132,9 +132,9 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     from sparkd.config.config import load_config
 
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
+    from sparkd.cli.folder_owner import refuse_another_users
     from sparkd.cluster.ray_node import run_node
     from sparkd.daemon import logs
-    from sparkd.execution.as_owner import refuse_another_users
 
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
@@ -176,13 +176,12 @@ def check(
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
     from sparkd.entry.parser_choice import explained
-    from sparkd.entry.trusted_commits import at_trusted_commit
 
     config = load_config(path, environ=os.environ)
-    book, models = config.book(), [at_trusted_commit(model, config) for model in config.models.values()]
+    book = config.book()
     return {
-        model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
-        for model in models
+        model.name: explained(model, model.environment(config.engine), book.settings(model.recipe))
+        for model in config.models.values()
         if model.runs_vllm(config.engine)
     }
 
@@ -215,11 +214,6 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
     """
     import yaml
 
-    from sparkd.config.config import Config
-    from sparkd.schema.overlay import canonical, error_of, table_of
-    from sparkd.schema.yaml_file import Location
-
-    problems: list[ConfigProblem] = []
     flags: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -232,10 +226,4 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             value = text
         flags[key] = text if value is None or hasattr(value, "isoformat") else value
-        tree: Any = flags[key]
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        canonical(table_of(tree, Location(f"-o {key}")), Config, problems)
-    if problems:
-        raise error_of(problems)
     return flags

@@ -1,4 +1,4 @@
-"""Owns what a node asks a head before it joins: whether it is there, takes the token and runs the same releases. Never joins it."""
+"""A node's questions to a head before it joins: whether it is there, takes the token and runs the same releases."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
     if answer.get("refused") == "token":
         raise RayUnavailable(
             f"The head at {head.address} does not take this token: `sparkd token` on the head prints its own, "
-            "`sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` brings it here."
+            "`sparkd token -q | ssh NODE sudo -u sparkd sparkd join HEAD --token -` brings it here."
         )
     if "refused" in answer:
         raise RayUnavailable(f"No Ray head answers at {head.address} ({answer['why']}). `sparkd token` on the head prints its address.")

@@ -1,44 +1,51 @@
-"""Owns by which of its addresses a node reaches a head, and whether that is a cable between Sparks. Pure; never opens a socket."""
+"""By which of its addresses a node reaches a head, and whether that is a cable between Sparks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from sparkd.errors import ConfigError
-from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, findings
+from sparkd.fabric.checks import BOTH_RAILS, LAN_GB_S
 from sparkd.fabric.interfaces import LAN, QSFP, WIFI, Cage, Fabric, NetworkInterface
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """node_ip: this node's address in the cluster. why: where it comes from, one sentence. doubts: what is wrong with that way, each with
-    its cure."""
+class Route:
+    """The address by which a node reaches a head.
+
+    node_ip: this node's address in the cluster
+    why: where it comes from, one sentence
+    warning: a faster route, where there is one
+    """
 
     node_ip: str
     why: str
-    doubts: tuple[str, ...]
+    warning: str | None = None
 
 
-def way_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = None) -> Way:
-    """head: the head's IPv4 address. routed: the address that the kernel would talk to it from. fabric: this node, None where its network
-    cannot be read. choice: the operator's choice. Raises ConfigError for a choice that this node does not have.
+def route_to(head: str, routed: str, fabric: Fabric | None, choice: str | None = None) -> Route:
+    """The route to a head. Raises ConfigError for a choice that this node does not have.
+
+    head: the head's IPv4 address
+    routed: the address that the kernel would talk to it from
+    fabric: this node, None where its network cannot be read
+    choice: the operator's choice
     """
     if choice is not None:
         _checked(choice)
     if fabric is None:
-        return Way(choice or routed, f"{choice or routed} comes from " + ("--node-ip." if choice else "the kernel's route."), ())
+        return Route(choice or routed, f"{choice or routed} comes from " + ("--node-ip." if choice else "the kernel's route."))
     own = fabric.holding(IPv4Address(choice or routed))
     if own is None:
         if choice:
             had = ", ".join(f"{address.ip} ({each.name})" for each in fabric.interfaces if each.linked for address in each.addresses)
             raise ConfigError(f"--node-ip {choice}: this node has no such address; it has {had or 'none'}.")
-        return Way(routed, f"{routed} comes from the kernel's route; sparkd knows no interface of this node with it.", ())
+        return Route(routed, f"{routed} comes from the kernel's route; sparkd knows no interface of this node with it.")
     near = next((address.network for address in own.addresses if IPv4Address(head) in address.network), None)
     via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
     reason = f"{choice or routed} is {_named(own, fabric)}, {via}{', set by --node-ip' if choice else ''}."
-    return Way(choice or routed, reason, tuple(_doubts(head, own, fabric)))
+    return Route(choice or routed, reason, _beside_the_cable(head, own, fabric))
 
 
 def _checked(address: str) -> None:
@@ -56,24 +63,13 @@ def _named(own: NetworkInterface, fabric: Fabric) -> str:
     return f"{own.name} ({ {LAN: 'LAN', WIFI: 'Wi-Fi'}.get(own.kind, 'neither QSFP nor LAN') })"
 
 
-def _doubts(head: str, own: NetworkInterface, fabric: Fabric) -> Iterator[str]:
-    if own.kind == QSFP:
-        cage = _cage(own, fabric)
-        about = {own.name, "QSFP", *([cage.label] if cage else [])}
-        for finding in findings(fabric):
-            if finding.verdict != OK and finding.about in about:
-                yield f"{finding.about}: {finding.evidence}. {finding.cure}"
-        return
-    rails = [twin for twin in fabric.twins if twin.linked and twin.addresses]
-    if rails:
-        had = ", ".join(f"{twin.name} {twin.addresses[0]}" for twin in rails)
-        yield (
-            f"{head} is reached without the cable, at about {LAN_GB_S:g} of {BOTH_RAILS} GB/s: join by the head's address on it "
-            f"(here: {had})."
-        )
-    elif own.kind == WIFI:
-        yield "Wi-Fi is unsteady: a node that is out of sight for a minute loses its models. Plug a cable in."
-    yield from (f"{finding.about}: {finding.evidence}. {finding.cure}" for finding in findings(fabric) if finding.verdict == FAIL and rails)
+def _beside_the_cable(head: str, own: NetworkInterface, fabric: Fabric) -> str | None:
+    """A warning where a cable is there, and the head is reached by another interface."""
+    rails = [f"{twin.name} {twin.addresses[0]}" for twin in fabric.twins if twin.linked and twin.addresses]
+    if own.kind == QSFP or not rails:
+        return None
+    speed = f"at about {LAN_GB_S:g} of {BOTH_RAILS} GB/s"
+    return f"{head} is reached without the cable, {speed}: join by the head's address on it (here: {', '.join(rails)})."
 
 
 def _cage(own: NetworkInterface, fabric: Fabric) -> Cage | None:

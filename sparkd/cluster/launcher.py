@@ -14,13 +14,12 @@ from sparkd.capacity.requirement import said_to
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.config.config import Config, ModelConfig
-from sparkd.engine.upstream import Upstream
-from sparkd.entry.trusted_commits import remember
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.transport import proof
+from sparkd.gateway.upstream import Upstream
 from sparkd.hardware import GIB
 from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.vllm.translate import Translation
@@ -77,9 +76,7 @@ class Engines:
         config = self._config()
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
-        requested, spec = spec, placement.spec or spec
-        for message in await asyncio.to_thread(remember, requested, spec, config):
-            (tell or log.info)(message)
+        spec = placement.spec or spec
         flags = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
         for note in flags.notes:
             log.info("%s: %s", spec.name, note)

@@ -1,4 +1,4 @@
-"""Owns what a node remembers of the head that it joined: the address, its own address, the token. Never talks to the head, starts nothing.
+"""The record of a node that joined a head: the head's address, its own address, the token.
 
 Both files lie in the state folder, so that `sparkd ray-node` joins again after a restart, whatever its configuration file says of a head.
 """
@@ -13,59 +13,65 @@ from pathlib import Path
 
 from sparkd.config.config import Config
 from sparkd.errors import ConfigError, StateError
+from workers.host import processes
 from workers.host.private_files import write_private
+from workers.host.processes import Identity
 
 RECORD = "join.json"
 TOKEN = "join.token"
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """address: the head's, host:port. node_ip: this node's address in the cluster. unit: whether the systemd unit keeps Ray here; enabled
-    and active: what the unit was before. pid, start_ticks, boot_id: the `sparkd join` that keeps it otherwise, as in
-    workers.host.processes.Identity."""
+class Membership:
+    """A node's place in a cluster.
+
+    address: the head's, host:port
+    node_ip: this node's address in the cluster
+    pid, start_ticks, boot_id: the `sparkd join` that keeps it, as in workers.host.processes.Identity; zero where a systemd unit does
+    """
 
     address: str
     node_ip: str
-    unit: bool = False
-    enabled: bool = False
-    active: bool = False
     pid: int = 0
     start_ticks: int = 0
     boot_id: str = ""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a node_ip that is no address: the ranks' folder is named after it."""
-        texts, numbers = (self.address, self.node_ip, self.boot_id), (self.pid, self.start_ticks)
-        if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int) for number in numbers):
-            raise ValueError("a text or a number is expected")
-        ipaddress.ip_address(self.node_ip)
+    @property
+    def keeper(self) -> Identity | None:
+        """The recorded `sparkd join`, if it lives."""
+        keeper = Identity(self.pid, self.start_ticks, self.boot_id)
+        return keeper if processes.is_alive(keeper) else None
 
 
-def read(config: Config) -> Joined | None:
-    """The record of the head that this node has joined, None where it has joined none. Raises StateError for an unreadable record."""
+def read(config: Config) -> Membership | None:
+    """The head that this node has joined, None where it has joined none. Raises StateError for an unreadable record."""
     path = config.state_dir / RECORD
     try:
-        return Joined(**json.loads(path.read_text()))
+        raw = json.loads(path.read_text())
+        # Earlier releases wrote more.
+        membership = Membership(**{name: raw[name] for name in Membership.__slots__ if name in raw})
+        # The ranks' folder is named after it.
+        ipaddress.ip_address(membership.node_ip)
     except FileNotFoundError:
         return None
-    except (OSError, TypeError, ValueError) as error:
-        if isinstance(error, OSError):
-            raise StateError(f"{path} cannot be read: {error.strerror}. Run it as root (sudo sparkd ...).") from None
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}. Run it as the user of that folder (sudo -u USER sparkd ..).") from None
+    except (TypeError, ValueError):
         raise StateError(f"{path} is damaged. Remove it, then run `sparkd join HEAD` again.") from None
+    return membership
 
 
 def applied(config: Config) -> Config:
     """The configuration of a node that has joined: the head, this node's address and the token are those of `sparkd join`."""
-    joined = read(config)
-    if joined is None:
+    membership = read(config)
+    if membership is None:
         return config
     configured = config.cluster.address
-    if configured is not None and configured != joined.address:
+    if configured is not None and configured != membership.address:
         raise ConfigError(
-            f"cluster.address is {configured} and this node has joined {joined.address}: run `sparkd leave`, or remove the key."
+            f"cluster.address is {configured} and this node has joined {membership.address}: run `sparkd leave`, or remove the key."
         )
-    changes = {"address": joined.address, "node_ip": joined.node_ip, "token_file": token_path(config)}
+    changes = {"address": membership.address, "node_ip": membership.node_ip, "token_file": token_path(config)}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
 
 
@@ -74,27 +80,18 @@ def token_path(config: Config) -> Path:
     return config.state_dir / TOKEN
 
 
-def keep_token(config: Config, token: str) -> None:
-    _write(token_path(config), token)
-
-
-def keep(config: Config, joined: Joined) -> None:
-    _write(config.state_dir / RECORD, json.dumps(asdict(joined)) + "\n")
+def keep(config: Config, membership: Membership, token: str) -> None:
+    """Write both files, for this user alone. Raises StateError."""
+    try:
+        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(token_path(config), token)
+        write_private(config.state_dir / RECORD, json.dumps(asdict(membership)) + "\n")
+    except OSError as error:
+        problem = f"{config.state_dir} cannot be written: {error.strerror}."
+        raise StateError(f"{problem} Run it as the user of that folder (sudo -u USER sparkd ..), or name another by --state-dir.") from None
 
 
 def forget(config: Config) -> None:
     for name in (RECORD, TOKEN):
         with suppress(FileNotFoundError):
             (config.state_dir / name).unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    """For this user alone. Raises StateError."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(path, text)
-    except OSError as error:
-        problem = (
-            f"{path} cannot be written: {error.strerror}. Run it as root (sudo sparkd ...), or give a folder of this user by --state-dir."
-        )
-        raise StateError(problem) from None

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.cluster.placer import HUB, Siting
 from sparkd.config.config import Config, ModelConfig
-from sparkd.engine.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.entry.parser_choice import expected
 from sparkd.entry.tasks import abilities_of
-from sparkd.entry.trusted_commits import at_trusted_commit
 from sparkd.errors import ClusterError, ModelUnusable
-from sparkd.models.folder import unusable_of
+from sparkd.gateway.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.state.abilities import Abilities
 from sparkd.vllm.parsers import Parsers
 
@@ -42,7 +41,6 @@ class ModelFiles:
         """The abilities that the model's files on this node show. Another engine than vLLM has only its max_model_len."""
         if not spec.runs_vllm(self._config().engine):
             return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
-        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config())
         return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config().engine))
 
     async def parsers(self, spec: ModelConfig) -> Parsers | None:
@@ -50,8 +48,7 @@ class ModelFiles:
         engine = self._config().engine
         if not spec.runs_vllm(engine):
             return None
-        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config())
-        return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
+        return await HUB.run(expected, spec, spec.environment(engine))
 
     async def served_abilities(self, upstream: Upstream, abilities: Abilities, models: ServedModels) -> Abilities:
         """`abilities` with what the engine itself tells. models: its model list."""

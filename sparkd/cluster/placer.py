@@ -12,16 +12,16 @@ from typing import Any
 from sparkd.capacity.account import Ways
 from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.fit import AS_STORED, quality_of
-from sparkd.capacity.requirement import Node, Requirement, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
+from sparkd.capacity.requirement import Node, Requirement, ask_vllm, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Places
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.hub_check import is_absent, look, note_commit
+from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
-from sparkd.entry.trusted_commits import at_trusted_commit, pinned
+from sparkd.entry.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
@@ -65,12 +65,13 @@ class Siting:
         """Choose the nodes and reserve the memory on each. Raises DoesNotFit, RankError or another ClusterError, each with the remedy."""
         config = self._config()
         await self.refuse_absent(spec)
-        # From here on sparkd reads the files of the commit that the engine gets.
         spec = await asyncio.to_thread(pinned, spec, config)
         await asyncio.to_thread(refuse_unloadable, spec, config)
         where = await self._where(config, spec)
-        if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
-            return await self._team(config, spec, where, (spec.tensor_parallel, 1))
+        ways = (spec.tensor_parallel, 1) if isinstance(spec.tensor_parallel, int) else ALONE
+        await asyncio.to_thread(ask_vllm, spec, config, where, ways)
+        if ways != ALONE:
+            return await self._team(config, spec, where, ways)
         need = await self._need(config, spec, where, ALONE)
         refusal = await self._too_large(config, need, 1)
         if better := await self._better(config, spec, where, need if refusal is None else None):
@@ -135,16 +136,14 @@ class Siting:
         An engine would find that out only after its imports.
         """
         config = self._config()
-        env, spec = spec.environment(config.engine), await asyncio.to_thread(at_trusted_commit, spec, config)
+        env = spec.environment(config.engine)
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
         others = self._in_sight()[1:]
         asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        if copies := [answer for answer in answers if isinstance(answer, Mapping) and answer["files"]]:
-            if commit := copies[0].get("commit"):
-                note_commit(spec, env, commit)
+        if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
             return
         await HUB.run(lambda: look(spec, env, _published(config)))
 
@@ -273,7 +272,7 @@ def _published(config: Config) -> Iterator[str]:
     for name in book.names():
         file, _ = book.read(name)
         if file is not None:
-            yield from (file.model(variant) for variant in (None, *file.recipe.variants))
+            yield file.recipe.model
 
 
 def _quality(need: Requirement) -> int:

@@ -1,4 +1,4 @@
-"""Owns the API keys: from literals, files and systemd credentials to SHA-256 digests and names. Never keeps, logs or compares a key."""
+"""Reads the API keys from literals, files and systemd credentials, and keeps their SHA-256 digests and names alone."""
 
 from __future__ import annotations
 

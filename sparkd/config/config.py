@@ -1,4 +1,4 @@
-"""Owns the configuration: every key, its default and unit, from sparkd.yaml, environment and flags to one frozen value. Never acts.
+"""The configuration: every key, its default and unit, from sparkd.yaml, environment and flags to one frozen value.
 
 configs/sparkd.yaml explains every key; a test holds the two together.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,15 +20,14 @@ from pydantic import (
     model_validator,
 )
 
+from sparkd.checkpoint.model_folder import places_of
 from sparkd.config.api_keys import KeySettings, load_keys
 from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
-from sparkd.config.traces import TraceSettings
 from sparkd.errors import ConfigError
-from sparkd.models.folder import places_of
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
-from sparkd.recipes.expand import book_of, expand_models, expanded
 from sparkd.recipes.library import RecipeLibrary
+from sparkd.recipes.merge import book_of, merge_recipe
 from sparkd.schema import kv_cache, quantize, yaml_file
 from sparkd.schema.fields import (
     AbsolutePath,
@@ -44,23 +43,22 @@ from sparkd.schema.fields import (
     Seconds,
     Section,
     Word,
+    check_name,
     is_loopback,
     no_bool,
     split_address,
 )
 from sparkd.schema.model import ModelConfig, config_hash
 from sparkd.schema.overlay import (
-    canonical,
     error_of,
     in_order,
     overlay_environ,
     overlay_flags,
-    place_of,
     problems_of,
+    rename_aliases,
     shown,
-    table_of,
 )
-from sparkd.schema.yaml_file import ConfigProblem, Location, Table
+from sparkd.schema.yaml_file import ConfigProblem, Document
 from workers.host import regular_file
 from workers.host.hub_cache import cache_places
 
@@ -78,7 +76,7 @@ def _log_level(value: Any) -> Any:
 class LimitSettings(Section):
     """The most that one client may cost the gateway; bytes and seconds."""
 
-    max_body_bytes: PositiveCount = 64 * MIB
+    max_body_bytes: PositiveCount = 32 * MIB
     max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
     header_timeout_s: PositiveSeconds = 10
     body_timeout_s: PositiveSeconds = 60
@@ -159,7 +157,6 @@ class Config(Section):
     keys: KeySettings = KeySettings()
     metrics_need_key: bool = False
     web: bool = True
-    traces: TraceSettings = TraceSettings()
     include_aliases_in_list: bool = False
     request_log: bool = True
     wait_for_load_s: Seconds = 300
@@ -286,7 +283,7 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
     """
     reading = read(path, flags or {}, environ)
     if reading.config is None:
-        raise error_of(reading.problems)
+        raise error_of(reading.document.problems)
     return reading.config
 
 
@@ -314,21 +311,23 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     over_admin refuses what an admin key alone must not bring in (sparkd.recipes.admin_policy): code, files, addresses, another Python.
     The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
-    problems: list[ConfigProblem] = []
-    own = canonical(table_of({"models": {name: dict(raw)}}, Location()), Config, problems)["models"].get(name)
-    model, tree = None, own
-    own_keys = {} if own is None else shown(own)
-    if over_admin and own is not None:
+    document = Document({"models": {name: dict(raw)}})
+    rename_aliases(document)
+    _name_models(document)
+    own: dict[str, Any] = document.values["models"].get(name) or {}
+    own_keys = shown(document, ("models", name))
+    if over_admin:
         refuse_many(own)
         refuse_paths(own, lambda name: book is not None and book.has(name))
-    try:
-        if own is not None:
-            tree = expanded(name, own, book or RecipeLibrary(None, {}), problems)
-            model = ModelConfig.model_validate(tree).with_given(own_keys)
-    except ValidationError as error:
-        problems += problems_of(error, tree, ("models", name))
-    if model is None or problems:
-        raise error_of(problems, ("models", name))
+    model = None
+    if own:
+        merge_recipe(document, name, book or RecipeLibrary(None, {}))
+        try:
+            model = ModelConfig.model_validate(document.values["models"][name]).with_given(own_keys)
+        except ValidationError as error:
+            document.problems += problems_of(error, document, Config, ("models", name))
+    if model is None or document.problems:
+        raise error_of(document.problems, ("models", name))
     if over_admin:
         refuse_over_admin(own, model)
     return model
@@ -336,59 +335,82 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
 
 @dataclass(frozen=True, slots=True)
 class ConfigReading:
-    """A configuration as it was read. config: None where something is wrong with it; tree: its keys, each with its place; env_names: the
-    variables that the file takes values out of, which no problem shows; base: the folder that relative paths count from."""
+    """A configuration as it was read. config: None where something is wrong with it. document: its values, their places and problems."""
 
     config: Config | None
-    tree: Table
-    problems: list[ConfigProblem]
-    env_names: Collection[str]
-    base: Path | None
+    document: Document
 
 
 def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigReading:
     """File, environment and flags. Never raises."""
-    document = yaml_file.Document()
+    document = Document()
     if path is not None:
         try:
             raw = regular_file.read(path, yaml_file.MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "its name holds a zero byte"
-            problem = ConfigProblem(str(path), None, f"The file cannot be read: {reason}. Give the path of a sparkd.yaml.")
-            return ConfigReading(None, Table(), [problem], (), None)
+            problem = f"The file cannot be read: {reason}. Give the path of a sparkd.yaml."
+            return ConfigReading(None, Document(problems=[ConfigProblem(str(path), None, problem)]))
         document = yaml_file.parse(raw, str(path), environ)
-    problems = document.problems
-    tree = canonical(document.table, Config, problems)
-    overlay_environ(tree, environ, document.env_names, problems, Config)
-    overlay_flags(tree, flags, problems, Config)
-    config, base = None, path.absolute().parent if path else None
-    entries = tree.get("models")
-    own_keys = {name: shown(entry) for name, entry in entries.items() if isinstance(entry, Table)} if isinstance(entries, Table) else {}
-    expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), tree.get("state_dir", STATE_DIR), base, environ), problems)
+    rename_aliases(document)
+    overlay_environ(document, environ, Config)
+    overlay_flags(document, flags, Config)
+    rename_aliases(document)  # flags bring models, too
+    values, base = document.values, path.absolute().parent if path else None
+    book = book_of(values.get("recipes_dir"), values.get("state_dir", str(STATE_DIR)), base, environ)
+    own_keys = {}
+    for name in _name_models(document):
+        own_keys[name] = shown(document, ("models", name))
+        merge_recipe(document, name, book)
+    config = None
     try:
-        config = Config.model_validate(tree, context={"base": base})
+        config = Config.model_validate(values, context={"base": base})
         models = {name: model.with_given(own_keys.get(name, {})) for name, model in config.models.items()}
         config = config.model_copy(update={"models": models})
+        document.problems += cross_problems(config, document)
     except ValidationError as error:
-        problems += problems_of(error, tree)
-    if config is not None:
-        problems += cross_problems(config, tree)
-    problems = yaml_file.masked(in_order(problems), document.env_names, environ)
-    return ConfigReading(None if problems else config, tree, problems, document.env_names, base)
+        document.problems += problems_of(error, document, Config)
+    document.problems = in_order(document.problems)
+    return ConfigReading(None if document.problems else config, document)
 
 
-def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[ConfigProblem]:
-    """The mistakes of one key about another, at the key to blame. others: names of models that are not in `config`."""
-    return [place_of(tree, location).problem(message, key=location) for location, message in _cross_checks(config, others)]
+def _name_models(document: Document) -> list[str]:
+    """Give each entry its name; an entry without a valid name becomes a problem and is left out. Returns the names of the others."""
+    models = document.values.get("models")
+    if not isinstance(models, dict):
+        return []
+    named = []
+    for name, entry in [*models.items()]:
+        place = document.place(("models", name))
+        try:
+            check_name(name)
+        except ValueError as error:
+            message = f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."
+            document.problems.append(place.problem(message, key=("models", name, "name")))
+            del models[name]
+            continue
+        if not isinstance(entry, dict | None):
+            continue
+        models[name] = entry = dict(entry or {})
+        if "name" in entry:
+            message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
+            document.problems.append(document.place(("models", name, "name")).problem(message, key=("models", name, "name")))
+        entry["name"] = name
+        named.append(name)
+    return named
 
 
-def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def cross_problems(config: Config, document: Document) -> list[ConfigProblem]:
+    """The mistakes of one key about another, at the key to blame."""
+    return [document.place(location).problem(message, key=location) for location, message in _cross_checks(config)]
+
+
+def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Each with the location of the key to blame."""
     own = (_unusable_keys(model, config.engine) for model in config.models.values())
     yield from ((("models", *location), message) for location, message in chain(_shared_names(config.models), *own))
-    names = {name: name for name in others} | config.names()
+    names = config.names()
     yield from config.groups.problems(names)
-    yield from config.traces.problems()
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
             yield (

@@ -1,4 +1,4 @@
-"""Owns the configuration's section `groups`: which models never run side by side, and which always do. Never starts or ends one."""
+"""The section `groups`: which models never run side by side, and which always do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the configuration's section `memory`: how often memory is read, what stays free, and the guard's limits. Never reads memory."""
+"""The section `memory`: how often memory is read, what stays free, and the guard's limits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from sparkd.control.registry import Roster
 from sparkd.control.wishes import Wishes
 from sparkd.errors import (
     ClusterError,
-    CommitUnknown,
     DoesNotFit,
     MemoryReturns,
     ModelUnusable,
@@ -49,7 +48,7 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
 # A model that has served is retried as usual: a single request may have needed a part that its build lacks.
 LASTING_S = 3600.0
-FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (CommitUnknown, DoesNotFit, ModelUnusable, RankError, Unlinked)}
+FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError, Unlinked)}
 
 Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]

@@ -14,7 +14,6 @@ from sparkd.control.registry import Roster
 from sparkd.control.residency import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     ABSENT,
     DoesNotFit,
@@ -30,6 +29,7 @@ from sparkd.errors import (
 )
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Shared
+from sparkd.gateway.upstream import Upstream
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -60,20 +60,18 @@ _ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` 
 
 
 class Lease:
-    """`async with supervisor.lease(name) as lease:` gives .model (the canonical name), .upstream, and .load_s: how long the load took that
-    the request waited for, None where it waited for none.
+    """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream.
 
     Leaving the block ends the request's count in flight. The caller sets .answered: whether the engine has begun a good answer, or None for
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "load_s", "model", "parsers", "upstream")
+    __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
     # None if the engine's parsers are unknown.
     parsers: Parsers | None
-    load_s: float | None
 
     def __init__(
         self, door: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
@@ -88,7 +86,6 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        asked_s = self._door.now_s
         record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
@@ -98,7 +95,6 @@ class Lease:
         self.model, self.upstream = record.name, upstream
         attempt = record.attempt
         self.parsers = of_handle(attempt.handle.parsers) if attempt.handle is not None else None
-        self.load_s = attempt.load_s if attempt.ready_since_s is not None and attempt.ready_since_s > asked_s else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -135,10 +131,6 @@ class LeaseQueue:
         self._clock = clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
-
-    @property
-    def now_s(self) -> float:
-        return self._clock()
 
     async def enter(
         self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None

@@ -7,7 +7,7 @@ from functools import partial
 
 from sparkd.control.means import Means
 from sparkd.control.record import Looked, Record
-from sparkd.engine.upstream import ServedModels, Upstream
+from sparkd.gateway.upstream import ServedModels, Upstream
 
 # After a look at a model's files that ended by an error.
 LOOK_AGAIN_S = 60.0

@@ -12,7 +12,7 @@ from sparkd.control.observed import Observed
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.residency import Evicted
 from sparkd.control.wait_reasons import Wait
-from sparkd.engine.upstream import Upstream
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import Desired, ModelState, RankHandle, Want

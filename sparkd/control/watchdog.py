@@ -13,9 +13,9 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.control.record import Record
-from sparkd.engine.metrics import page_of, samples
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import SparkdError, Unavailable
+from sparkd.gateway.scraper import page_of, samples
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
 # Seconds without a step while no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).

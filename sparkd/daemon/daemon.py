@@ -32,7 +32,6 @@ from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
-from sparkd.config.traces import TraceSettings
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster, replaced
 from sparkd.control.supervisor import Supervisor
@@ -40,19 +39,17 @@ from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
 from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
-from sparkd.engine.metrics import Scraper
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
 from sparkd.gateway.pages import origins_of
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
+from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
-from sparkd.gateway.traces import Exporter, Tracer
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store
@@ -90,7 +87,7 @@ def serve(config: Config, options: Options) -> None:
     """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
     if not processes.hide():
         log.warning("other processes of this user can read the daemon's keys in its memory: the kernel refused PR_SET_DUMPABLE")
-    _allow_many_files()
+    _allow_many_files(config.limits.max_connections)
     if unlocked := memlock.lock():
         log.warning("the daemon's memory may be swapped out: %s", unlocked)
     with unblocked(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
@@ -184,7 +181,6 @@ class Daemon:
             probe_token=probe_token,
             requests=self._requests,
         )
-        self._traces = TraceSettings()
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
         told = self._supervisor.tell_refused
         self._reloader = Reloader(config, systemd, load=self._load, judge=self._judge, take=self._take, refused=told)
@@ -208,7 +204,6 @@ class Daemon:
 
     async def _serve_until_told(self, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.TaskGroup() as tasks:
-            self._trace(self._registry.config.traces)
             serving = self._boundary.spawn(tasks, "gateway", self._server.run_until_told(self._listening))
             parts: dict[str, Callable[[], Awaitable[None]]] = {
                 "supervisor": self._supervisor.run,
@@ -294,9 +289,6 @@ class Daemon:
             await self._requests.close()
         with self._boundary.around("asker"):
             await self._asker.close()
-        with self._boundary.around("traces"):
-            if self._edge.tracer is not None:
-                await asyncio.to_thread(self._edge.tracer.close)
         with self._boundary.around("cluster"):
             await self._cluster.close(stop_ray=stop_engines)
 
@@ -336,21 +328,10 @@ class Daemon:
         self._edge.settings = self._edge_settings(config)
         self._requests.keeps = config.request_log
         self._server.set_limits(_limits(config))
-        self._trace(config.traces)
         self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
         logging.getLogger().setLevel(config.log_level.upper())
         self._cluster.reconfigure(config)
         return self._supervisor.reconfigure(config)
-
-    def _trace(self, settings: TraceSettings) -> None:
-        """Make spans of the requests that arrive from now on, or none."""
-        if settings == self._traces:
-            return
-        before, url = self._edge.tracer, settings.url
-        self._traces = settings
-        self._edge.tracer = None if url is None else Tracer(partial(_otlp, url), settings.ratio, url)
-        if before is not None:
-            self._boundary.spawn(asyncio.get_running_loop(), "traces", asyncio.to_thread(before.close))
 
     async def _keep_watchdog_quiet(self) -> None:
         """Tell systemd READY once the supervisor has settled, then ping only while the loops of supervisor and gateway really turn: a
@@ -411,12 +392,6 @@ class Daemon:
         return KeyDigests((*ring.inference, own), (*ring.admin, bench), names)
 
 
-def _otlp(url: str) -> Exporter:
-    from sparkd.gateway.otlp import OtlpExporter
-
-    return OtlpExporter(url)
-
-
 class _AdminLater:
     """The admin API, built on a thread: at the latest when the first request for it comes."""
 
@@ -436,9 +411,9 @@ class _AdminLater:
 
 
 def _request_log(config: Config) -> RequestLog:
-    """A file that cannot be opened costs the record of finished requests, never the daemon's start."""
+    """A table that cannot be opened costs the record of finished requests, never the daemon's start."""
     try:
-        return RequestLog(RequestStore(config.state_dir / "requests.db"), keeps=config.request_log)
+        return RequestLog(RequestStore(config.state_dir / "state.db"), keeps=config.request_log)
     except StateError as error:
         log.warning("finished requests are not recorded until the next start: %s", error.message)
         return RequestLog(None)
@@ -446,7 +421,8 @@ def _request_log(config: Config) -> RequestLog:
 
 def _limits(config: Config) -> ClientLimits:
     ours = config.limits
-    requests, any_requests = most_requests(most_connections(ours.max_connections, descriptor_limit()))
+    connections = most_connections(ours.max_connections, descriptor_limit())
+    requests, any_requests = most_requests(connections)
     return replace(
         ClientLimits(),
         header_bytes=ours.max_header_bytes,
@@ -455,17 +431,24 @@ def _limits(config: Config) -> ClientLimits:
         body_grace_s=ours.body_timeout_s,
         keep_alive_s=ours.keep_alive_s,
         client_write_s=ours.client_write_timeout_s,
-        connections=ours.max_connections,
+        connections=connections,
         requests=requests,
         any_requests=any_requests,
         heartbeat_s=config.loading_heartbeat_s,
     )
 
 
-def _allow_many_files() -> None:
+def _allow_many_files(max_connections: int) -> None:
     """A request takes two descriptors, client and engine: the usual soft limit of 1024 would end near 500 streams."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = most_connections(max_connections, descriptor_limit())
+    if most < max_connections:
+        log.warning(
+            "at most %d clients may be connected at one time, not max_connections: %d: this process may have %d open files. "
+            "Raise its limit (LimitNOFILE=, ulimit -n).",
+            *(most, max_connections, descriptor_limit()),
+        )
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,6 +1,4 @@
-"""Owns choosing the parsers of one entry: reads its configuration and chat template, and keeps to what the vLLM of its runtime has. Never
-overrides what the entry says.
-"""
+"""Chooses the parsers of one entry by its model's configuration and the chat templates that vLLM takes. Keys and flags of the entry win."""
 
 from __future__ import annotations
 
@@ -10,18 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd.checkpoint import CONFIG, Folder
+from sparkd.checkpoint.source import folder_of, name_of
 from sparkd.entry.hub_check import looked_at
 from sparkd.errors import CheckpointError
-from sparkd.models.source import folder_of, name_of
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.installed import parsers_of
+from sparkd.vllm.flags import parsed, value_of
 from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
-from sparkd.vllm.translate import flag_name, values_of
 from workers.host import regular_file
 
 TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
 # All that is read of a model here.
-FILES = (CONFIG, TEMPLATE_FILE, PROCESSOR, TOKENIZER)
+FILES = (CONFIG, TOOL_USE, TEMPLATE_FILE, PROCESSOR, TOKENIZER)
 # Mistral's own tokenizer renders tools without a template, in one format.
 _MISTRAL, _MISTRAL_FORMAT = "tekken.json", "tools [TOOL_CALLS]"
 # These decide a parser, too, beside the family and the template.
@@ -47,32 +45,30 @@ class Files(Protocol):
     def content(self, name: str) -> bytes: ...
 
 
-def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> Parsers | None:
+def expected(spec: ModelConfig, env: Mapping[str, str]) -> Parsers | None:
     """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks.
 
     Files that lack a part, or that a silent hub does not give now, do not tell that there is none.
     """
-    parsers = with_parsers(spec, env, runtime)[1]
+    parsers = with_parsers(spec, env)[1]
     if parsers.tool or spec.tool_call_parser == OFF:
         return parsers
     files = _files(spec, env)
     return parsers if parsers.nearest and files is not None and _are_read(files) else None
 
 
-def explained(
-    spec: ModelConfig, env: Mapping[str, str], runtime: Path | None, recipe: Mapping[str, Any]
-) -> dict[str, dict[str, str | None]]:
+def explained(spec: ModelConfig, env: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, dict[str, str | None]]:
     """`tool` and `reasoning`, each with the parser's `name`, None for none, and what decides it, `from`: ENTRY, RECIPE, FAMILY or TEMPLATE;
     UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
-    parsers = with_parsers(spec, env, runtime)[1]
+    parsers = with_parsers(spec, env)[1]
     files = _files(spec, env)
     decided_by: tuple[str | None, str | None] = (UNREAD, UNREAD)
     if files is not None:
-        decided_by = origins(_config(spec, files), _template(spec, files), (parsers_of(runtime) or (None, None))[1])
+        decided_by = origins(_config(spec, files), *_templates(spec, files))
 
     def row(key: str, flag: str, name: str | None, origin: str | None) -> dict[str, str | None]:
         own = getattr(spec, key)
-        if own is None and not any(values_of(spec.extra_args, flag)):
+        if own is None and flag not in parsed(spec.extra_args):
             return {"name": name, "from": origin if name is not None or origin == UNREAD else None}
         return {"name": name, "from": RECIPE if own is not None and recipe.get(key) == own else ENTRY}
 
@@ -87,29 +83,26 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
     return ", ".join(f"{kind} {row['name'] or OFF} ({_WHENCE[row['from']]})" for kind, row in rows.items())
 
 
-def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
+def with_parsers(spec: ModelConfig, env: Mapping[str, str]) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
     neither here nor were looked at on its hub (sparkd.entry.hub_check). An entry's keys and flags win. Blocks."""
     files = _files(spec, env)
-    chosen_parsers = Parsers() if files is None else _read(spec, files, runtime)
-    own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}
-    # A flag that the entry writes out is the whole decision: the key stays as it is.
-    tool = spec.tool_call_parser or (None if own[_TOOL_FLAG] else chosen_parsers.tool or OFF)
-    reasoning = spec.reasoning_parser or (None if own[_REASONING_FLAG] or _speaks_of_reasoning(spec) else chosen_parsers.reasoning or OFF)
+    choice = Parsers() if files is None else chosen(_config(spec, files), *_templates(spec, files))
+    flags = parsed(spec.extra_args)
+    # A flag that the entry writes out is the whole decision: the key stays as it is. vLLM merges a JSON flag with its own parser in it.
+    tool = spec.tool_call_parser or (None if _TOOL_FLAG in flags else choice.tool or OFF)
+    by_flag = _REASONING_FLAG in flags or "structured-outputs-config" in flags
+    reasoning = spec.reasoning_parser or (None if by_flag else choice.reasoning or OFF)
     decided = spec.model_copy(update={"tool_call_parser": tool, "reasoning_parser": reasoning})
-    in_effect = [_in_effect(name, own[flag]) for name, flag in ((tool, _TOOL_FLAG), (reasoning, _REASONING_FLAG))]
-    return decided, Parsers(in_effect[0], in_effect[1], None if in_effect[0] else chosen_parsers.tool or chosen_parsers.nearest)
+    tool_in_effect = _in_effect(tool, value_of(spec.extra_args, _TOOL_FLAG))
+    reasoning_in_effect = _in_effect(reasoning, value_of(spec.extra_args, _REASONING_FLAG))
+    return decided, Parsers(tool_in_effect, reasoning_in_effect, None if tool_in_effect else choice.tool or choice.nearest)
 
 
-def _in_effect(name: str | None, flags: list[tuple[int, int, str]]) -> str | None:
-    """The parser in effect: vLLM takes the last flag."""
-    last = flags[-1][2] if flags else name
-    return None if last == OFF else last
-
-
-def _speaks_of_reasoning(spec: ModelConfig) -> bool:
-    """Whether extra_args may set the reasoning parser as a part of a JSON flag, which vLLM merges with its own."""
-    return any(flag_name(arg) == "structured-outputs-config" for arg in spec.extra_args)
+def _in_effect(key: str | None, flag: str | None) -> str | None:
+    """The parser in effect: the flag overrides the key."""
+    name = flag or key
+    return None if name == OFF else name
 
 
 def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
@@ -123,11 +116,6 @@ def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
 def _files(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
     """On this node, else as the hub showed them."""
     return _here(spec, env) or looked_at(spec, env)
-
-
-def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:
-    tools, reasonings = parsers_of(runtime) or (None, None)
-    return chosen(_config(spec, files), _template(spec, files), tools, reasonings)
 
 
 def _are_read(files: Files) -> bool:
@@ -144,20 +132,31 @@ def _config(spec: ModelConfig, files: Files) -> Mapping[str, Any]:
     return {**config, "model_type": name_of(spec.model).replace("-", "_")}
 
 
-def _template(spec: ModelConfig, files: Files) -> str | None:
-    """The template by which vLLM renders a chat with tools."""
-    if values := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
-        return _given(values[-1][2])
-    if TEMPLATE_FILE in files.names:
-        return _text(files, TEMPLATE_FILE)
-    for name in (PROCESSOR, TOKENIZER):
-        template = _json(files, name).get("chat_template")
-        if isinstance(template, list):
-            named = {part.get("name"): part.get("template") for part in template if isinstance(part, Mapping)}
-            template = named.get("tool_use") or named.get("default")
-        if isinstance(template, str):
-            return template
-    return _MISTRAL_FORMAT if _MISTRAL in files.names else None
+def _templates(spec: ModelConfig, files: Files) -> tuple[str | None, str | None]:
+    """The templates by which vLLM renders a chat with tools and one without (vllm/renderers/hf.py, resolve_chat_template).
+
+    With tools vLLM takes the tokenizer's, in which a file overrides tokenizer_config.json (transformers, tokenization_utils_base.py), and
+    among several the one named `tool_use`. Without tools a processor's own template comes first.
+    """
+    if (given := value_of(spec.extra_args, _TEMPLATE_FLAG)) is not None:
+        return (template := _given(given)), template
+    named = _named(_json(files, TOKENIZER).get("chat_template"))
+    from_files = {"default": _text(files, TEMPLATE_FILE), "tool_use": _text(files, TOOL_USE)}
+    named = from_files if any(from_files.values()) else named
+    if _MISTRAL in files.names and not any(named.values()):
+        named = {"default": _MISTRAL_FORMAT}
+    plain = named.get("default")
+    processor = _json(files, PROCESSOR).get("chat_template") if TEMPLATE_FILE not in files.names else None
+    return named.get("tool_use") or plain, processor if isinstance(processor, str) else plain
+
+
+def _named(template: Any) -> dict[str, str | None]:
+    """The templates of a tokenizer by name: one, a list of them with their names, or a map."""
+    if isinstance(template, list):
+        template = {str(part.get("name")): part.get("template") for part in template if isinstance(part, Mapping)}
+    elif not isinstance(template, Mapping):
+        template = {"default": template}
+    return {str(name): text for name, text in template.items() if isinstance(text, str)}
 
 
 def _given(value: str) -> str | None:
@@ -179,7 +178,8 @@ def _json(files: Files, name: str) -> Mapping[str, Any]:
 
 
 def _text(files: Files, name: str) -> str | None:
-    if name not in files.names:
+    # A folder's names are those of its own files and folders, a hub's have the folders before them.
+    if name not in files.names and name.partition("/")[0] not in files.names:
         return None
     try:
         return files.content(name).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Owns what the files of a model tell that it can be asked for, before an engine runs. Never asks an engine."""
+"""Reads from the files of a model what it can be asked for, before an engine runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import CONFIG
+from sparkd.checkpoint.shape import shape_of
+from sparkd.checkpoint.source import folder_of
 from sparkd.errors import CheckpointError
-from sparkd.models.shape import shape_of
-from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities
-from sparkd.vllm.translate import flag_name
+from sparkd.vllm.flags import parsed
 from workers.host import regular_file
 
 # vllm/config/model.py, _SUFFIX_TO_DEFAULTS, and the tables of vllm/model_executor/models/registry.py (0.32). An architecture that neither
@@ -35,8 +35,8 @@ _TRANSCRIBING = frozenset(
     f"{name}ForConditionalGeneration" for name in ("Whisper", "CohereAsr", "FireRedASR2", "FunASR", "MossTranscribeDiarize")
 )
 _HEARING_TEXT_MODELS = frozenset(("MoonshotKimiaForCausalLM",))
-# Flags that make something else of an architecture, or name another one; vLLM takes them abbreviated.
-_OTHER_WAYS = ("run", "conv", "task", "hf-", "pooler", "override-p", "config-f")
+# Flags that make something else of an architecture, or name another one.
+_OTHER_WAYS = frozenset({"runner", "convert", "hf-config-path", "hf-overrides", "pooler-config", "config-format"})
 # A sentence transformer's own (vllm/transformers_utils/config.py, get_pooling_config): then a text model pools.
 _POOLER = "1_Pooling"
 _MODULES = "modules.json"
@@ -46,15 +46,15 @@ _MOST_BYTES = 4 << 20
 def abilities_of(spec: ModelConfig, environ: Mapping[str, str]) -> Abilities:
     """The abilities that a model's files on this machine show before an engine runs. environ: the engine's own. Blocks; never raises."""
     length = spec.max_model_len if isinstance(spec.max_model_len, int) else None
-    flags = [flag_name(arg) or "" for arg in spec.extra_args]
+    flags = parsed(spec.extra_args)
     folder = folder_of(spec.model, spec.revision, environ)
     if folder is None:
         return Abilities(max_model_len=length)
     config, files = _read(folder)
     if config is None:
         return Abilities(max_model_len=length)
-    tasks = None if any(flag.startswith(_OTHER_WAYS) for flag in flags) else tasks_of(config, files)
-    says_length = spec.max_model_len is not None or any(flag.startswith("max-mo") for flag in flags)
+    tasks = None if not _OTHER_WAYS.isdisjoint(flags) else tasks_of(config, files)
+    says_length = spec.max_model_len is not None or "max-model-len" in flags
     return Abilities(tasks, max_model_len=length if says_length else _longest(config))
 
 

@@ -1,4 +1,4 @@
-"""The last boundary: logs, counts and reports an unexpected error of sparkd itself, and everything else goes on. Never decides anything."""
+"""The last boundary: logs, counts and reports an unexpected error of sparkd itself, and everything else goes on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Owns a function call in a process of its own: bounded in memory and time, and free of this process's interpreter lock.
+"""A function call in a process of its own: bounded in time, and free of this process's interpreter lock.
 
-A thread cannot be ended from outside, and what holds the interpreter's lock keeps the event loop from its work. Only the standard library
-is needed, as an agent has no more.
+A thread cannot be ended from outside, and one that holds the interpreter's lock keeps the event loop from its work.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -29,8 +27,6 @@ START_S: float = 60
 KILLED_S: float = 5
 # How often a look shows that the process has ended while one that it started still holds its pipes.
 _LOOK_S = 0.5
-# The exit code where the memory did not suffice.
-_NO_MEMORY = 7
 _MOST_LOGGED = 4000
 
 _T = TypeVar("_T")
@@ -47,22 +43,19 @@ class NoAnswer(Exception):
         self.exceeded = exceeded
 
 
-def call(function: Callable[..., _T], *arguments: Any, time_s: float, memory_bytes: int | None = None, raw: bytes = b"") -> _T:
-    """`function(raw, *arguments)`, a function of a module of ours, in a process of its own; plain values go in and come out. Blocks.
+def call(function: Callable[..., _T], *arguments: Any, time_s: float) -> _T:
+    """`function(*arguments)`, a function of a module of ours, in a process of its own; plain values go in and come out. Blocks.
 
-    time_s: the call's own, after the start of the process. memory_bytes: of address space. raw: bytes that are not copied into a pickle.
-    Raises the SparkdError that the function raises; NoAnswer where the call takes more than its bounds, no process can be started, or it
-    ends in any other way: its own words are in the log then.
+    time_s: the call's own, after the start of the process. Raises the SparkdError that the function raises; NoAnswer where the call takes
+    longer, no process can be started, or it ends in any other way: its own words are in the log then.
     """
-    exit_code, stdout, stderr = _run(pickle.dumps((memory_bytes, time_s, function, arguments)) + raw, START_S + time_s)
+    exit_code, stdout, stderr = _run(pickle.dumps((time_s, function, arguments)), START_S + time_s)
     if exit_code or not stdout:
-        if exit_code == _NO_MEMORY and memory_bytes is not None:
-            raise _beyond(f"{memory_bytes >> 20} MiB of memory")
         if exit_code == -signal.SIGALRM:
-            raise _beyond(f"{time_s:g} s")
+            raise NoAnswer(f"it takes more than {time_s:g} s", "Try again when this machine has less to do", f"{time_s:g} s")
         log.error("%s: its process ended with %d: %s", function.__name__, exit_code, stderr[-_MOST_LOGGED:].decode(errors="replace"))
         raise NoAnswer(f"its process ended with {exit_code}", "sparkd's log says why; a node that has too little memory is one cause")
-    fault, value = pickle.loads(stdout)  # our own words: nothing of a foreign file was run
+    fault, value = pickle.loads(stdout)
     if fault is not None:
         raise _error(*fault)
     return value
@@ -131,10 +124,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _beyond(bound: str) -> NoAnswer:
-    return NoAnswer(f"it takes more than {bound}", "Try again when this machine has less to do", bound)
-
-
 def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> SparkdError:
     """The error as it was raised there, without a call of its constructor, which may take other arguments."""
     error = kind.__new__(kind, message)
@@ -143,23 +132,13 @@ def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> Sp
 
 
 def main() -> None:
-    """The process: one function, its arguments and its bytes on stdin, (error, value) on stdout."""
-    try:
-        _answer()
-    except MemoryError:
-        sys.exit(_NO_MEMORY)
-
-
-def _answer() -> None:
-    memory_bytes, time_s, function, arguments = pickle.load(sys.stdin.buffer)
-    raw = sys.stdin.buffer.read()
-    if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    """The process: one function and its arguments on stdin, (error, value) on stdout."""
+    time_s, function, arguments = pickle.load(sys.stdin.buffer)
     # Nothing handles the signal, so that it ends even a parser that never comes back to the interpreter.
     signal.setitimer(signal.ITIMER_REAL, time_s)
     answer: tuple[tuple[type[SparkdError], str, dict[str, Any]] | None, Any]
     try:
-        answer = None, function(raw, *arguments)
+        answer = None, function(*arguments)
     except SparkdError as error:
         answer = (type(error), str(error), vars(error)), None
     pickle.dump(answer, sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)

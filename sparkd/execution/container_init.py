@@ -1,4 +1,4 @@
-"""Owns what process 1 of a container has to do where no init does it: the program runs in a child, and process 1 reaps what others leave.
+"""The duties of process 1 of a container without an init: the program runs in a child, and process 1 reaps the children of others.
 
 A rank and Ray's processes outlive who started them, so they become children of process 1. It reaps every child: a program that does so
 itself takes the exit codes of its own children from asyncio and subprocess.

@@ -1,4 +1,4 @@
-"""Answers that are costly to make: each is made by one run, which all callers share. Never answers by itself."""
+"""Answers that are costly to make: each is made by one run, which all callers share."""
 
 from __future__ import annotations
 

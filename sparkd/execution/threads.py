@@ -1,4 +1,4 @@
-"""Owns threads for one kind of slow work. They are few, and the event loop's own stay free for the loop."""
+"""Threads for one kind of slow work: they are few, and the event loop's own stay free for the loop."""
 
 from __future__ import annotations
 

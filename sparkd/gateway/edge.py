@@ -52,7 +52,6 @@ from sparkd.gateway.responses import (
     send_whole,
 )
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
-from sparkd.gateway.traces import Tracer
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
 
@@ -68,8 +67,11 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """The settings that `sparkd reload` may change. page_origins are in lower case; b"*" allows every page. web: whether sparkd's own page
-    is served."""
+    """The settings that `sparkd reload` may change.
+
+    page_origins: in lower case; b"*" allows every page.
+    web: whether sparkd's own page is served.
+    """
 
     keys: KeyDigests = field(default_factory=KeyDigests)
     limits: ClientLimits = field(default_factory=ClientLimits)
@@ -82,8 +84,9 @@ class EdgeSettings:
 class Edge:
     """The ASGI application of the daemon.
 
-    `settings` may be replaced at any time; it applies to requests that arrive afterwards. `admin` gets the requests under /admin/v1, after
-    their key and the size of their body were checked. `requests` records the requests for models.
+    settings: may be replaced at any time; applies to requests that arrive afterwards.
+    admin: gets the requests under /admin/v1, after their key and the size of their body were checked.
+    requests: records the requests for models.
     """
 
     def __init__(
@@ -118,15 +121,6 @@ class Edge:
         self._settings = settings
         self._proxy.limits = settings.limits
 
-    @property
-    def tracer(self) -> Tracer | None:
-        """Makes spans of forwarded requests; it may be replaced at any time, and applies to requests that arrive afterwards."""
-        return self._proxy.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._proxy.tracer = tracer
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
@@ -152,37 +146,21 @@ class Edge:
             exchange.task = None  # breaks a reference cycle
             exchange.close()
             self._requests.end(exchange)
-            if exchange.trace is not None:
-                exchange.trace.end(exchange)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+        """Find the route, check the request and hand it on. Raises what the client is told."""
         page = self._page(scope["path"], headers)
         always = page_headers(page) if page is not None else []
         if exchange.anthropic:
             always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
         if always:
             scope["extensions"][CONNECTION].say_always(always)
-        match = find(scope["path"], scope["raw_path"])
-        if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
-            suggestion = self._suggestion(scope["path"], headers)
-            raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
-        route, name = match
+        route, name = self._find(scope, headers)
         exchange.route = route.label
         if page is not None and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
-            exchange.status = 204
-            own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
-            await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
+            await _answer_preflight(route, headers, send, exchange)
             return
-        if scope["method"] not in route.methods:
-            raise MethodNotAllowed(scope["method"], list(route.methods))
-        exchange.key = self._check_caller(route, scope["method"], headers, allowed_page=page is not None)
-        if route.kind in _FORWARDED:
-            self._requests.begin(exchange)
-        if self._open_requests > self._most_requests(route.kind):
-            raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
-        if len(headers) != len(scope["headers"]):
-            _check_repeated(scope["headers"])
-        self._check_length(route, headers)
+        self._check(scope, route, headers, exchange, allowed_page=page is not None)
         if route.kind in _FORWARDED:
             await self._proxy.forward(scope, receive, route, name, headers, exchange)
         elif route.kind is RouteKind.ADMIN:
@@ -191,6 +169,27 @@ class Edge:
             await _answer_page(scope["path"], headers, send, exchange)
         else:
             await self._answer(route, name, headers, send, exchange)
+
+    def _find(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[Route, str]:
+        """The route and its variable part. Raises UnknownRoute."""
+        match = find(scope["path"], scope["raw_path"])
+        if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
+            suggestion = self._suggestion(scope["path"], headers)
+            raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
+        return match
+
+    def _check(self, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange, *, allowed_page: bool) -> None:
+        """Refuse a wrong method, a caller without the route's key, a request too many, repeated headers and a body that is too large."""
+        if scope["method"] not in route.methods:
+            raise MethodNotAllowed(scope["method"], list(route.methods))
+        exchange.key = self._check_caller(route, scope["method"], headers, allowed_page=allowed_page)
+        if route.kind in _FORWARDED:
+            self._requests.begin(exchange)
+        if self._open_requests > self._most_requests(route.kind):
+            raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
+        if len(headers) != len(scope["headers"]):
+            _check_repeated(scope["headers"])
+        self._check_length(route, headers)
 
     def _most_requests(self, kind: RouteKind) -> float:
         if kind in _FORWARDED:
@@ -360,6 +359,13 @@ class Edge:
 def _wants_page(headers: dict[bytes, bytes]) -> bool:
     """A browser that a person sent here; programs ask for JSON or for anything."""
     return b"text/html" in headers.get(b"accept", b"")
+
+
+async def _answer_preflight(route: Route, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
+    """Tell a browser what an allowed page may send (Fetch standard, "CORS protocol")."""
+    exchange.status = 204
+    own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
+    await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
 
 
 async def _answer_page(path: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:

@@ -6,14 +6,16 @@ import asyncio
 import logging
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sparkd import metrics
-from sparkd.errors import SparkdError
 from sparkd.gateway.body import Members
-from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
+
+if TYPE_CHECKING:
+    from sparkd.gateway.heartbeat import Heartbeat
+    from sparkd.gateway.relay import Relay
 
 _log = logging.getLogger("sparkd.access")
 
@@ -30,51 +32,20 @@ class ClientGone(Exception):
     """The client closed its connection, so no response can be sent."""
 
 
-class EarlyAnswer(Protocol):
-    """The part of sparkd.gateway.heartbeat.Heartbeat that the rest of a request uses. begun: the head was sent to the client."""
-
-    begun: bool
-
-    def loaded(self) -> None: ...
-    def stop(self) -> None: ...
-    def refuse(self, error: SparkdError) -> None: ...
-
-
-class AnswerPipe(Protocol):
-    """The part of sparkd.gateway.relay.Pipe that the rest of a request uses.
-
-    passed_bytes: bytes of the answer that are not in the exchange's `bytes_out` yet. pieces: of the answer, as the engine sent them.
-    """
-
-    @property
-    def passed_bytes(self) -> int: ...
-    @property
-    def pieces(self) -> int: ...
-    @property
-    def between_events(self) -> bool: ...
-    def finish(self) -> bool: ...
-    def stop(self) -> None: ...
-
-
-class OpenTrace(Protocol):
-    """The part of sparkd.gateway.traces.RequestTrace that the rest of a request uses. See there."""
-
-    asked_s: float | None
-    load_s: float | None
-
-    def headers(self, headers: RawHeaders) -> RawHeaders: ...
-    def end(self, exchange: Exchange) -> None: ...
-
-
 class Exchange:
     """One request. Times are in seconds of `perf_counter`, None until they happen.
 
-    `body` is held until an engine has it; `outline` is the part of it that sparkd reads, `members` is what that says; `reserved` is its
-    share in bytes of the limit on all bodies; `whole` is true once it was read to its end. `pipe` is there while an engine works on it; its
-    `stop` aborts that work. `heartbeat` is set for a stream, once its request waits for a model or an engine has it. `key` is the name of
-    the client's key; `tokens` is what the engine counted. `task` serves the request; `cancelled` says that an operator ended it. `trace`
-    is set where spans are made of the request. `anthropic` says that the client speaks Anthropic's API, `speaks_responses` that it speaks
-    OpenAI's of /v1/responses.
+    body: held until an engine has it.
+    members: what sparkd reads in the body.
+    reserved: the body's share in bytes of the limit on all bodies.
+    whole: whether the body was read to its end.
+    relay: there while an engine works on the request; its `stop` aborts that work.
+    heartbeat: set for a stream, once its request waits for a model or an engine has it.
+    key: the name of the client's key.
+    tokens: what the engine counted.
+    task: serves the request.
+    cancelled: whether an operator ended it.
+    anthropic, speaks_responses: whether the client speaks Anthropic's API, or OpenAI's of /v1/responses.
     """
 
     __slots__ = (
@@ -89,9 +60,8 @@ class Exchange:
         "key",
         "members",
         "model",
-        "outline",
-        "pipe",
         "queued_s",
+        "relay",
         "request_id",
         "reserved",
         "route",
@@ -101,7 +71,6 @@ class Exchange:
         "streamed",
         "task",
         "tokens",
-        "trace",
         "whole",
     )
 
@@ -119,7 +88,6 @@ class Exchange:
         self.queued_s: float | None = None
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
-        self.outline: bytes | bytearray = b""
         self.members = _NO_MEMBERS
         self.reserved = 0
         self.whole = False
@@ -128,10 +96,9 @@ class Exchange:
         self.streamed = False
         self.key: str | None = None
         self.tokens: Tokens | None = None
-        self.pipe: AnswerPipe | None = None
+        self.relay: Relay | None = None
         self.task: asyncio.Task[Any] | None = None
-        self.heartbeat: EarlyAnswer | None = None
-        self.trace: OpenTrace | None = None
+        self.heartbeat: Heartbeat | None = None
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

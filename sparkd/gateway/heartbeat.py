@@ -1,5 +1,6 @@
-"""Owns the signs of life for a client that asked for a stream: comments while its model loads, before its first token and in each gap, or
-words in the reasoning field while it loads. Never ends the wait.
+"""Shows a client that waits for its stream that the request is alive.
+
+It sends comments while the model loads, before the first token and in each gap, or words in the reasoning field while the model loads.
 
 Proxies cut a connection on which nothing comes (nginx after 60 s, Cloudflare after 100). A comment is what the HTML standard's
 "Server-sent events" proposes against that. The first thing said sends the status: what goes wrong afterwards can only be an error event.
@@ -36,10 +37,12 @@ _STATES = {
 
 
 class Heartbeat:
-    """Begins with its construction, ends with `stop` or `refuse`. begun: the client has its status, 200, and an event stream.
+    """Begins with its construction, ends with `stop` or `refuse`.
 
-    every_s: 0 is never. loading: makes the `loading` object while the model loads, None once an engine has the request. in_words: for
-    streamed chats.
+    begun: the client has its status, 200, and an event stream.
+    every_s: seconds between two comments; 0 is never.
+    loading: makes the `loading` object while the model loads; None once an engine has the request.
+    in_words: for streamed chats.
     """
 
     __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_last_words", "_loading", "_pieces", "_timer", "begun")
@@ -102,11 +105,11 @@ class Heartbeat:
         """Whether nothing came from the engine since the last beat, and a comment may be written now."""
         if self._loading is not None:
             return True
-        pipe = self._exchange.pipe
-        if pipe is None:
+        relay = self._exchange.relay
+        if relay is None:
             return False
-        before, self._pieces = self._pieces, pipe.pieces
-        return before == self._pieces and pipe.between_events
+        before, self._pieces = self._pieces, relay.pieces
+        return before == self._pieces and relay.between_events
 
     def _begin(self) -> None:
         self.begun = True

@@ -1,4 +1,4 @@
-"""Maps an API key to a role and a name by SHA-256 digests, compared in constant time. Never holds, logs or returns a key."""
+"""Maps an API key to a role and a name by SHA-256 digests, compared in constant time."""
 
 from __future__ import annotations
 

@@ -1,11 +1,33 @@
-"""Every bound of the data plane, with its default and unit. Never measures or enforces anything."""
+"""Every bound of the data plane, with its default and unit."""
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 _KIB = 1024
 _MIB = 1024 * _KIB
+# The daemon with Ray, its store and one engine has 55 descriptors (measured); threads of Ray, agents, scrapes and log files want more.
+_RESERVED_DESCRIPTORS = 128
+_FEWEST_CONNECTIONS = 8
+
+
+def descriptor_limit() -> int:
+    """RLIMIT_NOFILE of this process, the soft one: what open(2) goes by."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit if limit != resource.RLIM_INFINITY else 1 << 30
+
+
+def most_connections(configured: int, descriptors: int) -> int:
+    """How many clients may be connected at one time. The request of each may need a second descriptor, the engine's."""
+    return min(configured, max(_FEWEST_CONNECTIONS, (descriptors - _RESERVED_DESCRIPTORS) // 2))
+
+
+def most_requests(connections: int) -> tuple[int, int]:
+    """How many requests of models, and of models and the admin API together, may be open at one time; the other connections stay for
+    those that are answered at once."""
+    spare = min(32, max(1, connections // 16))
+    return max(1, connections - 2 * spare), max(1, connections - spare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +53,7 @@ class ClientLimits:
     header_bytes: int = 32 * _KIB
     header_count: int = 128
     header_s: float = 10.0
-    body_bytes: int = 64 * _MIB
+    body_bytes: int = 32 * _MIB
     admin_body_bytes: int = 2 * _MIB
     body_grace_s: float = 60.0
     body_rate: int = _MIB

@@ -1,4 +1,4 @@
-"""Owns the proof that no web page is behind a request, which a gateway without keys requires. Never looks at a key."""
+"""Proves that no web page is behind a request, which a gateway without keys requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model list of the OpenAI API, from a snapshot. Never asks an engine."""
+"""The model list of the OpenAI API, from a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the headers by which a browser lets another site's page use the models' API (Fetch standard, "CORS protocol"). Checks no key."""
+"""The headers by which a browser lets another site's page use the models' API (Fetch standard, "CORS protocol")."""
 
 from __future__ import annotations
 

@@ -8,21 +8,26 @@ uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py), which tests/sparkd/gate
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import struct
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from time import monotonic
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
-from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, UpgradeNotServed
+from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, json_headers, new_request_id
+
+_log = logging.getLogger("sparkd.gateway")
 
 CONNECTION = "sparkd.connection"
 
@@ -37,13 +42,8 @@ _IGNORED_BYTES = 1024 * 1024
 _LINGER_NOT = struct.pack("ii", 1, 0)
 # How long a connection without a request stays open after shutdown has begun.
 _LAST_S = 0.25
-
-
-class ResponseSource(Protocol):
-    """The sender of an answer. It pauses while the client's buffer is full."""
-
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
+# How long the condition stays after the last connection beyond the limit.
+FULL_S = 15.0
 
 
 class _Stage(Enum):
@@ -59,11 +59,13 @@ class _Refused(ValueError):
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's httptools protocol with `limits`. `bounded_protocol` makes a subclass for each server.
 
-    `idle` holds the server's connections without a request, the longest idle one first. Acceptor closes these to make room for new ones.
+    idle: the server's connections without a request, the longest idle one first.
+    full_at_s: when a client last connected beyond the limit, monotonic.
     """
 
     limits: ClassVar[ClientLimits] = ClientLimits()
     idle: ClassVar[dict[Any, None]] = {}
+    full_at_s: ClassVar[float] = float("-inf")
     parser: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -79,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = self._last = False
         self._refusal: SparkdError | None = None
         self._when_gone: Callable[[], object] | None = None
-        self._source: ResponseSource | None = None
+        self._engine: Connection | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- for the app, by scope["extensions"][CONNECTION] ------------------------------------------------------------------
@@ -156,11 +158,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not message.get("more_body", False):
             self.end_answer()
 
-    def fed_by(self, source: ResponseSource | None) -> None:
-        """Pause `source` while the client's buffer is full. None withdraws it."""
-        self._source = source
-        if source is not None and self.flow.write_paused:
-            source.pause()
+    def fed_by(self, engine: Connection | None) -> None:
+        """Pause `engine` while the client's buffer is full. None withdraws it."""
+        self._engine = engine
+        if engine is not None and self.flow.write_paused:
+            engine.pause()
 
     def end_answer(self) -> None:
         """Record that the present answer was written completely."""
@@ -180,6 +182,11 @@ class BoundedProtocol(HttpToolsProtocol):
             # asyncio sets it only for a listener with an explicit protocol number. Without it every answer waits for an ACK.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         metrics.CONNECTIONS.inc()
+        if len(self.connections) > self.limits.connections and not self._displace_idle():
+            self._refuse(Unavailable("Too many connections are open; try again soon.", retry_after_s=1))
+            del self.idle[self]  # it would make room for none
+            self._close()
+            return
         self.idle[self] = None
         self._arm(_Stage.HEAD, self.limits.header_s)
 
@@ -228,8 +235,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._source is not None:
-            self._source.pause()
+        if self._engine is not None:
+            self._engine.pause()
         if self._write_deadline is None:
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
@@ -238,8 +245,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
         super().resume_writing()
-        if self._source is not None:
-            self._source.resume()
+        if self._engine is not None:
+            self._engine.resume()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 
@@ -323,10 +330,6 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.loop.call_later(_LAST_S, self._close_unless_asked)
 
-    def give_way(self) -> None:
-        """Close this idle connection to make room for a new one."""
-        self.transport.abort()
-
     def _close_unless_asked(self) -> None:
         if self._stage is _Stage.HEAD and self._unparsed_bytes == 0 and not self.transport.is_closing():
             self._close()
@@ -343,6 +346,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
+    def _displace_idle(self) -> bool:
+        """Keep hostile clients from taking all descriptors: close the connection that was idle longest. False if none is idle."""
+        if monotonic() - self.full_at_s > FULL_S:
+            _log.warning("%d clients are connected, the most allowed: idle connections are closed for new ones", self.limits.connections)
+        type(self).full_at_s = monotonic()
+        oldest = next(iter(self.idle), None)
+        metrics.CONNECTIONS_TURNED_AWAY.labels("refused" if oldest is None else "displaced").inc()
+        if oldest is None:
+            return False
+        del self.idle[oldest]
+        oldest.transport.abort()
+        return True
 
     def _refuse(self, error: SparkdError) -> None:
         """Send the error of the parser or of a deadline, and close. If an answer has begun, only close."""

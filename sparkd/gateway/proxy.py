@@ -1,4 +1,4 @@
-"""Forwards a request to an engine and its answer to the client, byte for byte. Never parses an answer or changes a body."""
+"""Forwards a request to an engine and its answer to the client, byte for byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -25,18 +24,17 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import ENCODINGS, members_of_json, model_of_form, unpacked
+from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_lists, unpacked
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.models_list import find_model, model_meant
-from sparkd.gateway.outline import outline
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.relay import Pipe
+from sparkd.gateway.relay import Relay
 from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
-from sparkd.gateway.traces import Tracer
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
@@ -57,7 +55,7 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class EngineLease(Protocol):
-    """The right to use one engine for one request. answered, load_s: see sparkd.control.lease.Lease."""
+    """The right to use one engine for one request. answered: see sparkd.control.lease.Lease."""
 
     answered: bool | None
 
@@ -67,8 +65,6 @@ class EngineLease(Protocol):
     def upstream(self) -> Upstream: ...
     @property
     def parsers(self) -> Parsers | None: ...
-    @property
-    def load_s(self) -> float | None: ...
 
 
 class Leases(Protocol):
@@ -81,22 +77,19 @@ class Leases(Protocol):
 
 
 class Proxy:
-    """Forwards the requests of all clients. `limits` and `tracer` may be replaced at any time."""
+    """Forwards the requests of all clients. `limits` may be replaced at any time."""
 
     def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
         self.limits = limits
-        self.tracer: Tracer | None = None
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
-        self._outlines, self._unpacking = asyncio.Lock(), asyncio.Lock()
+        self._large_bodies, self._unpacking = asyncio.Lock(), asyncio.Lock()
 
     async def forward(
         self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
         """Read the body, wait for an engine and pass its answer on. Raises SparkdError only before the answer has begun."""
-        if self.tracer is not None:
-            exchange.trace = self.tracer.begin(scope["method"], scope["headers"])
         content_type = headers.get(b"content-type", b"")
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         _check_content(route.kind, content_type, encoding)
@@ -105,19 +98,18 @@ class Proxy:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
         if route.kind is RouteKind.JSON:
-            exchange.outline = await outline(body, self._outlines)
-            exchange.members = members_of_json(exchange.outline, outlined=len(exchange.outline) != len(body))
+            exchange.members = await self._members(body)
             model = exchange.members.model
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
-            model = self._model_that_runs(scope["query_string"])
+            model = self._ready_model(scope["query_string"])
         else:
             model = await self._model_of_response(name)
         if model is None:
             model = model_meant(self._supervisor.snapshot().models)
         if route.label == _RESPONSES and exchange.members.store:
-            self._refuse_forgetful(model)
+            self._check_store(model)
         del body
         await self._lease(model, scope, route, headers, exchange)
 
@@ -148,34 +140,38 @@ class Proxy:
             self._reserve(len(plain) - len(body), exchange)
         return plain
 
+    async def _members(self, body: bytes | bytearray) -> Members:
+        """The members of a JSON body. One large body is read per turn of the loop, so that others go on in between."""
+        if len(body) <= LARGE_BYTES:
+            return members_of_json(body)
+        async with self._large_bodies:
+            refuse_many_lists(body)
+            await asyncio.sleep(0)
+            return members_of_json(body)
+
     def release(self, exchange: Exchange) -> None:
         """Drop the body and its share of the limit on all bodies."""
         self._buffered_bytes -= exchange.reserved
         exchange.reserved = 0
-        exchange.body = exchange.outline = b""
+        exchange.body = b""
 
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
-        connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(leave, exchange))
+        client: BoundedProtocol = scope["extensions"][CONNECTION]
+        client.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
-        trace = exchange.trace
-        if trace is not None:
-            trace.asked_s = begun_s
         try:
-            waits = partial(self._wait, connection, exchange, route)
+            waits = partial(self._wait, client, exchange, route)
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
-                if trace is not None:
-                    trace.load_s = lease.load_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
-                    exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s)
+                    exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
@@ -195,54 +191,53 @@ class Proxy:
             if not _refuse_begun(exchange, error):
                 raise
         finally:
-            connection.call_when_gone(None)
+            client.call_when_gone(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
                 exchange.heartbeat = None  # breaks a reference cycle
 
     def _wait(
-        self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
+        self, client: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
         """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
-        if route.asks and not any(b'"%b"' % member.encode() in exchange.outline for member in route.asks):
+        if route.asks and not any(b'"%b"' % member.encode() in exchange.body for member in route.asks):
             members = " or ".join(f"`{member}`" for member in route.asks)
             raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
         if exchange.members.stream:
-            exchange.heartbeat = Heartbeat(connection, exchange, self.limits.heartbeat_s, loading, in_words)
+            exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
-        """Relay the engine's answer. sparkd.engine.http's callbacks move the bytes from socket to socket; this task only waits."""
-        wire = lease.upstream.wire
+        """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
+        pool = lease.upstream.pool
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
-        source = await wire.connection()
+        connection = await pool.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
-        pipe = Pipe(client, source, exchange)
-        exchange.pipe = pipe
+        relay = Relay(client, connection, exchange)
+        exchange.relay = relay
         try:
-            headers = scope["headers"] if exchange.trace is None else exchange.trace.headers(scope["headers"])
-            head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
-            await source.ask(head, exchange.body, pipe)
+            head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            await connection.ask(head, exchange.body, relay)
             self.release(exchange)
-            error = await pipe.over
+            error = await relay.over
             if error is not None:
-                if not pipe.begun:
+                if not relay.begun:
                     raise error
-                pipe.break_off(error)
+                relay.break_off(error)
         except asyncio.CancelledError:
-            if pipe.begun and not pipe.ended and not exchange.gone:
-                pipe.stop()
-                pipe.break_off(interruption(exchange))
+            if relay.begun and not relay.ended and not exchange.gone:
+                relay.stop()
+                relay.break_off(interruption(exchange))
             raise
         finally:
-            exchange.pipe = None  # breaks a reference cycle, which every request would leave to the garbage collector
-            if pipe.pieces:
+            exchange.relay = None  # breaks a reference cycle, which every request would leave to the garbage collector
+            if relay.pieces:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
                 lease.answered = (True if exchange.status == 200 else None) if well else False
-            pipe.stop()
+            relay.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:
         token = headers.get(PROBE_HEADER)
@@ -256,7 +251,7 @@ class Proxy:
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
-    def _refuse_forgetful(self, model: str) -> None:
+    def _check_store(self, model: str) -> None:
         """Raise BadRequest if the engine keeps no responses: vLLM ignores `store: true`, and the id would lead nowhere."""
         view = find_model(self._supervisor.snapshot().models, model)
         if view is not None and not view.stores_responses:
@@ -266,7 +261,7 @@ class Proxy:
                 param="store",
             )
 
-    def _model_that_runs(self, query: bytes) -> str:
+    def _ready_model(self, query: bytes) -> str:
         """The READY model that `?model=` names. A question about an engine must not load a model."""
         models = self._supervisor.snapshot().models
         names = parse_qs(query.decode("latin-1")).get("model")
@@ -305,11 +300,11 @@ def leave(exchange: Exchange) -> None:
 
     SDKs close at the last event, before the body ends: such a stream is complete.
     """
-    if exchange.pipe is not None and exchange.pipe.finish():
+    if exchange.relay is not None and exchange.relay.finish():
         return
     exchange.gone = True
-    if exchange.pipe is not None:
-        exchange.pipe.stop()
+    if exchange.relay is not None:
+        exchange.relay.stop()
     if exchange.task is not None:
         exchange.task.cancel()
 

@@ -1,4 +1,4 @@
-"""Passes one answer from an engine's connection to a client's, without a task in between. Never parses or keeps it."""
+"""Passes one answer from an engine's connection to a client's, without a task in between."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from time import perf_counter
 
-from sparkd.engine.http import Connection
 from sparkd.errors import EngineError, SparkdError
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.failures import error_event, failure_event, is_cut
 from sparkd.gateway.headers import response_headers
@@ -26,7 +26,7 @@ _LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.
 _FOREIGN_BYTES = 64 * 1024
 
 
-class Pipe:
+class Relay:
     """The sink of one exchange. `over` becomes None when the answer is complete, or the error if the engine broke it off.
 
     The head leaves together with the first bytes of the body, in one write.
@@ -38,12 +38,12 @@ class Pipe:
         "_chunked",
         "_chunks",
         "_client",
+        "_connection",
         "_exchange",
         "_first",
         "_foreign",
         "_headers",
         "_pieces",
-        "_source",
         "_status",
         "_streams",
         "_tail",
@@ -53,10 +53,10 @@ class Pipe:
         "over",
     )
 
-    def __init__(self, client: BoundedProtocol, source: Connection, exchange: Exchange) -> None:
+    def __init__(self, client: BoundedProtocol, connection: Connection, exchange: Exchange) -> None:
         self.over: asyncio.Future[EngineError | None] = client.loop.create_future()
         self._client = client
-        self._source: Connection | None = source
+        self._connection: Connection | None = connection
         self._exchange = exchange
         self._write: Callable[[bytes], None] = client.transport.write
         self._status = 0
@@ -73,21 +73,21 @@ class Pipe:
     @property
     def passed_bytes(self) -> int:
         """Bytes of the answer that went past `body`, and are not counted in the exchange yet."""
-        return 0 if self._source is None else self._source.passed_bytes
+        return 0 if self._connection is None else self._connection.passed_bytes
 
     @property
     def pieces(self) -> int:
         """The pieces of the answer so far, as the engine sent them."""
-        return self._pieces + (0 if self._source is None else self._source.passed_pieces)
+        return self._pieces + (0 if self._connection is None else self._connection.passed_pieces)
 
     @property
     def between_events(self) -> bool:
         """Whether the client may get an event of sparkd's own: the engine is silent yet, or its stream stands between two events."""
-        return self._source is not None and (not self._status or self._stands_between_events(self._source.tail))
+        return self._connection is not None and (not self._status or self._stands_between_events(self._connection.tail))
 
     def finish(self) -> bool:
         """Take an answer for complete whose last event was written, because its client leaves before the body's end. False: it was not."""
-        if self._source is None or not self._streams or not _LAST_EVENT.search(self._source.passed):
+        if self._connection is None or not self._streams or not _LAST_EVENT.search(self._connection.passed):
             return False
         self.stop()
         self._be_over()
@@ -95,10 +95,10 @@ class Pipe:
 
     def stop(self) -> None:
         """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
-        source = self._source
-        if source is not None:
-            self._leave_source()
-            source.abort()
+        connection = self._connection
+        if connection is not None:
+            self._leave_connection()
+            connection.abort()
 
     def break_off(self, error: SparkdError) -> None:
         """End an answer that has begun so that no client takes it for complete: an event stream between two events by an error event; after
@@ -109,7 +109,7 @@ class Pipe:
         else:
             self._client.cut()
 
-    # --- sparkd.engine.http.ResponseSink -----------------------------------------------------------------------------------------------
+    # --- sparkd.gateway.connection.ResponseSink -----------------------------------------------------------------------------------
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status
@@ -122,8 +122,8 @@ class Pipe:
         self._exchange.streamed = self._streams
 
     def body(self, data: bytes, ended: bool) -> None:
-        source = self._source
-        if source is None:
+        connection = self._connection
+        if connection is None:
             return
         if self._foreign is not None:
             self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
@@ -137,25 +137,25 @@ class Pipe:
                 self._exchange.status = self._status
                 pieces.append(self._client.begin_answer(self._status, self._headers))
             if not ended:
-                self._client.fed_by(source)
+                self._client.fed_by(connection)
         if data:
             self._count(data)
             if self._chunked and self._chunks:
-                source.pass_chunks(self._write)
+                connection.pass_chunks(self._write)
                 data = b"%x\r\n%b\r\n" % (len(data), data)
-            source.keep(data)
+            connection.keep(data)
             pieces.append(data)
         if ended and self._chunked and self._chunks:
             pieces.append(b"0\r\n\r\n")
         if pieces:
             self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if ended:
-            self._leave_source()
+            self._leave_connection()
             self._client.end_answer()
             self._be_over()
 
     def broken(self, error: EngineError) -> None:
-        self._leave_source()
+        self._leave_connection()
         if not self.over.done():
             self.over.set_result(error)
 
@@ -166,7 +166,7 @@ class Pipe:
         self.begun = True
         event = failure_event(body, self._exchange, lasts=self._status < 500)
         self._count(event)
-        self._leave_source()
+        self._leave_connection()
         self._client.fail(event, cut=is_cut(self._exchange))
         self._be_over()
 
@@ -183,13 +183,13 @@ class Pipe:
         ends = _CHUNK_ENDS if self._chunks else _EVENT_ENDS
         return self._streams and self._chunked and (not tail or tail.endswith(ends))
 
-    def _leave_source(self) -> None:
-        source, self._source = self._source, None
-        if source is not None:
+    def _leave_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             self._client.fed_by(None)
-            self._exchange.bytes_out += source.passed_bytes
-            self._pieces += source.passed_pieces
-            self._tail = source.tail
+            self._exchange.bytes_out += connection.passed_bytes
+            self._pieces += connection.passed_pieces
+            self._tail = connection.tail
             self._exchange.tokens = tokens_of(self._tail) or (None if self._streams else tokens_of(self._first))
 
     def _count(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The record of the requests for models: those in flight, and the finished ones on their way to disk. Never holds a body or a key."""
+"""The record of the requests for models: those in flight, and the finished ones on their way to disk. It holds no body and no key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NO_TOKENS = Tokens(None, None, None)
 
 
 class RequestLog:
-    """`begin` and `end` are for the edge. keeps: whether finished requests are recorded; it may be replaced at any time.
+    """`begin` and `end` are for the edge. Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
 
-    Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
+    keeps: whether finished requests are recorded; it may be replaced at any time.
     """
 
     def __init__(self, store: RequestStore | None = None, *, keeps: bool = True) -> None:
@@ -57,15 +57,11 @@ class RequestLog:
     async def finished(
         self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
     ) -> list[RequestRow]:
-        """Newest first, as RequestStore.read has it, with those that are not on disk yet. Raises StateError."""
+        """Newest first, as RequestStore.read has it. Raises StateError."""
         if self._store is None:
             return []
-        unwritten = list(self._finished)
-        rows = {row.number: row for row in await self._threads.run(self._store.read, before, limit, model, failed)}
-        for row in unwritten:
-            if (before is None or (row.number or 0) < before) and model in (None, row.model) and failed in (None, row.failed):
-                rows[row.number] = row
-        return sorted(rows.values(), key=lambda row: -(row.number or 0))[:limit]
+        await self._write()
+        return await self._threads.run(self._store.read, before, limit, model, failed)
 
     def cancel(self, request_id: str) -> RequestRow:
         """End a request in flight, with an error for its client. Raises UnknownRequest.
@@ -119,7 +115,7 @@ def _phase(exchange: Exchange) -> str:
 def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
     seconds = perf_counter() - exchange.started_s
     prompt, cached, completion = exchange.tokens or _NO_TOKENS
-    pipe = exchange.pipe
+    relay = exchange.relay
     return RequestRow(
         number,
         exchange.request_id,
@@ -135,8 +131,8 @@ def _row(exchange: Exchange, number: int | None, phase: str) -> RequestRow:
         prompt,
         cached,
         completion,
-        exchange.bytes_out + (0 if pipe is None else pipe.passed_bytes),
+        exchange.bytes_out + (0 if relay is None else relay.passed_bytes),
         exchange.streamed,
         phase,
-        pipe.pieces if pipe is not None and phase == "streaming" else None,
+        relay.pieces if relay is not None and phase == "streaming" else None,
     )

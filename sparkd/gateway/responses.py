@@ -1,4 +1,4 @@
-"""The gateway's own answers: JSON bodies, error envelopes and error events. Never speaks for an engine."""
+"""The gateway's own answers: JSON bodies, error envelopes and error events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-RawHeaders = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 # Ids need to be unlike each other, not secret: one random part per process is enough.
 _ids = count(1)

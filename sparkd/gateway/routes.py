@@ -1,4 +1,4 @@
-"""The complete list of the gateway's routes: path, methods, required role. Never matches by prefix where a path can be exact."""
+"""The complete list of the gateway's routes: path, methods, required role."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ class RouteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. `label` names it in metrics and logs, `methods` are in the order of the Allow header, `need` is what a model must have.
+    """One route.
 
+    label: its name in metrics and logs.
+    methods: in the order of the Allow header.
+    need: the abilities that a model must have.
     asks: the members of the body of which an engine needs at least one.
     """
 

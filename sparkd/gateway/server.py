@@ -1,4 +1,4 @@
-"""uvicorn, set up for the data plane: given sockets, bounded connections, no words of its own. Never installs a signal handler."""
+"""uvicorn, set up for the data plane: given sockets, bounded connections, no words of its own, no signal handler."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import ctypes
 import socket
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import uvicorn
 
+from sparkd import metrics
 from sparkd.condition import Condition
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway.acceptor import BACKLOG, Acceptor
-from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.protocol import bounded_protocol
+from sparkd.gateway.limits import ClientLimits, descriptor_limit
+from sparkd.gateway.protocol import FULL_S, bounded_protocol
 from sparkd.gateway.responses import App
 
+BACKLOG = 2048
 REST_S, CUT_S = 2.0, 1.0
 LOOK_EVERY_S = 0.1
 # mallopt(3). glibc raises its own threshold to the largest block ever freed; from then on bodies grow on the heap by being copied.
@@ -34,13 +34,13 @@ class GatewayServer(uvicorn.Server):
     The sockets are bound by the caller (or inherited from systemd) and closed here at the end. Signals are the daemon's.
     """
 
-    acceptor: Acceptor | None = None
-
     def __init__(self, config: uvicorn.Config, boundary: Boundary, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)
         self._boundary = boundary
         self._clock = clock
         self._ticked_at_s = clock()
+        self.servers: list[asyncio.Server] = []
+        self.set_limits(config.http.limits)
 
     async def run_until_told(self, sockets: list[socket.socket]) -> None:
         """Run `serve` until the daemon stops it; start it again where it ends by an error before that."""
@@ -56,18 +56,14 @@ class GatewayServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, but for the accepting: asyncio's and uvloop's own have no bound, and end badly where descriptors run out."""
-        await super().startup(sockets=[])
-        if self.acceptor is not None:
-            await self.acceptor.close()
-        config, state = self.config, self.server_state
-        make = partial(config.http_protocol_class, config=config, server_state=state, app_state=self.lifespan.state)
-        limit = config.http.limits.connections
-        self.acceptor = Acceptor(sockets or (), make, state.connections, config.http.idle, limit, self._boundary)
+        """Listen on copies of `sockets`: the loop closes what it gets, and a server that begins again needs its own."""
+        self._close_servers()
+        await super().startup(sockets=[listening.dup() for listening in sockets or ()])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.acceptor is not None:
-            await self.acceptor.close()
+        """Accept no more, and let the connections that were just accepted open: uvicorn asks only open ones to end."""
+        self._close_servers()
+        await asyncio.sleep(LOOK_EVERY_S)
         await super().shutdown(sockets=sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -78,8 +74,14 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def condition(self) -> Condition | None:
-        """Why clients cannot connect."""
-        return self.acceptor.condition if self.acceptor is not None else None
+        """Why clients cannot connect. It stands until FULL_S after the last time."""
+        if self._clock() - self.config.http.full_at_s > FULL_S:
+            return None
+        return Condition(
+            "ConnectionsFull",
+            f"{self.config.http.limits.connections} clients are connected, the most allowed: idle connections are closed for new ones. "
+            f"Raise limits.max_connections, and this process's limit of {descriptor_limit()} open files (LimitNOFILE=, ulimit -n).",
+        )
 
     @property
     def tick_age_s(self) -> float:
@@ -104,6 +106,10 @@ class GatewayServer(uvicorn.Server):
             await asyncio.wait((serving,), timeout=LOOK_EVERY_S)
         await serving
 
+    def _close_servers(self) -> None:
+        for server in self.servers:
+            server.close()
+
     async def _cut(self) -> None:
         """uvicorn's force_exit alone leaves tasks and connections open, and since Python 3.12 it waits for those."""
         self.force_exit = True
@@ -119,8 +125,7 @@ class GatewayServer(uvicorn.Server):
     def set_limits(self, limits: ClientLimits) -> None:
         """For a reload: open connections follow from their next deadline on."""
         self.config.http.limits = limits
-        if self.acceptor is not None:
-            self.acceptor.set_most(limits.connections)
+        metrics.CONNECTIONS_MAX.set(limits.connections)
         self.config.timeout_keep_alive = limits.keep_alive_s
 
 
@@ -161,6 +166,8 @@ def gateway_server(
         proxy_headers=False,
         server_header=False,
         date_header=False,
+        # The loop accepts them all before it lets the first one be closed.
+        backlog=min(BACKLOG, descriptor_limit() // 4),
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=drain_s,
     )

@@ -1,4 +1,4 @@
-"""Finds the numbers of tokens that an engine wrote at the end of its answer, or at its begin. Never reads any other part of the answer."""
+"""Finds the token counts that an engine wrote at the end of its answer, or at its beginning."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Owns the flags and variables that a model added over the admin API may have: a list; all others are refused.
+"""Keeps holders of admin keys and authors of a registry's recipes from running code, reading files and reaching hosts by vLLM's flags.
 
-An admin key may start, stop and tune models. A flag needs the configuration file if it loads code, names another repository, reads or
-writes the node's files, opens addresses, or writes prompts and answers into logs. A stolen key is then no shell on the node. A flag that no
-list names is refused, and so is a flag of a later vLLM. Source: the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
+They may start, stop and tune models. A flag needs the configuration file if it loads code, names another repository, reads or writes the
+node's files, opens addresses, or writes prompts and answers into logs. A stolen key is then no shell on the node. A flag that no list names
+is refused, and so is a flag of a later vLLM. Source: the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from sparkd.errors import ConfigError
+from sparkd.vllm.flags import Flag, flags_in, shown
 
 # Flags without a value, also as --no-NAME.
 SWITCHES = frozenset(
@@ -52,15 +52,10 @@ VALUES = frozenset(
         "kda-decode-backend",
     }
 )  # fmt: skip
-# Flags with one value, JSON of numbers and names, or in parts: --limit-mm-per-prompt.image 2.
+# Flags with one value, JSON of numbers and names.
 MAPPINGS = frozenset({"limit-mm-per-prompt", "override-generation-config", "default-chat-template-kwargs", "pooler-config"})
 # Flags with any number of values.
 LISTS = frozenset({"cudagraph-capture-sizes", "kv-cache-dtype-skip-layers"})
-_SHORT = {"-q": VALUES, "-ep": SWITCHES}
-# An optimization level in one argument. In two arguments `-O` is --compilation-config in older releases, which can name code.
-_LEVEL = re.compile(r"-O=?[0-3]")
-# argparse's rule to tell a negative number from a flag.
-_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 # Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, VLLM_PLUGINS, ...), and VLLM_LOGGING_LEVEL writes what models
 # answer into the log: only these plain numbers and switches may be set. VLLM_MARLIN_USE_ATOMIC_ADD is compared with "1" and chooses how a
@@ -79,66 +74,36 @@ _WHERE, _CURE = "over the admin API", "Set it in the configuration file."
 
 
 def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) -> None:
-    """Raise ConfigError for the first argument that is neither an unabbreviated flag of the lists nor a value of one.
+    """Raise ConfigError for the first flag that is not in the lists or has more or fewer values than its list says.
 
-    where, cure: words of the message, for a place other than the admin API.
-
-    An abbreviated flag is refused, because another release may complete it to another flag; a value after a flag that takes none, because
-    vLLM may read it as its model.
+    A value after a flag that takes none is refused, because vLLM may read it as its model. where, cure: words of the message, for a place
+    other than the admin API.
     """
-    index = 0
-    while index < len(args):
-        arg = args[index]
-        kind = _kind(arg)
-        if kind is None:
-            raise _refusal(arg, where, cure)
-        index += 1
-        if kind is SWITCHES or "=" in arg or _LEVEL.fullmatch(arg):
-            continue
-        most = len(args) if kind is LISTS else index + 1
-        first = index
-        while index < min(most, len(args)) and _is_value(args[index]):
-            index += 1
-        if index == first:
-            raise ConfigError(f"{_shown(arg)} needs a value that does not begin with '-': write {arg[:48]}=VALUE.", param="extra_args")
+    for flag in flags_in(args):
+        if not flag.name or (flag.name in SWITCHES and not isinstance(flag.value, bool)):
+            message = "extra_args has a value that no flag before it takes, and vLLM would read it as its model: remove it."
+            raise ConfigError(message, param="extra_args")
+        name = flag.name if flag.name.startswith("-") else f"--{flag.name}"
+        if not _is_listed(flag.name):
+            reason = "only flags that tune a model are let in there, written in full"
+            raise ConfigError(f"{shown(name)} is refused {where}: {reason}. {cure}", param="extra_args")
+        if not _is_whole(flag):
+            raise ConfigError(f"{shown(name)} needs one value that does not begin with '-': write {name[:48]}=VALUE.", param="extra_args")
 
 
 def refuse_variables(names: Iterable[str], where: str = _WHERE, cure: str = _CURE) -> None:
     """Raise ConfigError for the first variable that an added model may not set. where, cure: see `refuse_flags`."""
     for name in names:
         if name not in ENVIRONMENT:
-            raise ConfigError(f"The environment variable {_shown(name)} is refused {where}. {cure}", param="env")
+            raise ConfigError(f"The environment variable {shown(name)} is refused {where}. {cure}", param="env")
 
 
-def _kind(arg: str) -> frozenset[str] | None:
-    """The list that contains the flag; None where the flag is not allowed in this form."""
-    if not arg.startswith("--"):
-        return VALUES if _LEVEL.fullmatch(arg) else _SHORT.get(arg)
-    key, equals, _ = arg[2:].partition("=")
-    name, dot, _ = key.partition(".")
-    name = name.replace("_", "-")
-    if name in MAPPINGS:
-        return MAPPINGS
-    if dot:
-        return None
-    if name in SWITCHES or name.removeprefix("no-") in SWITCHES:
-        return None if equals else SWITCHES
-    return next((kind for kind in (VALUES, LISTS) if name in kind), None)
+def _is_listed(name: str) -> bool:
+    return any(name in names for names in (SWITCHES, VALUES, MAPPINGS, LISTS))
 
 
-def _is_value(arg: str) -> bool:
-    return not arg.startswith("-") or _NEGATIVE.fullmatch(arg) is not None
-
-
-def _refusal(arg: str, where: str, cure: str) -> ConfigError:
-    shown = _shown(arg.split("=", 1)[0])
-    if not arg.startswith("-") or _NEGATIVE.fullmatch(arg):
-        return ConfigError(
-            "extra_args has a value that no flag before it takes, and vLLM would read it as its model: remove it.", param="extra_args"
-        )
-    reason = "only flags that tune a model are let in there, written in full"
-    return ConfigError(f"{shown} is refused {where}: {reason}. {cure}", param="extra_args")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 48 else text[:45] + "...")
+def _is_whole(flag: Flag) -> bool:
+    """Whether a listed flag has as many values as it takes."""
+    if flag.name in SWITCHES:
+        return isinstance(flag.value, bool)
+    return isinstance(flag.value, str) or (flag.name in LISTS and isinstance(flag.value, tuple))

@@ -1,4 +1,4 @@
-"""Owns the keys that a model added over the admin API may set. Never reads a file."""
+"""Refuses what a model added over the admin API may not set: an admin key steers models, and brings in no code, file or address."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.yaml_file import Table
+from sparkd.schema.model import ModelConfig, TuningKeys
 
-# Keys of an entry that only tune or name a model. Any key outside these lists needs the configuration file.
-KEYS = frozenset(
-    {
-        "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
-        "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
-        "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
-        "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",
-        "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
-    }
-)  # fmt: skip
+KEYS = frozenset(TuningKeys.model_fields)
 # The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin. instanttensor is missing:
 # vLLM hands the files to that library (weight_utils.py, instanttensor_weights_iterator), which takes a tensor's length from its shape and
 # its place from data_offsets, and compares the two with each other and with the file's size nowhere in Python. A header that lies could
@@ -33,7 +23,7 @@ MOST_ARGUMENT_CHARACTERS = 4096
 MOST_ENTRY_CHARACTERS = 65_536
 
 
-def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
+def refuse_paths(own: Mapping[str, Any], is_recipe: Callable[[str], bool]) -> None:
     """Raise ConfigError for a recipe given by path, before any file is read, so that a caller cannot probe which files exist.
 
     own: the keys of the request. is_recipe: whether a recipe has this name; names in a registry may contain folders. A model that begins
@@ -46,10 +36,14 @@ def refuse_paths(own: Table, is_recipe: Callable[[str], bool]) -> None:
         raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")
 
 
-def refuse_many(own: Table) -> None:
+def refuse_many(own: Mapping[str, Any]) -> None:
     """Raise ConfigError for a longer entry, for more arguments or for longer ones than any model needs: the holder of a key could keep
     the event loop busy."""
-    if len(json.dumps(own)) > MOST_ENTRY_CHARACTERS:
+    try:
+        size = len(json.dumps(own, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        raise ConfigError("A text holds a lone surrogate, which no answer can return: write it anew.") from None
+    if size > MOST_ENTRY_CHARACTERS:
         raise ConfigError(f"An entry has at most {MOST_ENTRY_CHARACTERS:,} characters over the admin API: shorten it, or {_CURE}")
     args = own.get("extra_args")
     if isinstance(args, list) and (len(args) > MOST_ARGUMENTS or any(len(str(arg)) > MOST_ARGUMENT_CHARACTERS for arg in args)):
@@ -63,7 +57,7 @@ def refuse_calibration(quantize: Any) -> None:
         raise ConfigError(f"quantize.calibration is refused over the admin API: {_CURE}", param="quantize")
 
 
-def refuse_over_admin(own: Table, model: ModelConfig) -> None:
+def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for a key of the request that is not in the lists.
 
     own: the keys of the request. model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe.

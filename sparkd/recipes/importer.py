@@ -1,11 +1,10 @@
-"""Owns the conversion of eugr's (version 1) and sparkrun's (version 2) recipes to sparkd's, with notes on what is lost. Never runs hooks.
+"""Converts eugr's (version 1) and sparkrun's (version 2) recipes to sparkd's, with a note on each loss.
 
 eugr/spark-vllm-docker, run-recipe.py and recipes/README.md; spark-arena/sparkrun, RECIPES.md: fields, placeholders, precedence.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, re
 from sparkd.schema import yaml_file
 from sparkd.schema.overlay import error_of
 from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.releases import READ_OFF, Release
 from sparkd.vllm.reserved_args import owned_env
-from sparkd.vllm.translate import SPECULATIVE, translated, values_of
-from sparkd.vllm.unknown_names import unknown_parsers
+from sparkd.vllm.translate import translated
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
@@ -56,6 +54,7 @@ _RANKS = frozenset(
 _NODE_COUNTS = ("nodes", "nnodes", "num_nodes", "node_count")
 # Flags whose value is a file. A relative path comes from a mod or from the launcher's image.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin")
+_PARSER_FLAGS = ("--tool-call-parser", "--reasoning-parser")
 # Images with an unchanged vLLM: vLLM's own, NVIDIA's, and eugr's builds.
 _PLAIN_BUILDS = (
     "", "vllm-openai", "vllm", "vllm-node", "vllm-node-tf5", "spark-vllm", "dgx-vllm-eugr-nightly", "dgx-vllm-eugr-nightly-tf5",
@@ -72,9 +71,13 @@ def no_parser(_args: Sequence[str], _env: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A recipe in sparkd's format. recipe: plain values; text: the same as a file. notes: one sentence for each difference from the source.
-    missing: one for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes. risks: one
-    for each setting that runs foreign code or reads this machine's files, shown first (sparkd.config.recipe_check.with_risks)."""
+    """A recipe in sparkd's format.
+
+    recipe: plain values; text: the same as a file.
+    notes: a sentence for each difference from the source.
+    missing: a sentence for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes.
+    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.with_risks).
+    """
 
     recipe: Mapping[str, Any]
     text: str
@@ -87,20 +90,20 @@ def imported(
     raw: bytes,
     shown: str,
     overrides: Mapping[str, Any] | None = None,
-    release: Release = READ_OFF,
     parser: Parser = no_parser,
     origin: str = "",
 ) -> Imported:
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
-    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. parser: asks this machine's
-    vLLM, which must accept the arguments. origin: the source of the file, empty where only its format is known.
+    overrides: -o KEY=VALUE, over the recipe's defaults.
+    parser: asks this machine's vLLM, which must accept the arguments.
+    origin: the source of the file, empty where only its format is known.
     """
     document = yaml_file.parse(raw, shown, {}, last_counts=True)
     if document.problems:
         raise error_of(document.problems)
     try:
-        return _imported(document, shown, dict(overrides or {}), release, parser, origin)
+        return _imported(document, shown, dict(overrides or {}), parser, origin)
     except ConfigError as error:
         raise error if error.file else ConfigError(error.message, file=shown) from None
 
@@ -132,10 +135,8 @@ def substituted(text: str, values: Mapping[str, Any]) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(
-    document: yaml_file.Document, shown: str, overrides: dict[str, Any], release: Release, parser: Parser, origin: str
-) -> Imported:
-    table = document.table
+def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any], parser: Parser, origin: str) -> Imported:
+    table = document.values
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
     # sparkrun takes every version but 1 as its own (core/recipe.py).
@@ -157,9 +158,11 @@ def _imported(
     model = command.model or values.get("model")
     if not isinstance(model, str) or "{" in model:
         raise ConfigError("model is missing: give it, or name it in the command.")
-    recipe = _recipe(table, command, model, version, release, notes)
+    recipe = _recipe(table, command, model, version, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
     settings = recipe["settings"]
+    if not table.get("command"):
+        notes += _without_unknown(settings, parser)
     missing = tuple(_missing(table, settings, parser))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
@@ -180,14 +183,14 @@ def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | Non
 
 def parser_flags(settings: Mapping[str, Any]) -> list[str]:
     """The flags of a recipe's keys that name a parser, before its extra_args."""
-    named = [(flag, settings.get(flag.replace("-", "_"))) for flag in ("tool-call-parser", "reasoning-parser")]
+    named = [(flag, settings.get(flag[2:].replace("-", "_"))) for flag in _PARSER_FLAGS]
     args = settings.get("extra_args")
-    flags = [word for flag, name in named if isinstance(name, str) and name not in (OFF, "off") for word in (f"--{flag}", name)]
+    flags = [word for flag, name in named if isinstance(name, str) and name not in (OFF, "off") for word in (flag, name)]
     return [*flags, *(map(str, args) if isinstance(args, list | tuple) else ())]
 
 
 def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Parser) -> Iterator[str]:
-    """Sentences about files and modules that are missing on this machine. settings: translated for this release of vLLM. Raises ConfigError
+    """Sentences about files and modules that are missing on this machine. settings: translated for vLLM. Raises ConfigError
     for an argument that vLLM refuses or a parser that it lacks, where the recipe has neither a mod nor the image of a fork."""
     args, env, chosen = settings.get("extra_args", []), settings.get("env", {}), parser_flags(settings)
     brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
@@ -196,20 +199,28 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
     named = f" ({', '.join(mods[:4])})" if mods else ""
     whose = f"its {' or '.join(brought)}{named} may bring" if brought else "its launcher's image may have"
     for name in _FILES:
-        for *_, value in values_of(args, name):
-            if not value.startswith("/") and _PLAIN.fullmatch(value):
-                yield f"--{name} {value} is a file that {whose}: get the file, and write its full path there."
-    if not chosen or (answer := parser(args, env)) is None:
+        value = value_of(args, name)
+        if value is not None and not value.startswith("/") and _PLAIN.fullmatch(value):
+            yield f"--{name} {value} is a file that {whose}: get the file, and write its full path there."
+    if not chosen or (answer := parser(chosen, env)) is None:
         return
     version, refusals = answer
-    parsers = list(unknown_parsers(chosen, env, None))
-    if not brought and not is_fork(table.get("container")):
-        for reason in (*(refusal.note(version) for refusal in refusals), *parsers):
-            raise ConfigError(f"vLLM would refuse an argument of this recipe. {reason}")
-    for reason in parsers:
-        yield f"{reason} If {whose} it, use an image that has it."
-    for flag in dict.fromkeys(refusal.flag for refusal in refusals if refusal.is_unknown):
-        yield f"{flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
+    if refusals and not brought and not is_fork(table.get("container")):
+        raise ConfigError(f"vLLM would refuse an argument of this recipe. {refusals[0].note(version)}")
+    for refusal in refusals:
+        if refusal.flag in _PARSER_FLAGS:
+            yield f"{refusal.note(version)} If {whose} it, use an image that has it."
+        elif refusal.is_unknown:
+            yield f"{refusal.flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
+
+
+def _without_unknown(settings: dict[str, Any], parser: Parser) -> list[str]:
+    """Leave out the defaults that vLLM has no flag for, as sparkrun does for a recipe without a command. Returns a note for each."""
+    answer = parser(parser_flags(settings), settings.get("env", {}))
+    unknown = [refusal.flag[2:] for refusal in answer[1] if refusal.is_unknown] if answer is not None else []
+    if unknown:
+        settings["extra_args"] = without(settings["extra_args"], *unknown)
+    return [f"{name.replace('-', '_')} in defaults is left out: vLLM has no such flag." for name in unknown]
 
 
 def is_fork(image: Any) -> bool:
@@ -231,9 +242,12 @@ def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
 def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str]) -> Command:
     template = table.get("command")
     if isinstance(template, str) and template.strip():
+        # sparkrun's own placeholders, beside the defaults (RECIPES.md).
+        own = {"model_revision": table.get("model_revision"), "resolved_model_path": values.get("model")}
+        known = {**{name: value for name, value in own.items() if value is not None}, **values}
         names = set(_PLACEHOLDER.findall(template)) | {name for value in values.values() for name in _PLACEHOLDER.findall(str(value))}
-        command = read_command(substituted(template, values))
-        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in values})
+        command = read_command(substituted(template, known))
+        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in known})
         if unused := sorted(set(values) - names - {"model", "port", "host", "served_model_name", "distributed_executor_backend"}):
             notes.append(f"{', '.join(unused)} in defaults is left out: the command does not name it.")
         if not command.served and isinstance(values.get("served_model_name"), str):
@@ -274,20 +288,18 @@ def _filled(command: Command, unknown: set[str]) -> None:
         raise ConfigError(f"the command names {missing}, and defaults has no such key: import it with -o {name}=VALUE.")
 
 
-def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, release: Release, notes: list[str]) -> dict[str, Any]:
+def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, notes: list[str]) -> dict[str, Any]:
     env = {**_environment(table.get("env"), notes), **command.env}
     placed = {name: "sparkd places the ranks of a model, and gives each its number" for name in env if name in _RANKS}
     for name, reason in {**placed, **dict(owned_env(env))}.items():
         notes.append(f"{name} is left out: {reason}.")
         del env[name]
-    translation = translated(command.args, env, release)
+    translation = translated(command.args, env)
     notes += translation.notes
     notes += [f"refused: {reason}" for reason in translation.refused]
-    for *_, text in values_of(translation.args, SPECULATIVE[2:]):
-        try:
-            json.loads(text)
-        except ValueError:
-            raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.") from None
+    drafts = value_of(translation.args, DRAFTS)
+    if drafts is not None and json_object(drafts) is None:
+        raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.")
     settings = dict(command.settings)
     if isinstance(table.get("model_revision"), str):
         settings.setdefault("revision", table["model_revision"])
@@ -308,7 +320,8 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     if isinstance(table.get("container"), str):
         recipe["container"] = {"image": table["container"], "kind": _kind(table["container"])}
     nodes = _nodes(table)
-    if version == "1" and (nodes or {}).get("min", 1) == 1 and not command.divided:
+    alone = (nodes or {}).get("max") == 1 or (version == "1" and (nodes or {}).get("min", 1) == 1)
+    if alone and not command.divided:
         settings.setdefault("tensor_parallel", 1)
     if nodes:
         size = settings.get("tensor_parallel")

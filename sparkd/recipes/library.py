@@ -1,14 +1,14 @@
-"""Owns finding recipes by name: in the operator's folder, then among sparkd's own, and as NAME@REGISTRY in the registries. Never runs
-one."""
+"""Finds recipes by name: in the operator's folder, then among sparkd's own, and as NAME@REGISTRY in the registries."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint.source import FOLDER_SIGNS
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
 from sparkd.schema.yaml_file import ConfigProblem, parse
@@ -21,37 +21,30 @@ if TYPE_CHECKING:
 _CHECKOUT = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
-VARIANT = "@"
+AT = "@"
 _NO_TRUST = "trust_remote_code is left out: a model whose repository brings code sets it in its own entry."
 _SUFFIX = ".yaml"
 
 
-class AsWritten(Mapping[str, str]):
+class AsWritten(dict[str, str]):
     """An environment in which ${env.NAME} stands for itself: for showing and checking a recipe, whose values may be secrets."""
 
-    def __getitem__(self, name: str) -> str:
+    def __missing__(self, name: str) -> str:
         return "${env." + name + "}"
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 class RecipeLibrary:
     """The recipes of several folders; the first folder wins for a name. A file is read once, when its recipe is needed."""
 
     def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
-        """own: the operator's folder, None for the usual one. environ: values for ${env.NAME} in recipes. state_dir: the folder that holds
-        the registries, None for no registries."""
+        """own: the operator's folder, None for the usual one.
+        environ: values for ${env.NAME} in recipes.
+        state_dir: the folder that holds the registries, None for no registries.
+        """
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
         self._state_dir = state_dir
-        self._read: dict[Path | str, tuple[RecipeFile | None, list[ConfigProblem]]] = {}
+        self._read: dict[str, tuple[RecipeFile | None, list[ConfigProblem]]] = {}
         self._kept: dict[str, RecipeFile] = {}
 
     def keep(self, file: RecipeFile) -> None:
@@ -70,74 +63,56 @@ class RecipeLibrary:
                 paths.setdefault(path.stem, path)
         return dict(sorted(paths.items()))
 
-    def split(self, name: str) -> tuple[str, str | None]:
-        """(recipe, variant): `qwen@long` is the recipe qwen and its variant long. `qwen@eugr` and `qwen@eugr@long`, where eugr is a
-        registry, are the recipe qwen@eugr."""
-        recipe, at, rest = name.partition(VARIANT)
-        registry, more, variant = rest.partition(VARIANT)
-        if at and (registries := self._registries) is not None and registry in registries:
-            return f"{recipe}{VARIANT}{registry}", variant if more else None
-        return recipe, rest if at else None
-
     def has(self, name: str) -> bool:
-        """Whether there is a recipe of this name, with or without a variant. Looks at no path."""
-        recipe, _ = self.split(name)
-        if VARIANT not in recipe:
-            return recipe in self.names()
+        """Whether a recipe is meant by this name, be it in an unknown registry. Looks at no path."""
+        if name.partition(AT)[0] in self.names():
+            return True
         try:
-            self.registry_text(recipe)
+            self.registry_text(name)
         except SparkdError:
             return False
         return True
 
     def registry_text(self, recipe: str) -> tuple[Registry, str, str]:
         """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError, and StateError for a damaged registry."""
-        name, _, registry = recipe.partition(VARIANT)
+        name, _, registry = recipe.partition(AT)
+        if f"{name}-{registry}" in self.names() and registry not in (self._registries or ()):
+            raise ConfigError(f"{registry[:64]!r} is not a registry; did you mean the recipe {name}-{registry}?")
         if self._registries is None:
             raise ConfigError(f"{recipe[:64]!r} is not a recipe here: only a configuration has registries.")
         holder = self._registries.get(registry)
         return holder, *holder.text(name)
 
-    def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[ConfigProblem]]:
-        """The recipe of a name, or of a path where it holds a '/'. An unknown name yields a problem without a place. variant: the word
-        after '@', which may name a registry."""
+    def read(self, name: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
+        """The recipe of a name, or of a path. An unknown name yields a problem without a place."""
         if name in self._kept:
             return self._kept[name], []
-        if VARIANT in name and self.split(name) == (name, None):
-            if name not in self._read:
-                self._read[name] = self._of_registry(name)
-            return self._read[name]
-        path = Path(name).expanduser() if "/" in name else self.names().get(name)
-        if path is None:
-            near = nearest(name, self.names())
-            hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
-            return None, [ConfigProblem(None, None, f"{name[:64]!r} is not a recipe{self.no_registry(variant)}: {hint}.")]
-        if path not in self._read:
-            from sparkd.recipes.file import read_recipe
-
-            self._read[path] = read_recipe(path, self._environ)
-        return self._read[path]
-
-    def no_registry(self, name: str | None) -> str:
-        """A part of a message: that `name` is no registry either, and the known registries; empty without registries."""
-        try:
-            names = self._registries.known(name) if name is not None and self._registries is not None else ""
-        except SparkdError:
-            return ""
-        return f", and {name[:64]!r} no registry ({names})" if name is not None and names else ""
+        if name not in self._read:
+            self._read[name] = self._found(name)
+        return self._read[name]
 
     def find(self, name: str) -> RecipeFile:
         """The recipe of a name or path, like `read`. Raises ConfigError with the first problems."""
-        file, problems = self.read(*self.split(name))
+        file, problems = self.read(name)
         if file is None:
             raise ConfigError("\n".join(str(problem) for problem in problems[:5]), param="recipe")
         return file
 
     def settings(self, name: str | None) -> dict[str, Any]:
-        """The entry keys that NAME or NAME@VARIANT sets; empty for None. Raises like `find`."""
-        if name is None:
-            return {}
-        return {key: value for table in self.find(name).settings(self.split(name)[1]) for key, value in table.items()}
+        """The entry keys that a recipe sets; empty for None. Raises like `find`."""
+        return {} if name is None else self.find(name).settings
+
+    def _found(self, name: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
+        from sparkd.recipes.file import read_recipe
+
+        if AT in name and not name.startswith(FOLDER_SIGNS):
+            return self._of_registry(name)
+        path = Path(name).expanduser() if "/" in name else self.names().get(name)
+        if path is None:
+            near = nearest(name, self.names())
+            hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
+            return None, [ConfigProblem(None, None, f"{name[:64]!r} is not a recipe: {hint}.")]
+        return read_recipe(path, self._environ)
 
     @cached_property
     def _registries(self) -> Registries | None:
@@ -158,9 +133,9 @@ class RecipeLibrary:
         notes: tuple[str, ...] = ()
         try:
             registry, name, text = self.registry_text(recipe)
-            full = f"{name}{VARIANT}{registry.name}"
+            full = f"{name}{AT}{registry.name}"
             shown = f"{full} ({registry.commit[:SHOWN_COMMIT]})"
-            if is_foreign(parse(text.encode(), shown, {}).table):
+            if is_foreign(parse(text.encode(), shown, {}).values):
                 converted = imported(text.encode(), shown, origin=registry.origin)
                 text, notes = converted.text, (*converted.missing, *converted.notes)
             file, problems = parse_recipe(full, text.encode(), shown, AsWritten())

@@ -1,4 +1,4 @@
-"""Owns converting a `vllm serve` command line of a script or recipe to an entry's keys. Never runs the command or a shell."""
+"""Converts a `vllm serve` command line of a script or recipe to an entry's keys, without running it or a shell."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.schema.engine_flags import SWITCHES, VALUE_FLAGS
-from sparkd.vllm.arg_check import amount
+from sparkd.vllm.flags import SHORT, Value, amount, flags_in, is_value, json_object, parsed, value_of, words
 from sparkd.vllm.reserved_args import owned_args
-from sparkd.vllm.translate import SPECULATIVE, flag_name, values_of, without
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SHELL = re.compile(r"[();<>|&]+")
 _UNKNOWN = re.compile(r"\$(?:[A-Za-z_{(])|`")
 _SERVERS = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"), ("-m", "vllm.entrypoints.cli.main", "serve"))
-_SHORT = {
-    "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization",
-    "-n": "nnodes", "-r": "node-rank", "-sc": "speculative-config",
-}  # fmt: skip
+_SHORT_WORD = re.compile(r"(-[A-Za-z]+)(\d*)")
 # A flag of a fork of vLLM, from eugr's mod gpu-mem-util-gb: it overrides gpu-memory-utilization.
 _GIB = "gpu-memory-utilization-gb"
-_ONE_VALUE = ("model", "host", "port", "api-key", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
-              "pipeline-parallel-size", "data-parallel-size", "kv-cache-memory-bytes", _GIB, SPECULATIVE[2:])  # fmt: skip
 
 
 def _as_is(text: str) -> Any:
@@ -56,11 +50,8 @@ _KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "tool-call-parser": ("tool_call_parser", _as_is),
 }
 _SWITCHES = {key.replace("_", "-"): key for key in SWITCHES}
-# Flags that the key tool_call_parser sets again.
-_IMPLIED = ("enable-auto-tool-choice",)
-_WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "enable-auto-tool-choice", *_SWITCHES)
-# The flags that sparkd reads instead of passing them on: their abbreviations must be unambiguous.
-_READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
+# The flag that the key tool_call_parser sets again.
+_IMPLIED = "enable-auto-tool-choice"
 
 
 @dataclass(slots=True)
@@ -101,110 +92,85 @@ def read_command(text: str) -> Command:
     return command
 
 
-def read_arguments(words: Sequence[str], command: Command) -> None:
+def read_arguments(arguments: Sequence[str], command: Command) -> None:
     """Add the arguments after `vllm serve` to `command`."""
-    owned: list[str] = []
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
-        if not _is_flag(word):
-            if command.model is None:
-                command.model = word
-            else:
-                command.notes.append(f"{word[:48]!r} is left out: it belongs to no flag.")
-            continue
-        spelled, equals, value = word.partition("=")
-        beginning, _, inner = spelled.partition(".")
-        name = _SHORT.get(beginning) or _in_full(flag_name(word) or "")
-        taken = [value] if equals else _values(words, index, name)
-        index += 0 if equals else len(taken)
-        if name == "model" and taken:
-            command.model = taken[0]
+    full, flags, owned = _in_full(arguments), dict[str, Value](), list[str]()
+    for flag in flags_in(full):
+        if not flag.name and command.model is None:
+            command.model = str(flag.value)
+        elif not flag.name:
+            command.notes.append(f"{str(flag.value)[:48]!r} is left out: it belongs to no flag.")
+        elif flag.name.startswith("-"):
+            raise ConfigError(f"command: {flag.name[:48]!r} is not a flag of vLLM in full: write it out.")
+    for name, value in parsed(full).items():
+        values = value if isinstance(value, tuple) else (value,)
+        if name == "model":
+            command.model = str(value)
         elif name == "served-model-name":
-            command.served += taken
-        elif name in _IMPLIED:
+            command.served += map(str, values)
+        elif name == _IMPLIED:
             continue
-        elif name not in _KEYS and list(owned_args(["--seed=0", f"--{name}" if name else word])):
+        elif name not in _KEYS and any(True for _ in owned_args([f"--{name}"])):
             owned.append(f"--{name}")
-            command.divided |= name in ("pipeline-parallel-size", "data-parallel-size") and taken != ["1"]
-        elif any(_UNKNOWN.search(each) for each in taken):
+            command.divided |= name in ("pipeline-parallel-size", "data-parallel-size") and value != "1"
+        elif any(_UNKNOWN.search(str(each)) for each in values):
             command.notes.append(f"--{name} is left out: its value comes from a shell's variable. Set it on the model.")
-        elif name in _KEYS and taken and not inner:
+        elif name in _KEYS and isinstance(value, str):
             key, read = _KEYS[name]
-            command.settings[key] = read(taken[0])
-        elif name in _SWITCHES and not inner:
+            command.settings[key] = read(value)
+        elif name in _SWITCHES and value is True:
             command.settings[_SWITCHES[name]] = True
-        elif name == "kv-cache-memory-bytes" and taken:
-            command.settings["kv_cache"] = {"bytes": amount(taken[0]) or taken[0]}
-        elif name == _GIB and taken:
-            command.settings["memory_gib"] = _share(taken[0])
-        elif name in _READ or beginning in _SHORT:
-            command.args += [f"--{name}{'.' if inner else ''}{inner}{'=' + value if equals else ''}", *([] if equals else taken)]
+        elif name == "kv-cache-memory-bytes" and isinstance(value, str):
+            command.settings["kv_cache"] = {"bytes": amount(value) or value}
+        elif name == _GIB and isinstance(value, str):
+            command.settings["memory_gib"] = _share(value)
         else:
-            command.args += [word] if equals else [word, *taken]
+            flags[name] = value
     if owned:
-        command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(dict.fromkeys(owned))}.")
+        command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(owned)}.")
     for used, gone in (("memory_gib", "gpu_memory_utilization"), ("kv_cache", "gpu_memory_utilization")):
         if used in command.settings and command.settings.pop(gone, None) is not None:
             command.notes.append(f"{gone} is left out: the command has {used} too, which vLLM uses instead.")
-    command.args = _one_speculation(command.args)
+    command.args += words(flags)
 
 
-def _in_full(name: str) -> str:
-    """The full name of an abbreviated flag of _READ; any other name unchanged. No other flag of vLLM is a prefix of one of these. Raises
-    ConfigError for an ambiguous abbreviation."""
-    if not name or name in _READ:
-        return name
-    flags = sorted(flag for flag in _READ if flag.startswith(name))
-    if len(flags) > 1:
-        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in flags[:4])}: write out which.")
-    return flags[0] if flags else name
-
-
-def _one_speculation(args: list[str]) -> list[str]:
-    """The arguments with the parts of a draft configuration (`--speculative-config.method mtp`) joined to one flag, as vLLM's parser
-    does."""
-    parts: dict[str, Any] = {}
-    for index, arg in enumerate(args):
-        written, equals, value = arg.partition("=")
-        if not written.startswith(f"{SPECULATIVE}.") or (not equals and index + 1 == len(args)):
+def _in_full(arguments: Sequence[str]) -> list[str]:
+    """The arguments with short names written out, and with the parts of a JSON flag (`--speculative-config.method mtp`) joined to one."""
+    full, parts = list[str](), dict[str, dict[str, Any]]()
+    rest = list(reversed(arguments))
+    while rest:
+        word = rest.pop()
+        written, equals, value = word.partition("=")
+        head, _, path = written.partition(".")
+        short = _SHORT_WORD.fullmatch(head)
+        if is_value(word) or (short is not None and short[1] not in SHORT):
+            full.append(word)
             continue
-        *path, last = written.removeprefix(f"{SPECULATIVE}.").split(".")
-        inner = parts
-        for key in path:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{written} sets a key of a value that is not a map: give {SPECULATIVE} as one.")
-        inner[last] = _as_json(value if equals else args[index + 1])
-    if not parts:
-        return args
-    whole = [_as_json(value) for *_, value in values_of(args, SPECULATIVE[2:])]
-    if any(not isinstance(each, dict) for each in whole):
-        raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.")
-    return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**(whole[-1] if whole else {}), **parts})]
+        if short is not None:
+            head, value, equals = f"--{SHORT[short[1]]}", short[2] or value, equals or short[2]
+        if path:
+            text = value if equals else rest.pop() if rest and is_value(rest[-1]) else "true"
+            _put(parts.setdefault(head[2:].replace("_", "-"), {}), path, text, written)
+        else:
+            full += [f"{head}={value}"] if equals else [head]
+    for name, part in parts.items():
+        whole = value_of(full, name) or "{}"
+        if (config := json_object(whole)) is None:
+            raise ConfigError(f"--{name} is not JSON: correct it.")
+        full.append(f"--{name}={json.dumps({**config, **part})}")
+    return full
 
 
-def _as_json(text: str) -> Any:
+def _put(inner: dict[str, Any], path: str, text: str, written: str) -> None:
+    *keys, last = path.split(".")
+    for key in keys:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{written} sets a key of a value that is not a map: give {written.partition('.')[0]} as one.")
     try:
-        return json.loads(text)
+        inner[last] = json.loads(text)
     except ValueError:
-        return text
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not _NUMBER.fullmatch(word)
-
-
-def _values(words: Sequence[str], start: int, name: str) -> list[str]:
-    """The values of the flag before `start`: the words up to the next flag, but at most as many as the flag takes."""
-    most = 0 if name in _WITHOUT_VALUE else 1 if name in _KEYS or name in _ONE_VALUE else len(words)
-    values: list[str] = []
-    for word in words[start : start + most]:
-        if _is_flag(word):
-            break
-        values.append(word)
-    return values
+        inner[last] = text
 
 
 def _lines(text: str) -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkd.capacity.fit import gib
-from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN
+from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import AHEAD
+from sparkd.checkpoint.source import name_of
 from sparkd.hardware import GIB
-from sparkd.models.source import name_of
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
 from sparkd.render.terminal import Page
@@ -46,8 +46,7 @@ _WORDS = {
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
 _SURENESS = {
     EXACT: "vLLM's own answer, or what a start measured",
-    KNOWN: "sparkd's formulas, checked for this architecture",
-    GUESS: "formulas of other models; in brackets the upper bound of the cache, which a load reserves",
+    GUESS: "a rough estimate, because vLLM has not answered; in brackets the cache that a load reserves",
 }
 BAR_CELLS = 64
 OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
@@ -67,6 +66,13 @@ def plan(answer: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
         _floor(answer, page)
     for note in answer["notes"]:
         page.line(printable(note), "yellow")
+
+
+def draft(answer: Mapping[str, Any], page: Page) -> None:
+    """The table of a plan whose numbers vLLM has yet to confirm."""
+    with page.draft():
+        _head(answer, page)
+        _options(answer, page, every=False)
 
 
 def _head(answer: Mapping[str, Any], page: Page) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparkd.models.source import name_of
+from sparkd.checkpoint.source import name_of
 from sparkd.render.models import say
 from sparkd.render.table import Table
 
@@ -36,22 +36,18 @@ def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     table = Table(*columns, right={"NODES", "TOKENS/S"}, folds={"SPECULATION"}, spare=("SPECULATION", "TOKENS/S"))
     for row in rows:
         speed = row["decode_tokens_per_s"]
-        others = [method for method in row["methods"] if method not in ("off", "ngram", "suffix", row["speculative"])]
         shown = "-" if speed is None else f"{speed:g}"
-        table.add(row["name"], row["model"], str(row["nodes"]), shown, ", ".join([row["speculative"], *others]))
-        for variant in row["variants"]:
-            table.add(f"  @{variant}", "", "", "", "", style="dim")
+        table.add(row["name"], row["model"], str(row["nodes"]), shown, row["speculative"])
     table.show(console)
     console.print("TOKENS/S is the first published figure for one stream. `sparkd recipes show NAME` tells its source.", style="dim")
 
 
 def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
-    """`sparkd recipes ls --registry`. A row has `signed`, the signature in words, too."""
+    """`sparkd recipes ls --registry`."""
     entries = list(rows)
-    columns = ("REGISTRY", "RECIPES", "COMMIT", "OF", "SIGNATURE", "FROM")
-    table = Table(*columns, right={"RECIPES"}, folds={"SIGNATURE"}, spare=("OF", "RECIPES"))
+    table = Table("REGISTRY", "RECIPES", "COMMIT", "OF", "FROM", right={"RECIPES"}, spare=("OF", "RECIPES"))
     for row in entries:
-        table.add(row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
+        table.add(row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["url"])
     if entries:
         table.show(console)
     else:
@@ -80,9 +76,8 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
         say.row("vLLM", f"{recipe['needs_vllm']} or newer")
     if recipe["container"]:
         say.row("container", recipe["container"]["image"])
-    speculation = recipe["speculation"]
     say.row("parsers", in_words(recipe["parsers"]))
-    say.row("speculation", f"{speculation['method']}. {speculation['note']}".strip(". ") + ".")
+    say.row("speculation", recipe["speculative"])
     say.head("In sparkd.yaml")
     say.line(f"  {name_of(recipe['name'].partition('@')[0])}:")
     for key, value in recipe["choice"].items():
@@ -99,7 +94,6 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     for pair in _pairs(recipe["flags"]):
         say.line(f"  {pair}")
     say.block("Translated", recipe["translated"])
-    say.block("Variants", [f"@{name}: {text}" for name, text in recipe["variants"].items()])
     say.block("Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
     say.block("Published figures", [_figure(figure) for figure in recipe["expected"]])
     say.block("Notes", recipe["notes"])

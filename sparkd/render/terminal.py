@@ -16,6 +16,11 @@ class Page:
         from sparkd.render.models import terminal
 
         self._console = terminal()
+        self._rows = 0
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._console.is_terminal
 
     @property
     def width(self) -> int:
@@ -33,6 +38,20 @@ class Page:
 
     def table(self, table: Table) -> None:
         table.show(self._console)
+
+    @contextmanager
+    def draft(self) -> Iterator[None]:
+        """Erase the lines that are drawn within the block by the next `erase`."""
+        self._console.record = True
+        yield
+        self._rows = self._console.export_text().count("\n")
+        self._console.record = False
+
+    def erase(self) -> None:
+        """Lines that have left the screen stay."""
+        if 0 < self._rows < self._console.height:
+            self._console.file.write(f"\x1b[{self._rows}A\x1b[J")
+        self._rows = 0
 
 
 @contextmanager

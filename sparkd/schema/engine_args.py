@@ -10,29 +10,26 @@ from sparkd.errors import ConfigError
 from sparkd.schema import kv_cache as kv_sizing
 from sparkd.schema.engine_flags import flags_of
 from sparkd.schema.quantize import AUTO, is_open
-from sparkd.vllm.arg_check import amount
-from sparkd.vllm.translate import SPECULATIVE, flag_name, speculative_config, values_of
+from sparkd.vllm.flags import DRAFTS, amount, amount_of, parsed, speculative_config, value_of, without
 from sparkd.vllm.unaccounted_args import (
+    BLOCK,
     BYTES,
     CACHE,
+    DTYPE,
     KV_DTYPES,
     LAYOUT,
+    LENGTH,
+    LONGEST,
     NARROW,
     SHARE,
     WEIGHTS,
     WIDE,
-    block_of,
     changed_by,
-    dtype_of,
     in_blocks,
-    is_longest,
     kv_dtype_of,
     length_of,
-    number_of,
     share_of,
-    switched,
     unsized,
-    without_length,
 )
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from sparkd.schema.model import ModelConfig
 
 # Flags by which vLLM reads the longest request from another place than config.json.
-_OTHER_CONFIG = ("hf-", "config-f", "revision")
+_OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format", "revision"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +135,11 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
     spec = at_any_length(spec)
     args = spec.extra_args
+    flags = parsed(args)
     kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
-    uncounted = tuple(dict.fromkeys(unsized(args)))
-    wide = (dtype_of(args) or spec.dtype) in WIDE
-    drafts = any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
+    uncounted = tuple(unsized(args))
+    wide = (value_of(args, DTYPE) or spec.dtype) in WIDE
+    drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
     share = _share(spec)
@@ -157,14 +155,14 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
         max_model_len=length_of(args) or spec.max_model_len,
-        max_num_seqs=number_of(args, "max-num-seqs") or spec.max_num_seqs,
-        max_num_batched_tokens=number_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        max_num_seqs=amount_of(args, "max-num-seqs") or spec.max_num_seqs,
+        max_num_batched_tokens=amount_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
         wide=wide,
         kv_cache_dtype=kv_dtype,
-        block_tokens=block_of(args),
-        enforce_eager=spec.enforce_eager if (eager := switched(args, "enforce-eager")) is None else eager,
-        prefix_caching=switched(args, "enable-prefix-caching") is not False,
-        chunked_prefill=switched(args, "enable-chunked-prefill") is not False,
+        block_tokens=amount_of(args, BLOCK),
+        enforce_eager=flags.get("enforce-eager", spec.enforce_eager) is True,
+        prefix_caching=flags.get("enable-prefix-caching") is not False,
+        chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
         cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
         cache_bytes=_cache_bytes(args),
@@ -180,8 +178,8 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         uncounted=uncounted,
         changes=changes,
         trusts_code=spec.trusts_code(),
-        other_config=any((flag_name(arg) or "").startswith(_OTHER_CONFIG) for arg in args),
-        load_format=next((value for *_, value in reversed(list(values_of(args, "load-format")))), spec.load_format),
+        other_config=not _OTHER_CONFIG.isdisjoint(flags),
+        load_format=value_of(args, "load-format") or spec.load_format,
         length_by_flag=spec.max_model_len is None and length_of(args) is not None,
         rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
     )
@@ -201,7 +199,7 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
     """The settings, as written in the entry, whose effect on memory no formula covers."""
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
     names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
-    dtype = dtype_of(spec.extra_args) or spec.dtype or NARROW[0]
+    dtype = value_of(spec.extra_args, DTYPE) or spec.dtype or NARROW[0]
     # With float32, formats and a separate draft are not counted.
     counted = args.wide and args.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
@@ -211,9 +209,9 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
 
 def at_any_length(spec: ModelConfig) -> ModelConfig:
     """The entry with max_model_len: auto in place of a --max-model-len in extra_args that leaves the length to vLLM."""
-    if not is_longest(spec.extra_args):
+    if value_of(spec.extra_args, LENGTH) not in LONGEST:
         return spec
-    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without_length(spec.extra_args))})
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, LENGTH))})
 
 
 def recipe_of(spec: ModelConfig) -> QuantizationRecipe:
@@ -231,7 +229,7 @@ def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
 def _share(spec: ModelConfig) -> float | None:
     """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
     share = share_of(spec.extra_args)
-    if share is None and any(True for _ in values_of(spec.extra_args, SHARE)):
+    if share is None and SHARE in parsed(spec.extra_args):
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
     return kv_sizing.utilization_of(spec) if share is None else share
 
@@ -245,8 +243,8 @@ def _share_words(spec: ModelConfig) -> str:
 
 
 def _cache_bytes(args: Sequence[str]) -> int | None:
-    sizes = [size for *_, size in values_of(args, BYTES)]
-    size_bytes = amount(sizes[-1]) if sizes else None
-    if sizes and size_bytes is None:
+    size = value_of(args, BYTES)
+    size_bytes = None if size is None else amount(size)
+    if size is not None and size_bytes is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
     return size_bytes

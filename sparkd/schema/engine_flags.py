@@ -1,17 +1,17 @@
-"""Owns the vLLM flags for a model's keys. Never validates a flag, never names an executor or a rank."""
+"""Writes a model's keys as vLLM's flags, and names the keys that its extra_args contradict."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema.model_keys import EngineKeys
-from sparkd.vllm.arg_check import amount
+from sparkd.vllm.flags import amount, parsed
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.translate import values_of
-from sparkd.vllm.unaccounted_args import switched
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
 
 # Keys that are a flag of vLLM: --max-model-len VALUE, and --enforce-eager without one.
 VALUE_FLAGS = (
@@ -32,14 +32,14 @@ _SAMPLING_FLAG = "override-generation-config"
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
-def flags_of(model: EngineKeys) -> list[str]:
+def flags_of(model: ModelConfig) -> list[str]:
     """The keys as vLLM flags, in a fixed order, then extra_args unchanged: for argparse the last flag wins.
 
     The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
     """
     flags: list[str] = []
     for key in VALUE_FLAGS:
-        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key, None)
+        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key)
         if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
     if model.tool_call_parser not in (None, OFF):
@@ -56,17 +56,18 @@ def flags_of(model: EngineKeys) -> list[str]:
 def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
     entry may override a key of its recipe, which is no contradiction."""
+    flags = parsed(args)
     for key in (*VALUE_FLAGS, "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
-        value, given = written.get(key), [text for *_, text in values_of(args, flag)]
-        if value is None or not given or _is_same(value, given[-1]) or (key, value) == ("gpu_memory_utilization", "auto"):
+        value, given = written.get(key), flags.get(flag)
+        if value is None or not isinstance(given, str) or _is_same(value, given) or (key, value) == ("gpu_memory_utilization", "auto"):
             continue
-        mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[-1][:48]}")
+        mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[:48]}")
         yield key, f"{mine} and {other} in extra_args contradict each other: remove one of them."
     for key in SWITCHES:
-        said = switched(args, key.replace("_", "-"))
-        if isinstance(value := written.get(key), bool) and said not in (None, value):
-            flag = f"--{'' if said else 'no-'}{key.replace('_', '-')}"
+        value, given = written.get(key), flags.get(key.replace("_", "-"))
+        if isinstance(value, bool) and isinstance(given, bool) and given != value:
+            flag = f"--{'' if given else 'no-'}{key.replace('_', '-')}"
             yield key, f"{key}: {str(value).lower()} and {flag} in extra_args contradict each other: remove one of them."
 
 

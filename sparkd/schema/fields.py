@@ -1,4 +1,4 @@
-"""Owns the field types that the configuration's sections share: parsing of numbers, paths and names. Holds no default."""
+"""The field types that the sections share: numbers, paths, names, addresses, arguments and variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -18,14 +18,11 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationInfo,
+    model_validator,
 )
 
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
-
-# The kinds of use that a profile is for, and the methods of speculation (sparkd/recipes/expand.py, sparkd/recipes/speculation.py).
-ProfileName = Literal["single-user", "balanced", "throughput"]
-Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,6 +41,21 @@ class Section(BaseModel):
     """A part of the configuration. It refuses unknown keys, is frozen, and its errors do not repeat the input."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_sections(cls, values: Any) -> Any:
+        """Drop each section and each map of which all lines are comments; YAML reads it as null."""
+        return (
+            {key: value for key, value in values.items() if value is not None or not cls._is_map(key)}
+            if isinstance(values, dict)
+            else values
+        )
+
+    @classmethod
+    def _is_map(cls, key: str) -> bool:
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
+        return get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel))
 
 
 def no_bool(value: Any) -> Any:

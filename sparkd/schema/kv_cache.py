@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError
-from sparkd.schema.model_keys import CacheKeys, EngineKeys
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.unaccounted_args import blocks_of, length_of
 from workers.host.runtime import GUARDED
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -44,7 +46,7 @@ def kv_cache(value: Any) -> Any:
     return {key: made for key, found in given.items() if (made := _READ[key](key, found)) is not None}
 
 
-def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
+def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of every other key or flag of the entry that sizes the cache too."""
     key = "kv_cache" if model.kv_cache is not None else "kv_margin_gib" if model.kv_margin_gib is not None else None
     if key is None:
@@ -58,7 +60,7 @@ def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
         yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
 
 
-def impossible(model: CacheKeys) -> Iterator[tuple[str, str]]:
+def impossible(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of each size that contradicts another number of the entry, for any model."""
     size, length = model.kv_cache, length_of(model.extra_args) or model.max_model_len
     if not isinstance(size, dict):
@@ -95,22 +97,22 @@ def _gib_or_mib(size: int) -> str:
     return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
 
 
-def utilization_of(model: EngineKeys) -> float | None:
+def utilization_of(model: ModelConfig) -> float | None:
     """The share of the memory that vLLM's own sizing may take; None where the entry does not set one."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
 
 
-def cache_of(model: EngineKeys) -> dict[str, Any] | str | None:
+def cache_of(model: ModelConfig) -> dict[str, Any] | str | None:
     """The effective size: `kv_cache`, overridden by vLLM's --num-gpu-blocks-override as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
     blocks = blocks_of(model.extra_args)
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
-def vllm_sizes(model: EngineKeys) -> bool:
+def vllm_sizes(model: ModelConfig) -> bool:
     """Whether the entry chooses vLLM's sizing, or a worker class that is not sparkd's."""
-    return utilization_of(model) is not None or any(True for _ in reserved_args.cache_flags(model.extra_args))
+    return utilization_of(model) is not None or bool(reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:
@@ -123,7 +125,7 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
     return int(gib)
 
 
-def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
+def margin_bytes(model: ModelConfig, env: Mapping[str, str]) -> int | None:
     """The bytes to leave free in addition to the cache; None for the default. Raises ConfigError for a variable that cannot be parsed."""
     if model.kv_margin_gib is not None:
         return int(model.kv_margin_gib * GIB)
@@ -135,7 +137,7 @@ def margin_bytes(model: EngineKeys, env: Mapping[str, str]) -> int | None:
     return int(mib) << 20
 
 
-def unreadable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
+def unreadable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     """The error about a variable that sizes the cache and cannot be parsed, for any platform; None where there is none."""
     try:
         if model.kv_cache is None:
@@ -147,13 +149,8 @@ def unreadable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def without_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that `unreadable` judges."""
-    return {name: value for name, value in env.items() if name not in (CPU_KV_SPACE, MARGIN_VARIABLE)}
-
-
 def sizing_of(
-    model: EngineKeys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
+    model: ModelConfig, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
     """The fields of a RankSpec that make sparkd's worker class size the KV cache; empty where vLLM sizes it.
 
@@ -176,7 +173,7 @@ def sizing_of(
     return {"worker_cls": WORKERS[platform], "kv_cache": told}
 
 
-def without_cpu_space(model: EngineKeys, env: Mapping[str, str]) -> dict[str, str]:
+def without_cpu_space(model: ModelConfig, env: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment. With `kv_cache` set it lacks the CPU backend's variable, which would override the flag."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
 

@@ -1,4 +1,4 @@
-"""Owns one model's entry: its keys, the vLLM flags they stand for, and the hash of what its engine runs. Never starts anything."""
+"""One model's entry: its keys, the vLLM flags they stand for, and the hash of what its engine runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _model(value: str, info: ValidationInfo) -> str:
         raise ValueError("a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected")
     if "/" not in value:
         cure = f"a hub id is owner/name, such as owner/{value}; a folder begins with '/', './' or '~'; a recipe is named by 'recipe'"
-        raise refuse(f"{value} has no owner: {cure}", repeats=True)
+        raise refuse(f"{value} has no owner: {cure}")
     return value
 
 
@@ -111,11 +111,6 @@ def _off_is_none(value: Any) -> Any:
     return OFF if value is False or value == "off" else value
 
 
-def _false_is_off(value: Any) -> Any:
-    """false becomes `off`: a command-line flag is parsed as YAML 1.1, which reads `off` as false."""
-    return "off" if value is False else value
-
-
 class Media(Section):
     """The hosts from which an engine may fetch images, audio and video of a request."""
 
@@ -154,14 +149,12 @@ class Given:
     keys: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-class ModelConfig(Section):
-    """One model's entry. configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
+class TuningKeys(Section):
+    """The keys of an entry that only name or tune a model. A model that is added over the admin API may set these and no others."""
 
     name: Name
-    # The recipe, whose keys sparkd.recipes.expand has already merged below the entry's own.
+    # The recipe, whose keys sparkd.recipes.merge has already put below the entry's own.
     recipe: Word | None = None
-    profile: Literal["single-user", "balanced", "throughput"] | None = None
-    speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
     model: Annotated[str, AfterValidator(_model)]
     revision: Annotated[Word | None, AfterValidator(_revision)] = None
 
@@ -183,8 +176,6 @@ class ModelConfig(Section):
     executor: Literal["mp", "ray"] = "mp"
     tensor_parallel: PositiveCount | Literal["auto"] = "auto"
     memory_gib: Gib | Literal["auto"] = "auto"
-    runtime: AbsolutePath | None = None
-    entrypoint: Word | None = None
     env: Environment = Field(default_factory=dict)
 
     quantize: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(quantizing.recipe)] = None
@@ -202,13 +193,23 @@ class ModelConfig(Section):
     dtype: Word | None = None
     quantization: Word | None = None
     load_format: Word | None = None
-    trust_remote_code: bool = False
     enforce_eager: bool = False
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     sampling: Sampling | None = None
-    media: Media = Media()
     extra_args: Arguments = ()
+
+
+class ModelConfig(TuningKeys):
+    """One model's entry: the tuning keys, and those that bring code, another Python or an address, which need the configuration file.
+
+    configs/sparkd.yaml documents each key; the names are those of llama-swap and of eugr's and sparkrun's recipes.
+    """
+
+    runtime: AbsolutePath | None = None
+    entrypoint: Word | None = None
+    trust_remote_code: bool = False
+    media: Media = Media()
 
     _given: Given = PrivateAttr(default_factory=Given)
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.schema.model_keys import EngineKeys
 from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
-from sparkd.vllm.translate import LOAD_FORMAT, flag_name, values_of
+from sparkd.vllm.flags import LOAD_FORMAT, parsed, value_of
 from sparkd.vllm.unaccounted_args import unanswered
 from workers.quantization.best_wish import BEST, best_of
 
 if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
     from workers.quantization.recipe import QuantizationRecipe
 
 # The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.
@@ -46,7 +46,7 @@ def is_open(value: Any) -> bool:
     return value == AUTO or is_best(value)
 
 
-def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
+def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of every other key or flag of the entry that determines how the weights are loaded."""
     if model.quantize is None:
         yield from _bare_stream(model)
@@ -61,16 +61,15 @@ def excluded(model: EngineKeys) -> Iterator[tuple[str, str]]:
         yield "extra_args", f"{both} exclude each other, because what fits is not known with it: name a format, or remove it"
 
 
-def _bare_stream(model: EngineKeys) -> Iterator[tuple[str, str]]:
+def _bare_stream(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) where the entry sets sparkd's load format without `quantize`."""
-    formats = [value for *_, value in values_of(model.extra_args, "load-format")]
-    chosen = formats[-1] if formats else model.load_format
-    if chosen == LOAD_FORMAT and not any(flag_name(arg) == "model-loader-extra-config" for arg in model.extra_args):
-        key = "extra_args" if formats else "load_format"
+    by_flag = value_of(model.extra_args, "load-format")
+    if (by_flag or model.load_format) == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
+        key = "extra_args" if by_flag else "load_format"
         yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
 
 
-def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
+def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     """Why an engine with this environment could not load `model`; None where it can."""
     if model.quantize is None:
         return None
@@ -80,14 +79,14 @@ def unreachable(model: EngineKeys, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def remark(model: EngineKeys) -> str | None:
+def remark(model: ModelConfig) -> str | None:
     """The warning of `sparkd check` for an entry without errors."""
     if model.quantize is None and model.allow_missing_weights:
         return "allow_missing_weights has no effect without quantize: quantize: bf16 loads the weights as they are."
     return None
 
 
-def loader_of(model: EngineKeys, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
+def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
     """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
     weights, None keeps none."""
     if model.quantize is None:

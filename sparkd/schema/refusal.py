@@ -1,7 +1,4 @@
-"""Owns the refusal of a value by a validator, the words for pydantic's errors, and the check of free-form values.
-
-Never knows a key, and loads pydantic only to refuse.
-"""
+"""The refusal of a value by a validator, the words for pydantic's errors, and the check of free-form values."""
 
 from __future__ import annotations
 
@@ -11,10 +8,25 @@ from typing import Any
 
 from sparkd.errors import clause
 
+_INPUT = "Input should be "
+# pydantic's own words name Python's types.
+_EXPECTED: Mapping[str, str] = {
+    "string_type": "text (put it in quotes)",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a map of 'key: value' lines",
+    "model_type": "a map of 'key: value' lines",
+    "model_attributes_type": "a JSON object",
+}
+
 
 def refuse(message: str, **context: Any) -> Exception:
-    """A validation error with a complete message. context: `item` names the wrong list item or map key; `repeats` is True where the message
-    repeats the value."""
+    """A validation error with a complete message. context: `item` names the wrong list item or map key."""
     from pydantic_core import PydanticCustomError
 
     return PydanticCustomError("refused", "{reason}", {"reason": message, **context})
@@ -33,7 +45,6 @@ def plain(value: Any) -> Any:
 
 def fault(name: str, error: Mapping[str, Any]) -> str:
     """One of pydantic's errors as a sentence with one thing to do. It never repeats the value, which may be a secret."""
-    sentence = expected(error["type"], error["msg"], error.get("ctx", {}))
     match error["type"]:
         case "json_invalid":
             return "The body is not JSON: correct it."
@@ -41,50 +52,18 @@ def fault(name: str, error: Mapping[str, Any]) -> str:
             return f"{name} is missing, and it is required: add it."
         case "extra_forbidden":
             return f"{name} is not a known key: correct its spelling, or remove it."
-        case "refused" | "value_error":
-            return f"{name}: {clause(sentence)}."
-        case kind if kind in EXPECTED:
-            return f"{name} must be {sentence}: correct it."
-    return f"{name}: {sentence}. Correct it."
+    wanted = expected(error)
+    return f"{name} must be {wanted}: correct it." if wanted else f"{name}: {clause(reason(error))}."
 
 
-def expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """The value that one of pydantic's errors asks for, or the message of a refusal of ours."""
-    if kind == "refused":
-        return message
-    if kind == "value_error":
-        return str(context["error"])
-    if kind in EXPECTED:
-        return EXPECTED[kind].format(**context)
-    return message.removeprefix("Input should be ").rstrip(".")
+def expected(error: Mapping[str, Any]) -> str | None:
+    """The value that one of pydantic's errors asks for; None where its message is a whole sentence."""
+    if error["type"] in _EXPECTED:
+        return _EXPECTED[error["type"]]
+    message = str(error["msg"])
+    return message.removeprefix(_INPUT).partition(", unable to")[0] if message.startswith(_INPUT) else None
 
 
-EXPECTED: Mapping[str, str] = {
-    "missing": "it is required",
-    "extra_forbidden": "a known key",
-    "string_type": "text (put it in quotes)",
-    "string_too_short": "text of at least {min_length} characters",
-    "string_too_long": "text of at most {max_length} characters",
-    "too_short": "a list of at least {min_length} items",
-    "too_long": "a list of at most {max_length} items",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "dict_type": "a map of 'key: value' lines",
-    "model_type": "a map of 'key: value' lines",
-    "model_attributes_type": "a JSON object",
-    "path_type": "a path",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
-}
+def reason(error: Mapping[str, Any]) -> str:
+    """The message of an error, or of a refusal of ours."""
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])

@@ -1,25 +1,17 @@
-"""Owns the file of finished requests: figures of the last 10,000, never a prompt, an answer or a key."""
+"""The finished requests in state.db: figures of the last 10,000, never a prompt, an answer or a key."""
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkd.errors import StateError
-from workers.host.private_files import private_file
 
 REQUESTS_KEPT = 10_000
-SCHEMA_VERSION = 1
 _MOST_NUMBER = (1 << 63) - 1  # SQLite's integers
-# SQLite's codes for a file that is none of ours: another table, damaged pages, no database. 0: no error of SQLite's, such as text that is
-# no UTF-8.
-_UNREADABLE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-_log = logging.getLogger(__name__)
 
 
 class RequestRow(NamedTuple):
@@ -72,19 +64,33 @@ class RequestRow(NamedTuple):
 _COLUMNS = RequestRow._fields[:-2]
 
 
-class RequestStore:
-    """One SQLite file of its own, because one thread writes it while the supervisor's writes state.db. For one thread at a time.
+_TABLE = """
+    CREATE TABLE IF NOT EXISTS requests(
+        number INTEGER PRIMARY KEY, request_id TEXT NOT NULL, model TEXT NOT NULL, route TEXT NOT NULL, key TEXT, started_s REAL NOT NULL,
+        status INTEGER, code TEXT, seconds REAL NOT NULL, queued_s REAL, ttft_s REAL, prompt_tokens INTEGER, cached_tokens INTEGER,
+        completion_tokens INTEGER, bytes_out INTEGER NOT NULL, streamed INTEGER NOT NULL
+    ) STRICT
+"""
 
-    A file that is damaged, or of another release, is replaced. Raises StateError where the file cannot be opened, read or written.
+
+class RequestStore:
+    """The table `requests` of state.db, by a connection of its own: a thread writes it beside the supervisor. For one thread at a time.
+
+    Raises StateError where the table cannot be opened, read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._translated():
-            try:
-                self._db = self._opened()
-            except sqlite3.DatabaseError as error:
-                self._replace(error)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        try:
+            with self._translated():
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.execute("PRAGMA cache_size=-256")
+                self._db.execute(_TABLE)
+        except StateError:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -95,12 +101,12 @@ class RequestStore:
 
     def write(self, rows: Sequence[RequestRow]) -> None:
         """Add requests, and remove those that are more than REQUESTS_KEPT behind the last one."""
-        with self._translated():
-            try:
-                self._add(rows)
-            except sqlite3.DatabaseError as error:
-                self._replace(error)
-                self._add(rows)
+        places = ", ".join("?" * len(_COLUMNS))
+        values = [row[: len(_COLUMNS)] for row in rows]
+        with self._translated(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", values)
+            self._db.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (REQUESTS_KEPT,))
 
     def read(
         self, before: int | None = None, limit: int = REQUESTS_KEPT, model: str | None = None, failed: bool | None = None
@@ -118,63 +124,12 @@ class RequestStore:
             rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", [*values, limit]).fetchall()
         return [RequestRow._make((*row[:-1], bool(row[-1]), "done", None)) for row in rows]
 
-    def _add(self, rows: Sequence[RequestRow]) -> None:
-        places = ", ".join("?" * len(_COLUMNS))
-        values = [row[: len(_COLUMNS)] for row in rows]
-        with self._db:
-            self._db.execute("BEGIN")
-            self._db.executemany(f"INSERT OR REPLACE INTO requests({', '.join(_COLUMNS)}) VALUES ({places})", values)
-            self._db.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (REQUESTS_KEPT,))
-
-    def _opened(self) -> sqlite3.Connection:
-        beside = [self.path.with_name(f"{self.path.name}{end}") for end in ("-wal", "-shm")]
-        for path in (self.path, *(path for path in beside if path.exists())):
-            private_file(path)
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=1.0)
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.execute("PRAGMA cache_size=-256")
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version not in (0, SCHEMA_VERSION):
-                raise _OtherRelease(f"schema {version}")
-            db.execute(
-                "CREATE TABLE IF NOT EXISTS requests(number INTEGER PRIMARY KEY, request_id TEXT NOT NULL, model TEXT NOT NULL,"
-                " route TEXT NOT NULL, key TEXT, started_s REAL NOT NULL, status INTEGER, code TEXT, seconds REAL NOT NULL, queued_s REAL,"
-                " ttft_s REAL, prompt_tokens INTEGER, cached_tokens INTEGER, completion_tokens INTEGER, bytes_out INTEGER NOT NULL,"
-                " streamed INTEGER NOT NULL) STRICT"
-            )
-            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            with closing(db.execute(f"SELECT {', '.join(_COLUMNS)} FROM requests")) as every:
-                for _ in every:
-                    pass
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    def _replace(self, error: sqlite3.DatabaseError) -> None:
-        """Begin a new file in the place of one that cannot be read. Raises the error if it is of another kind."""
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _UNREADABLE:
-            raise error
-        _log.warning("%s cannot be read (%s): sparkd begins a new record of requests", self.path, error)
-        if hasattr(self, "_db"):
-            self._db.close()
-        for end in ("", "-wal", "-shm"):
-            self.path.with_name(f"{self.path.name}{end}").unlink(missing_ok=True)
-        self._db = self._opened()
-
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except sqlite3.Error as error:
             raise StateError(
-                f"The record of requests {self.path} cannot be used: {reason}. Check that its folder is writable by this user and has free "
-                "space, or set request_log: false."
+                f"The record of requests in {self.path} cannot be used: {error}. Check that its disk has free space, or set "
+                "request_log: false."
             ) from error
-
-
-class _OtherRelease(sqlite3.DatabaseError):
-    """The file has another schema."""

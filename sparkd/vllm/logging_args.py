@@ -1,29 +1,25 @@
-"""Owns what in an entry has an engine write prompts or answers into its log, which who holds an admin key can read. Refuses nothing."""
+"""Names the flags and variables by which an engine writes prompts or answers into its log, which every holder of an admin key can read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from sparkd.vllm.translate import values_of
+from sparkd.vllm.flags import parsed, value_of
 
-# Flags of vLLM 0.32 that do so by being there, in any beginning that argparse would complete.
-_FLAGS = ("enable-log-requests", "enable-log-outputs", "enable-log-deltas", "logging-config", "log-config-file", "log-error-stack")
+# Flags of vLLM 0.32 that do so by being there.
+_FLAGS = frozenset(
+    {"enable-log-requests", "enable-log-outputs", "enable-log-deltas", "logging-config", "log-config-file", "log-error-stack"}
+)
 # And by a level: vLLM's own parsers and its server log what a model said at DEBUG (entrypoints, reasoning, tool_parsers).
 _LEVELS: Mapping[str, tuple[str, ...]] = {"log-level": ("debug", "notset"), "uvicorn-log-level": ("debug", "trace")}
-_SHORTEST = 5
 _VARIABLES = ("VLLM_DEBUG_LOG_API_SERVER_RESPONSE", "VLLM_TRACE_FUNCTION")
 _OFF = ("", "0", "false")
 
 
 def loud(args: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
     """The name of every flag and variable that does so. args: all of the engine's; env: its own variables."""
-    for arg in args:
-        name = arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") if arg.startswith("--") else ""
-        if len(name) >= _SHORTEST and any(flag.startswith(name) for flag in _FLAGS) and name not in _LEVELS:
-            yield f"--{name}"
-    for flag, levels in _LEVELS.items():
-        if any(value.lower() in levels for *_, value in values_of(args, flag)):
-            yield f"--{flag}"
+    yield from (f"--{name}" for name, value in parsed(args).items() if name in _FLAGS and value is not False)
+    yield from (f"--{flag}" for flag, levels in _LEVELS.items() if (value_of(args, flag) or "").lower() in levels)
     if env.get("VLLM_LOGGING_LEVEL", "").upper() in ("DEBUG", "NOTSET"):
         yield "VLLM_LOGGING_LEVEL"
     if env.get("VLLM_LOGGING_CONFIG_PATH"):

@@ -1,4 +1,4 @@
-"""Owns which of vLLM's parsers read a model's tool calls and its reasoning, by its family and its chat template. Never reads a file.
+"""Chooses vLLM's parsers of a model's tool calls and of its reasoning, by its family and its chat templates.
 
 The names are those of `--tool-call-parser` and `--reasoning-parser`. The rules come from vLLM 0.32.0, docs/features/tool_calling.md and
 reasoning_outputs.md, from the patterns of its Rust front end (rust/src/chat/src/parser), and from the built-in recipes. A template tells
@@ -42,10 +42,13 @@ def of_handle(fields: Mapping[str, str | None] | None) -> Parsers | None:
 
 @dataclass(frozen=True, slots=True)
 class ParserRule:
-    """names: of the parser in vLLM's releases, the preferred one first. families: patterns of model_type. markers: all stand in the
-    template. coded: the release renders prompts in its own code, so the checkpoint needs no template."""
+    """A parser and what its models have in common.
 
-    names: tuple[str, ...]
+    name: of the parser in vLLM. families: patterns of model_type. markers: all stand in the template. coded: vLLM renders prompts in its
+    own code, so the checkpoint needs no template.
+    """
+
+    name: str
     families: tuple[str, ...] = ("*",)
     markers: tuple[str, ...] = ()
     coded: bool = False
@@ -59,94 +62,94 @@ class ParserRule:
 _DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 # The first that holds counts.
 TOOL_RULES = (
-    ParserRule(("openai",), ("gpt_oss",), coded=True),
-    ParserRule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
-    ParserRule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
-    ParserRule(("deepseek_v32",), ("deepseek_v32",), coded=True),
-    ParserRule(("step3p5",), ("step3p5*",), ("<tool_call>",)),
-    ParserRule(("mimo",), ("mimo_v2*",), ("<tool_call>",)),
-    ParserRule(("minimax_m3",), ("minimax_m3*",), ("tool_call",)),
-    ParserRule(("minimax_m2",), markers=("<minimax:tool_call>",)),
-    ParserRule(("kimi_k2",), markers=("<|tool_calls_section_begin|>",)),
-    ParserRule(("deepseek_v3",), markers=(_DEEPSEEK, "```json")),
-    ParserRule(("deepseek_v31",), markers=(_DEEPSEEK,)),
-    ParserRule(("seed_oss",), markers=("<seed:tool_call>",)),
-    ParserRule(("longcat",), markers=("<longcat_tool_call>",)),
-    ParserRule(("gemma4",), markers=("<|tool_call>",)),
-    ParserRule(("functiongemma",), markers=("<start_function_call>",)),
-    ParserRule(("apertus",), markers=("<|tools_prefix|>",)),
-    ParserRule(("lfm2",), markers=("<|tool_call_start|>",)),
-    ParserRule(("internlm",), markers=("<|plugin|>", "<|action_start|>")),
-    ParserRule(("cohere_command3",), markers=("<|START_ACTION|>",)),
-    ParserRule(("mistral",), markers=("[TOOL_CALLS]",)),
-    ParserRule(("granite-20b-fc",), markers=("<|function_call_library|>",)),
-    ParserRule(("granite",), ("granite*",), ("<|tool_call|>",)),
-    ParserRule(("phi4_mini_json",), markers=("functools[",)),
-    ParserRule(("phi4_mini_json",), ("phi3", "phi4*"), ("<|tool|>",)),
-    ParserRule(("glm47", "glm45"), markers=("<arg_key>", "<tool_call>{function-name}<arg_key>")),
-    ParserRule(("glm45", "glm47"), markers=("<arg_key>",)),
-    ParserRule(("olmo3",), markers=("<function_calls>", "<functions>")),
-    ParserRule(("hunyuan_a13b",), ("hunyuan*",), ("<tool_calls>",)),
-    ParserRule(("jamba",), ("jamba*",), ("<tool_calls>",)),
-    ParserRule(("qwen3_coder", "qwen3_xml"), markers=("<tool_call>", "<function=", "<parameter=")),
-    ParserRule(("ernie45",), ("ernie4_5*",), ("<tool_call>",)),
-    ParserRule(("granite4", "hermes"), ("granite*",), ("<tool_call>",)),
-    ParserRule(("hermes",), markers=("<tool_call>", "arguments")),
-    ParserRule(("llama4_json",), ("llama4*",), ('"parameters": dictionary',)),
-    ParserRule(("llama3_json",), markers=('"parameters": dictionary',)),
-    ParserRule(("llama4_pythonic",), ("llama4*",), ("func_name1(",)),
-    ParserRule(("pythonic",), markers=("func_name1(",)),
+    ParserRule("openai", ("gpt_oss",), coded=True),
+    ParserRule("deepseek_v41", ("deepseek_v41*",), coded=True),
+    ParserRule("deepseek_v4", ("deepseek_v4*",), coded=True),
+    ParserRule("deepseek_v32", ("deepseek_v32",), coded=True),
+    ParserRule("step3p5", ("step3p5*",), ("<tool_call>",)),
+    ParserRule("mimo", ("mimo_v2*",), ("<tool_call>",)),
+    ParserRule("minimax_m3", ("minimax_m3*",), ("tool_call",)),
+    ParserRule("minimax_m2", markers=("<minimax:tool_call>",)),
+    ParserRule("kimi_k2", markers=("<|tool_calls_section_begin|>",)),
+    ParserRule("deepseek_v3", markers=(_DEEPSEEK, "```json")),
+    ParserRule("deepseek_v31", markers=(_DEEPSEEK,)),
+    ParserRule("seed_oss", markers=("<seed:tool_call>",)),
+    ParserRule("longcat", markers=("<longcat_tool_call>",)),
+    ParserRule("gemma4", markers=("<|tool_call>",)),
+    ParserRule("functiongemma", markers=("<start_function_call>",)),
+    ParserRule("apertus", markers=("<|tools_prefix|>",)),
+    ParserRule("lfm2", markers=("<|tool_call_start|>",)),
+    ParserRule("internlm", markers=("<|plugin|>", "<|action_start|>")),
+    ParserRule("cohere_command3", markers=("<|START_ACTION|>",)),
+    ParserRule("mistral", markers=("[TOOL_CALLS]",)),
+    ParserRule("granite-20b-fc", markers=("<|function_call_library|>",)),
+    ParserRule("granite", ("granite*",), ("<|tool_call|>",)),
+    ParserRule("phi4_mini_json", markers=("functools[",)),
+    ParserRule("phi4_mini_json", ("phi3", "phi4*"), ("<|tool|>",)),
+    ParserRule("glm47", markers=("<arg_key>", "<tool_call>{function-name}<arg_key>")),
+    ParserRule("glm45", markers=("<arg_key>",)),
+    ParserRule("olmo3", markers=("<function_calls>", "<functions>")),
+    ParserRule("hunyuan_a13b", ("hunyuan*",), ("<tool_calls>",)),
+    ParserRule("jamba", ("jamba*",), ("<tool_calls>",)),
+    ParserRule("qwen3_coder", markers=("<tool_call>", "<function=", "<parameter=")),
+    ParserRule("ernie45", ("ernie4_5*",), ("<tool_call>",)),
+    ParserRule("granite4", ("granite*",), ("<tool_call>",)),
+    ParserRule("hermes", markers=("<tool_call>", "arguments")),
+    ParserRule("llama4_json", ("llama4*",), ('"parameters": dictionary',)),
+    ParserRule("llama3_json", markers=('"parameters": dictionary',)),
+    ParserRule("llama4_pythonic", ("llama4*",), ("func_name1(",)),
+    ParserRule("pythonic", markers=("func_name1(",)),
 )
 
 REASONING_RULES = (
-    ParserRule(("openai_gptoss",), ("gpt_oss",), coded=True),
-    ParserRule(("deepseek_v41",), ("deepseek_v41*",), coded=True),
-    ParserRule(("deepseek_v4",), ("deepseek_v4*",), coded=True),
-    ParserRule(("deepseek_v3",), ("deepseek_v32",), coded=True),
-    ParserRule(("deepseek_v3",), ("deepseek_v3",), ("</think>", "thinking")),
-    ParserRule(("deepseek_r1",), ("deepseek_v3",), ("</think>",)),
-    ParserRule(("gemma4",), ("gemma4*",), ("<|think|>",)),
-    ParserRule(("nemotron_v3",), ("nemotron_h*",), ("<think>",)),
-    ParserRule(("step3p5",), ("step3p5*",), ("<think>",)),
-    ParserRule(("mimo",), ("mimo_v2*",), ("<think>",)),
-    ParserRule(("minimax_m3",), ("minimax_m3*",), ("think",)),
-    ParserRule(("minimax_m2",), ("minimax*",), ("<think>",)),
-    ParserRule(("kimi_k2",), ("kimi_k2*",), ("<think>",)),
-    ParserRule(("seed_oss",), markers=("<seed:think>",)),
-    ParserRule(("qwen3",), ("qwen3*",), ("<think>", "enable_thinking")),
-    ParserRule(("glm45", "glm47"), ("glm*",), ("<think>", "enable_thinking")),
-    ParserRule(("hunyuan_a13b",), ("hunyuan*",), ("<think>", "enable_thinking")),
-    ParserRule(("ernie45",), ("ernie4_5*",), ("<think>",)),
-    ParserRule(("cohere_command3",), ("cohere*",), ("<|START_THINKING|>", "reasoning")),
-    ParserRule(("granite",), ("granite*",), ("Here is my thought process",)),
-    ParserRule(("mistral",), markers=("[THINK]",)),
+    ParserRule("openai_gptoss", ("gpt_oss",), coded=True),
+    ParserRule("deepseek_v41", ("deepseek_v41*",), coded=True),
+    ParserRule("deepseek_v4", ("deepseek_v4*",), coded=True),
+    ParserRule("deepseek_v3", ("deepseek_v32",), coded=True),
+    ParserRule("deepseek_v3", ("deepseek_v3",), ("</think>", "thinking")),
+    ParserRule("deepseek_r1", ("deepseek_v3",), ("</think>",)),
+    ParserRule("gemma4", ("gemma4*",), ("<|think|>",)),
+    ParserRule("nemotron_v3", ("nemotron_h*",), ("<think>",)),
+    ParserRule("step3p5", ("step3p5*",), ("<think>",)),
+    ParserRule("mimo", ("mimo_v2*",), ("<think>",)),
+    ParserRule("minimax_m3", ("minimax_m3*",), ("think",)),
+    ParserRule("minimax_m2", ("minimax*",), ("<think>",)),
+    ParserRule("kimi_k2", ("kimi_k2*",), ("<think>",)),
+    ParserRule("seed_oss", markers=("<seed:think>",)),
+    ParserRule("qwen3", ("qwen3*",), ("<think>", "enable_thinking")),
+    ParserRule("glm45", ("glm*",), ("<think>", "enable_thinking")),
+    ParserRule("hunyuan_a13b", ("hunyuan*",), ("<think>", "enable_thinking")),
+    ParserRule("ernie45", ("ernie4_5*",), ("<think>",)),
+    ParserRule("cohere_command3", ("cohere*",), ("<|START_THINKING|>", "reasoning")),
+    ParserRule("granite", ("granite*",), ("Here is my thought process",)),
+    ParserRule("mistral", markers=("[THINK]",)),
 )
 # For a template that opens the thought itself, so that every answer begins with one. The rules above come first.
 _ALWAYS = (
-    ParserRule(("qwen3",), ("qwen3*",)),
-    ParserRule(("olmo3",), ("olmo3*",)),
-    ParserRule(("deepseek_r1",)),
+    ParserRule("qwen3", ("qwen3*",)),
+    ParserRule("olmo3", ("olmo3*",)),
+    ParserRule("deepseek_r1"),
 )
 
 
-def chosen(
-    config: Mapping[str, Any],
-    template: str | None,
-    tools: Collection[str] | None = None,
-    reasonings: Collection[str] | None = None,
-) -> Parsers:
-    """The parsers for a model. config: config.json. template: the chat template, None without one. tools, reasonings: names of the parsers
-    in the vLLM; None where they are unknown: then every name counts as known."""
-    families, text = _families(config), template or ""
-    tool = _name(_tool_rule(families, text), tools)
-    reasoning = _name(_reasoning_rule(families, text, reasonings), reasonings)
-    return Parsers(tool, reasoning, None if tool is not None else nearest(families[0], tools))
+def chosen(config: Mapping[str, Any], with_tools: str | None, without_tools: str | None) -> Parsers:
+    """The parsers for a model.
+
+    config: config.json. with_tools, without_tools: the templates by which vLLM renders a chat that brings tools and one that does not.
+    """
+    families = _families(config)
+    tool, reasoning = _tool_rule(families, with_tools or ""), _reasoning_rule(families, without_tools or "")
+    return Parsers(
+        None if tool is None else tool.name,
+        None if reasoning is None else reasoning.name,
+        nearest(families[0]) if tool is None else None,
+    )
 
 
-def origins(config: Mapping[str, Any], template: str | None, reasonings: Collection[str] | None = None) -> tuple[str | None, str | None]:
+def origins(config: Mapping[str, Any], with_tools: str | None, without_tools: str | None) -> tuple[str | None, str | None]:
     """The reason for the tool parser and for the reasoning parser that `chosen` chooses: FAMILY, TEMPLATE, or None where no rule holds."""
-    families, text = _families(config), template or ""
-    rules = _tool_rule(families, text), _reasoning_rule(families, text, reasonings)
+    families = _families(config)
+    rules = _tool_rule(families, with_tools or ""), _reasoning_rule(families, without_tools or "")
     tool, reasoning = (None if rule is None else FAMILY if rule.coded else TEMPLATE for rule in rules)
     return tool, reasoning
 
@@ -155,9 +158,9 @@ def _tool_rule(families: tuple[str, ...], template: str) -> ParserRule | None:
     return _first(TOOL_RULES, families, template, rendered=bool(_TOOLS.search(template)))
 
 
-def _reasoning_rule(families: tuple[str, ...], template: str, known: Collection[str] | None) -> ParserRule | None:
+def _reasoning_rule(families: tuple[str, ...], template: str) -> ParserRule | None:
     rule = _first(REASONING_RULES, families, template, rendered=bool(template))
-    if _name(rule, known) is None and opens_thought(template):
+    if rule is None and opens_thought(template):
         return _first(_ALWAYS, families, template, rendered=True)
     return rule
 
@@ -168,10 +171,9 @@ def opens_thought(template: str) -> bool:
     return bool(marker) and "<think>" in tail and "</think>" not in tail and "thinking" not in tail
 
 
-def nearest(family: str, known: Collection[str] | None) -> str:
+def nearest(family: str) -> str:
     """The name that is most like the family's, the usual one where none is."""
-    names = sorted({name for rule in TOOL_RULES for name in rule.names} if known is None else known)
-    return nearest_word(family, names, _NEAR) or USUAL
+    return nearest_word(family, sorted({rule.name for rule in TOOL_RULES}), _NEAR) or USUAL
 
 
 def _families(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -186,8 +188,3 @@ def _first(rules: Collection[ParserRule], families: tuple[str, ...], template: s
         if (rendered or rule.coded) and any(rule.holds(family, template) for family in families):
             return rule
     return None
-
-
-def _name(rule: ParserRule | None, known: Collection[str] | None) -> str | None:
-    """The preferred name of those that the vLLM has."""
-    return next((name for name in rule.names if known is None or name in known), None) if rule is not None else None

@@ -1,4 +1,4 @@
-"""Owns which of vLLM's arguments and environment variables a user may not set, and why. Never changes, reorders or adds one.
+"""Names the flags and variables of vLLM that sparkd sets itself, each with the key to use.
 
 Read off the parser of vLLM 0.32.0, all 318 flags (tests/fixtures/vllm-flags-0.32.0.txt says for each where it belongs), and from its
 calls of importlib, resolve_obj_by_qualname, bind and torch.load.
@@ -7,10 +7,9 @@ calls of importlib, resolve_obj_by_qualname, bind and torch.load.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.unaccounted_args import own_workers
+from sparkd.vllm.flags import flags_in, in_full, parsed, shown, why_not_in_full
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
@@ -52,16 +51,9 @@ _OWNED: Mapping[str, str] = {
     "data-parallel": "sparkd runs one engine per model and places its ranks. Remove it",
 }
 _OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
-_OWNED_SHORT: Mapping[str, str] = {
-    "-h": "help",
-    "-n": "nnodes",
-    "-r": "node-rank",
-    "-tp": "tensor-parallel-size",
-    "-pp": "pipeline-parallel-size",
-    "-pcp": "prefill-context-parallel-size",
-    "-dp": "data-parallel",
-}
 
+# Sparkd's own worker classes, which size a cache in the same way whoever names them.
+OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 _OWNED_ENV: Mapping[str, str] = {
@@ -92,18 +84,13 @@ def check_args(args: Sequence[str], place: str = "extra_args") -> None:
 
 
 def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple[int, str]]:
-    """(index, message) of every argument that sets what sparkd owns, by a flag that is written in full.
-
-    FlexibleArgumentParser (vllm/utils/argparse_utils.py) takes `--flag value` and `--flag=value`, turns underscores into dashes, and folds
-    `--flag.key value` into JSON for `--flag`.
-    """
-    for index, arg in enumerate(args):
-        if arg == "--":
-            yield index, "'--' would turn the arguments after it into model names: remove it."
-        elif index == 0 and not arg.startswith("-"):
-            yield index, "The first argument is not a flag, so vLLM would read it as the model: set the model by 'model:'."
-        elif name := _owned_name(arg):
-            yield index, f"{_flag(arg)} is not allowed in {place}: {_reason(name)}."
+    """(index, message) of every flag that sparkd sets, in any spelling, and of every word that is no flag in full."""
+    for flag in flags_in(args):
+        if reason := _reason(_name(flag.name)):
+            written = flag.name if flag.name.startswith("-") else f"--{flag.name}"
+            yield flag.place, f"{shown(written)} is not allowed in {place}: {reason}."
+        elif fault := why_not_in_full(flag):
+            yield flag.place, fault
 
 
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
@@ -120,58 +107,30 @@ def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
             yield name, reason
 
 
-def loader_flags(args: Sequence[str]) -> Iterable[str]:
-    """Every argument, without its value, that says how weights are loaded or quantized, in any spelling or beginning."""
-    for arg in args:
-        name = _long_name(arg)
-        if arg.startswith("-q") if name is None else any(flag.startswith(name) for flag in _LOADER):
-            yield _flag(arg)
+def loader_flags(args: Sequence[str]) -> list[str]:
+    """The flags that say how weights are loaded or quantized."""
+    return [shown(f"--{name}") for name in parsed(args) if name in _LOADER]
 
 
-def cache_flags(args: Sequence[str]) -> Iterable[str]:
-    """Every argument, without its value, that has vLLM size its KV cache, or a worker class but ours, in any spelling or beginning."""
-    own = own_workers(args)
-    for index, arg in enumerate(args):
-        name = _long_name(arg)
-        if name and index not in own and any(flag.startswith(name) for flag in _CACHE):
-            yield _flag(arg)
+def cache_flags(args: Sequence[str]) -> list[str]:
+    """The flags that have vLLM size its KV cache, or name a worker class but sparkd's."""
+    return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in OWN_WORKERS]
 
 
 def trusts_code(args: Sequence[str]) -> bool:
-    """Whether an argument lets a checkpoint bring Python code, in any spelling or beginning; one that takes it back does not count."""
-    return any((name := _long_name(arg)) and "trust-remote-code".startswith(name) for arg in args)
+    """Whether a checkpoint may bring Python code."""
+    return parsed(args).get("trust-remote-code", False) is not False
 
 
-@lru_cache(maxsize=1024)
-def _long_name(arg: str) -> str | None:
-    """`--api_key.x=1` -> `api-key`: the part that names the flag, as vLLM's parser reads it."""
-    if not arg.startswith("--"):
-        return None
-    return arg[2:].split("=", 1)[0].split(".", 1)[0].rstrip("+").replace("_", "-")
+def _name(word: str) -> str:
+    """The flag that vLLM's parser would read in a word that may not be one in full."""
+    if word.startswith("-") and not word.startswith("--"):
+        return in_full(word) or ""
+    return word.removeprefix("--").partition(".")[0].rstrip("+").replace("_", "-").removeprefix("no-")
 
 
-@lru_cache(maxsize=1024)
-def _owned_name(arg: str) -> str | None:
-    name = _long_name(arg)
-    if name is None:
-        # argparse takes `-n2` and `-n=2`.
-        return next((name for short, name in _OWNED_SHORT.items() if arg.startswith(short)), None)
-    name = name.removeprefix("no-")
-    if name in _OWNED:
-        return name
-    return next((family for family in _OWNED_FAMILIES if name.startswith(family)), None)
-
-
-def _reason(name: str) -> str:
+def _reason(name: str) -> str | None:
     if name in _OWNED:
         return _OWNED[name]
-    return _TLS if name == "ssl-" else _OWNED["data-parallel"]
-
-
-def _flag(arg: str) -> str:
-    """The flag without its value, which may be a secret."""
-    return _shown(arg.split("=", 1)[0])
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 48 else text[:45] + "...")
+    family = next((family for family in _OWNED_FAMILIES if name.startswith(family)), None)
+    return None if family is None else _TLS if family == "ssl-" else _OWNED["data-parallel"]

@@ -1,5 +1,4 @@
-"""Owns which of vLLM's flags change a model's account of memory in a way that sparkd's formulas do not count, and of which of them vLLM's
-answer about the model tells. Never counts, and refuses none itself.
+"""Sorts vLLM's flags by what they change of a model's memory, and by whether vLLM's answer about the model includes it.
 
 Read from the arguments of vLLM 0.26 and 0.32 (vllm/engine/arg_utils.py). All others are counted past: kernels, logs, chats, scheduling.
 Where one of those makes an engine smaller (--language-model-only, --max-cudagraph-capture-size), the account stays on the safe side.
@@ -8,16 +7,19 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from sparkd.vllm.arg_check import amount
-from sparkd.vllm.translate import flag_name, values_of, without
+from sparkd.vllm.flags import DRAFTS, Value, amount_of, parsed, value_of
+from sparkd.vllm.reserved_args import OWN_WORKERS
+
+if TYPE_CHECKING:
+    from sparkd.schema.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.capacity.consultation).
 _WEIGHTS = frozenset(
     {
-        "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "task", "convert",
+        "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "convert",
         "quantization", "quantization-config", "mm-encoder-only", "enable-expert-parallel",
         # Drafts that are not in --speculative-config.
         "spec-method", "spec-model", "spec-tokens",
@@ -57,127 +59,77 @@ _MEASURED = frozenset(
         "api-server-count",
     }
 )  # fmt: skip
-# The short names that are counted past: --attention-config's, which is a kernel's alone, and those of measured flags.
-_PASSED_SHORT, _MEASURED_SHORT = "-ac", ("-cc", "-asc", "-O")
 # Those of the measured ones whose value is counted, as that of the entry's key of the same name.
 NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
-_LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
+LENGTH, _KV_DTYPE, DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
 # Values of a length by which vLLM takes the longest that fits.
-_LONGEST = ("auto", "-1")
+LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
 # Types of twice the width of what is stored.
 WIDE = ("float32", "float")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-_SPECULATIVE = "speculative-config"
 # Values that leave a flag without an effect on memory: of --load-format those that read the same weights in another way.
 _IDLE = {
     "load-format": ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache", "mistral", "dummy"),
     "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
-    "decode-context-parallel-size": ("1",), _LENGTH: _LONGEST,
+    "decode-context-parallel-size": ("1",), LENGTH: LONGEST,
 }  # fmt: skip
 # Switches that are off by default.
 _OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
-# The shortest beginnings that argparse completes to one flag alone, of flags whose value is counted.
-_SHORTEST = {"max-num-seqs": "max-num-se", "max-num-batched-tokens": "max-num-b", _LENGTH: "max-mo", "gpu-memory-utilization": "gp"}
 # The things that a flag may change: the layers' weights, the layout of their cache, or something else.
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
-# The short names of _WEIGHTS, and that of a draft.
-_WEIGHTS_SHORT = ("-q", "-sc", "-ep")
 # Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-_BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
+_BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 # Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.account.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
-# Sparkd's own worker classes, which size a cache in the same way whoever names them.
-_OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 
 
-class ReservationKeys(Protocol):
-    """The keys of a model's entry that bear on how much is reserved for it; see sparkd.schema.model.ModelConfig."""
-
-    @property
-    def memory_gib(self) -> Any: ...
-    @property
-    def kv_cache(self) -> dict[str, Any] | str | None: ...
-    @property
-    def gpu_memory_utilization(self) -> float | None: ...
-    @property
-    def extra_args(self) -> Sequence[str]: ...
+def uncounted(args: Sequence[str]) -> list[str]:
+    """Every such flag, without its value."""
+    return [_written(name, value) for name, value in parsed(args).items() if name in _FLAGS and value not in OWN_WORKERS]
 
 
-def uncounted(args: Sequence[str]) -> Iterator[str]:
-    """Every such flag as it was written, without its value; a beginning of one too, which argparse completes.
-
-    --speculative-config is counted where its value is whole, and not in pieces (`--speculative-config.method`) or as `-sc`.
-    """
-    own = own_workers(args)
-    for index, arg in enumerate(args):
-        written = arg.partition("=")[0]
-        if index in own:
-            continue
-        if arg.startswith("--"):
-            path = written[2:].replace("_", "-")
-            name = _long(written)
-            if name and (any(flag.startswith(name) for flag in _FLAGS) or (_SPECULATIVE.startswith(name) and path != _SPECULATIVE)):
-                yield written
-        elif _is_short(arg) and written.partition(".")[0] != _PASSED_SHORT and not arg.startswith(_MEASURED_SHORT):
-            yield arg[:2] if arg.startswith("-q") else written
+def measured(args: Sequence[str]) -> list[str]:
+    """Every flag whose cost is not counted beforehand and is measured by each start."""
+    return [_written(name, value) for name, value in parsed(args).items() if name in _MEASURED and name not in NUMBERS]
 
 
-def measured(args: Sequence[str]) -> Iterator[str]:
-    """Every flag, as it was written, whose cost is not counted beforehand and is measured by each start."""
-    for arg in args:
-        written = arg.partition("=")[0]
-        name = _long(written) if arg.startswith("--") else ""
-        if name and _full(name) not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
-            yield written
-        elif _is_short(arg) and arg.startswith(_MEASURED_SHORT):
-            yield arg[:2] if arg.startswith("-O") else written
-
-
-def unsized(args: Sequence[str]) -> Iterator[str]:
+def unsized(args: Sequence[str]) -> list[str]:
     """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
     less what has no effect."""
-    values = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
-    values |= {_BLOCK: block if (block := block_of(args) or 0) and block % BLOCK_STEP == 0 else None}
-    values |= {_DTYPE: dtype if (dtype := dtype_of(args)) in (*NARROW, *WIDE) else None}
-    sized = {name for name, value in values.items() if value is not None}
-    sized |= {name for name, values in _IDLE.items() if _last(args, name) in values}
-    sized |= {f"{no}{name}" for name in _OFF if switched(args, name) is False for no in ("", "no-")}
-    return (flag for flag in uncounted(args) if _full(flag_name(flag) or "") not in sized)
+    flags = parsed(args)
+    sized = {_BLOCKS: blocks_of(args), SHARE: share_of(args), LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
+    said = {name for name, value in sized.items() if value is not None}
+    said |= {BLOCK} if (amount_of(args, BLOCK) or 1) % BLOCK_STEP == 0 else set()
+    said |= {DTYPE} if value_of(args, DTYPE) in (*NARROW, *WIDE) else set()
+    said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
+    said |= {name for name in _OFF if flags.get(name) is False}
+    return [flag for flag in uncounted(args) if _name(flag) not in said]
 
 
-def unanswered(args: Sequence[str]) -> Iterator[str]:
+def unanswered(args: Sequence[str]) -> list[str]:
     """The flags of `unsized` that vLLM's answer about the model does not account for either."""
-    return (flag for flag in unsized(args) if OTHER in changed_by([flag]))
+    return [flag for flag in unsized(args) if OTHER in changed_by([flag])]
 
 
 def changed_by(flags: Iterable[str]) -> frozenset[str]:
-    """The parts (WEIGHTS, CACHE, OTHER) that flags of `uncounted` may change. An abbreviation of several flags counts as all of them."""
+    """The parts (WEIGHTS, CACHE, OTHER) that flags of `uncounted` may change."""
     changed: set[str] = set()
-    for flag in flags:
-        name = _long(flag) if flag.startswith("--") else ""
-        meant = {known for known in _FLAGS if name and known.startswith(name)}
-        if meant & REST or not (meant or _SPECULATIVE.startswith(name or "-") or flag.startswith(_WEIGHTS_SHORT)):
-            changed.add(OTHER)
-        elif meant and meant <= _CACHE:
+    for name in map(_name, flags):
+        if name in _CACHE:
             changed.add(CACHE)
         else:
-            changed |= {WEIGHTS, CACHE}
+            changed |= {WEIGHTS, CACHE} if name in _WEIGHTS or name == DRAFTS else {OTHER}
     return frozenset(changed)
-
-
-def block_of(args: Sequence[str]) -> int | None:
-    """The tokens of --block-size; None where there is none that vLLM could take."""
-    return amount(_last(args, _BLOCK) or "") or None
 
 
 def share_of(args: Sequence[str]) -> float | None:
     """The --gpu-memory-utilization that vLLM would take; None where there is none that it could."""
     try:
-        share = float(_last(args, SHARE) or "")
+        share = float(value_of(args, SHARE) or "")
     except ValueError:
         return None
     return share if 0 < share <= 1 else None
@@ -185,55 +137,31 @@ def share_of(args: Sequence[str]) -> float | None:
 
 def length_of(args: Sequence[str]) -> int | None:
     """The tokens of --max-model-len; None where there is none, or vLLM chooses (`auto`, -1)."""
-    return amount(_last(args, _LENGTH) or "") or None
-
-
-def is_longest(args: Sequence[str]) -> bool:
-    """Whether --max-model-len leaves the length to vLLM."""
-    return _last(args, _LENGTH) in _LONGEST
-
-
-def number_of(args: Sequence[str], name: str) -> int | None:
-    """The value of one of NUMBERS; None where there is none that vLLM could take."""
-    return amount(_last(args, name) or "") or None
-
-
-def dtype_of(args: Sequence[str]) -> str | None:
-    return _last(args, _DTYPE)
+    return amount_of(args, LENGTH)
 
 
 def kv_dtype_of(args: Sequence[str]) -> str | None:
     """The --kv-cache-dtype where it is one whose cost is counted."""
-    dtype = _last(args, _KV_DTYPE)
+    dtype = value_of(args, _KV_DTYPE)
     return dtype if dtype in KV_DTYPES else None
 
 
 def blocks_of(args: Sequence[str]) -> int | None:
     """The number of KV-cache blocks of --num-gpu-blocks-override; None without the flag, or where vLLM could not serve with its value."""
-    blocks = _last(args, _BLOCKS) or ""
+    blocks = value_of(args, _BLOCKS) or ""
     return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
 
-def own_workers(args: Sequence[str]) -> set[int]:
-    """The indices of each --worker-cls that names one of sparkd's own."""
-    return {first for first, _, value in values_of(args, "worker-cls") if value in _OWN_WORKERS}
-
-
-def reserved_whole(model: ReservationKeys, keys: Collection[str]) -> Iterator[str]:
+def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
     """Warnings of `sparkd check` for flags of extra_args by which sparkd.capacity.account.needed_gib reserves the whole machine. keys: the
     keys that a model's entry may have."""
     args = model.extra_args
-    flags = list(dict.fromkeys(unsized(args)))
+    flags = unsized(args)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
     share = share or share_of(args) is not None
     if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
         return
-    if all(flag_name(flag) == BYTES for flag in flags):
-        effect = f"{flags[0]} in extra_args sets the cache in vLLM: on a GPU sparkd reserves all that a node lends, on a CPU that size"
-        yield f"{effect}, its weights and processes. Better use kv_cache (bytes) of the entry, or set memory_gib."
-        return
-    named = {flag.strip("-").replace("-", "_") for flag in flags}
-    better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
+    better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"
     written = f"{' and '.join(flags)} in extra_args may change its memory"
     if OTHER in changed_by(flags):
@@ -247,45 +175,9 @@ def in_blocks(env: Mapping[str, str]) -> bool:
     return env.get(LAYOUT, "").startswith("B")
 
 
-def without_length(args: Sequence[str]) -> list[str]:
-    """`args` without --max-model-len and its value, however it is abbreviated."""
-    left = list(args)
-    for begun in _written(args, _LENGTH):
-        left = without(left, begun)
-    return left
+def _written(name: str, value: Value) -> str:
+    return f"--no-{name}" if value is False else f"--{name}"
 
 
-def switched(args: Sequence[str], name: str) -> bool | None:
-    """The value of a switch: of the last of `--name` and `--no-name`; None without either. Abbreviations count, as for argparse."""
-    found = None
-    for arg in args:
-        word = arg[2:].replace("_", "-") if arg.startswith("--") else ""
-        if word and name.startswith(word):
-            found = True
-        elif len(word) > len("no-") and f"no-{name}".startswith(word):
-            found = False
-    return found
-
-
-def _last(args: Sequence[str], name: str) -> str | None:
-    """The value that counts of several: vLLM's parser takes the last."""
-    return max((found for each in _written(args, name) for found in values_of(args, each)), default=(0, 0, None))[2]
-
-
-def _written(args: Sequence[str], name: str) -> set[str]:
-    """The names by which the flag stands there: its own, and of the flags of _SHORTEST a beginning."""
-    shortest = _SHORTEST.get(name, name)
-    return {begun for arg in args if (begun := flag_name(arg) or "").startswith(shortest) and name.startswith(begun)}
-
-
-def _full(name: str) -> str:
-    """The flag whose value is counted that this is a beginning of, or the name as it is."""
-    return next((flag for flag, shortest in _SHORTEST.items() if flag.startswith(name) and name.startswith(shortest)), name)
-
-
-def _long(written: str) -> str:
-    return written[2:].replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")
-
-
-def _is_short(arg: str) -> bool:
-    return len(arg) > 1 and arg[0] == "-" and arg[1] != "-" and not arg[1].isdigit()
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-")

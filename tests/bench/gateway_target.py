@@ -15,11 +15,13 @@ from typing import Any
 
 import uvloop
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import UnknownModel, UnknownRoute
-from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
+from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.server import gateway_server
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.request_store import RequestStore
 from sparkd.state.snapshot import Snapshot
 
@@ -64,7 +66,7 @@ def well() -> tuple[bool, dict[str, Any]]:
 
 async def serve(asked: argparse.Namespace) -> None:
     limits = ClientLimits(**asked.limits)
-    requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("requests.db")))
+    requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("state.db")))
     supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
     edge = Edge(supervisor, admin=no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits), requests=requests)
     server = gateway_server(edge, limits, drain_s=0.0)

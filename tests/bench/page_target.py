@@ -22,9 +22,11 @@ import uvloop
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.live import Live
 from sparkd.config.config import load_config
-from sparkd.engine.rates import Rates
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import ClientLimits, Edge, EdgeSettings, gateway_server
+from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.rates import Rates
+from sparkd.gateway.server import gateway_server
 from sparkd.state.nouns import EngineMemory, Reading
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store

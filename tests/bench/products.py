@@ -258,7 +258,7 @@ def _marlin_experts(up: Parts, down: Parts) -> Callable[[Tensor, Tensor, Tensor]
     def product(x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         return fused_marlin_moe(
             x, w13, w2, None, None, w13_scale, w2_scale, scores, chosen, scalar_types.float4_e2m1f.id,
-            global_num_experts=EXPERTS, global_scale1=w13_global, global_scale2=w2_global, workspace=layer.workspace,
+            global_num_experts=EXPERTS, global_scale1=w13_global, global_scale2=w2_global,
         )  # fmt: skip
 
     return product

@@ -39,8 +39,8 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import ModelConfig
 from sparkd.control.residency import Budget, Stay
 from sparkd.control.watchdog import Pulse
-from sparkd.engine.upstream import ServedModels
 from sparkd.errors import Unavailable
+from sparkd.gateway.upstream import ServedModels
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
 from tests.bench.arguments import Parser, amount
 from tests.support.fakes import FakeClock, FakeCluster, Loop, Scene, stage

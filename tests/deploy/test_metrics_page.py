@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine.metrics import merge
+from sparkd.gateway.scraper import labelled, merge
 from tests.stub.metrics import page
 from tests.support.observability import complaints_of
 
@@ -25,7 +25,7 @@ def full() -> Iterator[bytes]:
             if values not in [list(labels) for labels in each._metrics]:
                 each.labels(*values)
                 touched.append((each, values))
-    yield metrics.text(merge({("m", "n"): page("m", {}).decode(), ("o", "n"): page("o", {}).decode()}).encode())
+    yield metrics.text(merge(labelled(page(model, {}).decode(), model, "n") for model in ("m", "o")))
     for each, values in touched:
         each.remove(*values)
 

@@ -12,7 +12,6 @@ import pytest
 
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
 from tests.support.daemon_process import ROOT, DaemonProcess, daemon
-from tests.support.otlp_receiver import Receiver, receiver
 from tests.support.ray_node import reserve_gib
 from tests.support.waiting import HUNG_S
 
@@ -44,23 +43,13 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def collector() -> Iterator[Receiver]:
-    """Gets the spans of `served` and of its engines."""
-    with receiver() as made:
-        yield made
-
-
-@pytest.fixture(scope="package")
-def daemon_with_models(
-    chat_model: Path, foreign_python: Path, collector: Receiver, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DaemonProcess]:
+def daemon_with_models(chat_model: Path, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     engine = {"model": str(chat_model), "memory_gib": MODEL_GIB, "max_model_len": 2048, "max_num_seqs": 4, "kv_cache": {"bytes": KV_BYTES}}
     settings = {
         "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
         # One thread: more of them spin while they wait for each other, which takes a core from the tests beside.
         "engine": {"env": {"OMP_NUM_THREADS": "1"}},
         "backoff": {"initial_s": 0.5, "max_s": 2},
-        "traces": {"endpoint": collector.url},
         "models": {
             # In float32, as `make serve` starts it: a CPU with AMX rounds its first word to the wrong side in bfloat16.
             NAME: engine | {"dtype": "float32", "aliases": ["gpt-4o", "claude-sonnet"], "preload": True},

@@ -158,8 +158,8 @@ def test_a_client_that_leaves_while_queued_in_vllm_is_aborted_too(served: Daemon
 
 def test_metrics_of_the_engine_carry_model_and_node(served: DaemonProcess) -> None:
     assert served.chat(NAME, QUESTION).status_code == 200
-    labels = f'model="{NAME}",node="127.0.0.1"'
-    until(lambda: served.metric("vllm:generation_tokens_total", labels) > 0, "a scrape after the answer", 0.5)
+    labels = (f'model="{NAME}"', 'node="127.0.0.1"')
+    until(lambda: served.metric("vllm:generation_tokens_total", *labels) > 0, "a scrape after the answer", 0.5)
 
 
 def test_how_its_cache_was_sized_is_told(served: DaemonProcess) -> None:

@@ -133,7 +133,7 @@ def _recipes() -> list[dict[str, Any]]:
 
 
 def _registries() -> list[dict[str, Any]]:
-    row = {"recipes": 42, "commit": "0123456789abcdef", "committed": "2026-11-01T12:00", "signed": "signed by a key that is not trusted"}
+    row = {"recipes": 42, "commit": "0123456789abcdef", "committed": "2026-11-01T12:00"}
     return [{**row, "name": "community", "url": "https://github.com/example/spark-recipes.git"}]
 
 

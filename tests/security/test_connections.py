@@ -1,26 +1,27 @@
-"""More clients than may be connected, and fewer descriptors than they want: the longest idle one goes, and the reserve is not touched."""
+"""More clients than may be connected, and fewer descriptors than they want: the longest idle one goes, and the server stays."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
-import time
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd import metrics
-from sparkd.execution.boundary import Boundary
-from sparkd.gateway import ClientLimits, GatewayServer, acceptor
-from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
+from sparkd.gateway.limits import ClientLimits, most_connections, most_requests
+from sparkd.gateway.protocol import BoundedProtocol
+from sparkd.gateway.server import GatewayServer
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
-from tests.support.waiting import HUNG_S
+from tests.support.waiting import HUNG_S, until
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
@@ -31,22 +32,15 @@ PATIENT = ClientLimits(header_s=HUNG_S, body_grace_s=HUNG_S, keep_alive_s=HUNG_S
 
 @pytest.mark.parametrize(
     ("configured", "limit", "most"),
-    [(4096, 65536, 4096), (4096, 1024, 432), (10, 256, 10), (4096, 64, 8)],
+    [(4096, 65536, 4096), (4096, 1024, 448), (10, 256, 10), (4096, 64, 8)],
 )
 def test_how_many_may_be_connected(configured: int, limit: int, most: int) -> None:
     assert most_connections(configured, limit) == most
 
 
-@given(st.integers(1, 1 << 20), st.integers(112, 1 << 30))
-def test_clients_and_their_engines_leave_the_reserve(configured: int, limit: int) -> None:
-    most = most_connections(configured, limit)
-    assert 1 <= most <= configured
-    assert 2 * most + reserve(limit) <= limit or most == min(configured, 8)
-
-
 @given(st.integers(1, 1 << 20))
 def test_some_connections_stay_for_what_is_answered_at_once(connections: int) -> None:
-    models, together = acceptor.most_requests(connections)
+    models, together = most_requests(connections)
     assert 1 <= models <= together <= connections
     assert together < connections or connections == 1
 
@@ -122,14 +116,15 @@ async def test_a_refused_connection_gives_its_descriptor_back_at_once(engine: Ra
     async with with_five(engine) as (running, clients):
         for client in clients:
             await busy(running, client)
-        before = len(os.listdir("/proc/self/fd"))
+        before, open_files = turned_away("refused"), len(os.listdir("/proc/self/fd"))
         refused = [await running.open() for _ in range(60)]
         answers = [await client.answer() for client in refused]
 
         assert all(is_ours(answer, 503) and answer.headers["retry-after"] == "1" for answer in answers)
         assert [await client.ended() for client in refused] == [b""] * 60
-        assert len(os.listdir("/proc/self/fd")) <= before + 60  # the test's own ends
-        assert len(running.server.server_state.connections) == 5
+        await soon(lambda: len(running.server.server_state.connections) == 5)
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 60  # the test's own ends
+        assert turned_away("refused") == before + 60
         for client in refused:
             await client.close()
         assert running.supervisor.held == 5
@@ -145,55 +140,49 @@ async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEng
         assert (await running.get("/livez")).status == 200
 
 
-async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = await gateway.open()
-    assert await alive(held)
-    with monkeypatch.context() as patch:
-        patch.setattr(acceptor, "descriptor_limit", lambda: 16)  # the next client's number lies in the reserve
-        gateway.server.set_limits(PATIENT)
-        before = metrics.ACCEPT_RESTS._value.get()
-        last = await gateway.open()
-        assert await held.ended() == b""  # idle: it gives way, so that there are descriptors again
-        assert metrics.ACCEPT_RESTS._value.get() == before + 1
-        assert "DescriptorsShort" in str(gateway.server.condition)
-        waiting = await gateway.open()  # in the kernel's queue
-        waiting.send(LIVEZ)
-    gateway.server.set_limits(PATIENT)
-    assert (await waiting.answer()).status == 200
-    for client in (held, last, waiting):
-        await client.close()
+SERVES = """
+import asyncio, socket, sys
+import uvloop
+from sparkd.gateway.edge import Edge
+from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.server import gateway_server
+from sparkd.gateway.limits import descriptor_limit
+from tests.sparkd.gateway.fakes import FakeSupervisor
+from sparkd.gateway.upstream import Upstream
+
+async def main():
+    def well():
+        return True, {}
+    edge = Edge(FakeSupervisor(Upstream(base_url="http://127.0.0.1:9")), admin=None, live=well, ready=well)
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(descriptor_limit(), listening.getsockname()[1], flush=True)
+    await gateway_server(edge, ClientLimits(header_s=600)).run_until_told([listening])
+
+uvloop.run(main())
+"""
 
 
-class Exhausted(socket.socket):
-    """A listening socket that has no descriptor for the first clients."""
+def test_a_gateway_that_runs_out_of_descriptors_serves_again_once_clients_leave() -> None:
+    command = ("sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", sys.executable, "-c", SERVES)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serves:
+        try:
+            assert serves.stdout is not None
+            limit, port = map(int, serves.stdout.readline().split())
+            with contextlib.ExitStack() as held:
+                for _ in range(2 * limit):
+                    held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=HUNG_S))
+                until(lambda: len(os.listdir(f"/proc/{serves.pid}/fd")) == limit, "the last descriptor")
+            until(lambda: answers(port), "an answer")
+            assert serves.poll() is None
+        finally:
+            serves.kill()
 
-    failures = 3
 
-    def accept(self) -> tuple[socket.socket, object]:
-        if self.failures:
-            self.failures -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return super().accept()
-
-
-async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "REST_S", 0.01)
-    made = asyncio.Event()
-
-    class Told(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            made.set()
-            transport.abort()  # type: ignore[attr-defined]
-
-    with Exhausted() as listener:
-        listener.bind(("127.0.0.1", 0))
-        accepting = Acceptor([listener], Told, (), {}, 10, Boundary(time.monotonic))
-        _, writer = await asyncio.open_connection(*listener.getsockname())
-        await made.wait()
-        assert listener.failures == 0
-        assert "DescriptorsShort" in str(accepting.condition)
-        await accepting.close()
-        writer.close()
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=HUNG_S) as client:
+        client.sendall(LIVEZ)
+        return client.recv(12) == b"HTTP/1.1 200"
+    return False
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
@@ -201,7 +190,7 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
     engine: RawEngine, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """The end begins so many turns of the loop after the accept. A connection that is never lost holds the server up until drain_s."""
-    loop, take = asyncio.get_running_loop(), Acceptor._take
+    loop, accept = asyncio.get_running_loop(), BoundedProtocol.__init__
     told: asyncio.Future[None] = loop.create_future()
 
     async def until_told(_: GatewayServer) -> None:
@@ -213,12 +202,12 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
         else:
             told.set_result(None)
 
-    def take_and_end(accepting: Acceptor, client: socket.socket) -> None:
+    def accept_and_end(connection: BoundedProtocol, *arguments: Any, **named: Any) -> None:
         end_after(turns)
-        take(accepting, client)
+        accept(connection, *arguments, **named)
 
     monkeypatch.setattr(GatewayServer, "main_loop", until_told)
-    monkeypatch.setattr(Acceptor, "_take", take_and_end)
+    monkeypatch.setattr(BoundedProtocol, "__init__", accept_and_end)
     async with serving(engine, drain_s=HUNG_S) as running:
         early = socket.create_connection(("127.0.0.1", running.port))
         early.sendall(LIVEZ)
@@ -229,20 +218,10 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
     assert not running.server.server_state.connections
 
 
-async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "descriptor_limit", lambda: 16)
-    async with serving(engine) as running:
-        client = await running.open()
-        await soon(lambda: "DescriptorsShort" in str(running.server.condition))
-        await client.close()
-    assert running.server.acceptor is not None and running.server.acceptor._resting is None
+async def test_a_server_that_begins_again_ends_the_listening_of_before(gateway: Running) -> None:
+    (before,) = gateway.server.servers
+    with socket.socket(fileno=os.dup(before.sockets[0].fileno())) as listening:
+        await gateway.server.startup([listening])
 
-
-async def test_a_server_that_begins_again_ends_the_accepting_of_before(gateway: Running) -> None:
-    before = gateway.server.acceptor
-    assert before is not None
-    before._rest()
-    await gateway.server.startup([*before._listening])
-
-    assert gateway.server.acceptor is not before and before._resting is None
+    assert not before.is_serving()
     assert (await gateway.get("/livez")).status == 200

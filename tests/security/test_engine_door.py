@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from deploy.embedded_model import FOLDER_NAME, is_prepared, prepare
-from sparkd.engine.upstream import Upstream, served_models
+from sparkd.gateway.upstream import Upstream, served_models
 from tests.stub import stub_engine
 from tests.support.daemon_process import ROOT
 from tests.support.waiting import HUNG_S, until

@@ -1,151 +1,104 @@
-"""Large bodies that cost a parser the most: they are read in pieces, and mean what they meant."""
+"""Large bodies that cost the parser the most: they are bounded, and one is read per turn of the loop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest, BodyTooLarge
-from sparkd.gateway import outline as module
-from sparkd.gateway.body import members_of_json
-from sparkd.gateway.outline import MOST_BYTES, PIECE_BYTES, WHOLE_BYTES, outline
+from sparkd.gateway import proxy
+from sparkd.gateway.body import LARGE_BYTES, MOST_LISTS, members_of_json, refuse_many_lists
 from tests.sparkd.gateway.fakes import Running, is_ours, post
 
 MIB = 1 << 20
 CHAT = "/v1/chat/completions"
 
 
-def array(item: bytes, size: int = 6 * MIB) -> bytes:
+def array(item: bytes, size: int = 2 * MIB) -> bytes:
     return b'{"model":"tiny","x":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
-
-
-def string(piece: bytes) -> bytes:
-    return b'{"model":"tiny","x":"' + piece * (6 * MIB // len(piece)) + b'"}'
 
 
 READ = {
     "digits": array(b"1"),
     "floats": array(b"-1.0000000000000002e+16"),
-    "escapes": string(b"\\n"),
-    "wide": string("ü".encode()),
-    "texts": array(b'"' + b"a" * 3000 + b'"'),
-    "sentences": array(b'"' + b"some words, and [more]\\n" * 5 + b'"', 16 * MIB),
-    "spaces": b'{"model":"tiny","x":1' + b" " * (6 * MIB) + b"}",
-    "late": b'{"x":"' + b"y" * (6 * MIB) + b'","model":"tiny"}',
+    "texts": array(b'"' + b"[" * 3000 + b'"', MOST_LISTS // 2),
+    "escapes": b'{"model":"tiny","x":"' + b"\\n" * MIB + b'"}',
+    "wide": b'{"model":"tiny","x":"' + "\u00fc".encode() * MIB + b'"}',
+    "spaces": b'{"model":"tiny","x":1' + b" " * (2 * MIB) + b"}",
+    "late": b'{"x":"' + b"y" * (2 * MIB) + b'","model":"tiny"}',
 }
 REFUSED = {
     "objects": (BodyTooLarge, array(b"{}")),
-    "members": (BodyTooLarge, array(b'{"":1}')),
-    "models": (BodyTooLarge, b"{" + b'"model":"tiny",' * (6 * MIB // 15) + b'"model":"tiny"}'),
-    "few models": (BadRequest, b'{"x":"' + b"y" * MIB + b'",' + b'"model":"tiny",' * 9 + b'"model":"tiny"}'),
-    "a list for a model": (BodyTooLarge, b'{"model":[' + b"{}," * (2 * MIB) + b"{}]}"),
-    "nested": (BodyTooLarge, b'{"model":"tiny","x":' + b"[" * (6 * MIB) + b"}"),
-    "a long number": (BadRequest, b'{"model":"tiny","x":' + b"1" * (6 * MIB) + b"}"),
-    "no end": (BadRequest, string(b"y")[:-2]),
-    "no end but a backslash": (BadRequest, string(b"y")[:-2] + b"\\"),
-    "no UTF-8": (BadRequest, string(b"\xff")),
+    "lists": (BodyTooLarge, array(b"[" * 900 + b"]" * 900)),
+    "a list for a model": (BodyTooLarge, b'{"model":[' + b"{}," * MIB + b"{}]}"),
+    "nested": (BodyTooLarge, b'{"model":"tiny","x":' + b"[" * (2 * MIB) + b"}"),
+    "no end": (BadRequest, READ["escapes"][:-2]),
+    "no UTF-8": (BadRequest, b'{"model":"tiny","x":"' + b"\xff" * (2 * MIB) + b'"}'),
 }
 
 
-def stepped(body: bytes) -> tuple[bytes | bytearray, int]:
-    """The outline, and how often the loop was given back on the way to it."""
-    making, turns = outline(body, asyncio.Lock()), 0
-    while True:
-        try:
-            making.send(None)
-        except StopIteration as end:
-            return end.value, turns
-        turns += 1
-
-
 @pytest.mark.parametrize("name", READ)
-def test_the_loop_is_given_back_after_every_piece(name: str) -> None:
-    made, turns = stepped(READ[name])
-    assert members_of_json(made).model == "tiny"
-    assert len(made) < MIB
-    assert turns >= len(READ[name]) // (2 * PIECE_BYTES)
-
-
-async def test_the_loop_is_given_back_after_every_piece_of_all_bodies() -> None:
-    body, lock, bodies = READ["texts"], asyncio.Lock(), 8
-    _, pieces = stepped(body)
-    making = asyncio.gather(*(outline(body, lock) for _ in range(bodies)))
-    turns = 0
-    while not making.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns >= bodies * pieces
+async def test_a_large_body_reaches_the_engine_as_it_came(gateway: Running, name: str) -> None:
+    assert len(READ[name]) > LARGE_BYTES or name == "texts"
+    assert (await gateway.post(CHAT, READ[name])).status == 200
+    assert gateway.engine.heard[-1].body == READ[name]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_cost_the_most_is_refused(name: str) -> None:
+async def test_what_would_cost_the_most_is_refused(gateway: Running, name: str) -> None:
     error, body = REFUSED[name]
-    with pytest.raises(error):
-        members_of_json(stepped(body)[0])
+    assert len(body) > LARGE_BYTES
+    assert is_ours(await gateway.ask(post(CHAT, body)), error.status)
+    assert not gateway.engine.heard
 
 
-def test_what_is_parsed_at_once_has_a_bound() -> None:
-    made, _ = stepped(array(b"{}", MOST_BYTES - 2 * PIECE_BYTES))
-    assert len(made) < MOST_BYTES + PIECE_BYTES
-    small = array(b"{}", WHOLE_BYTES - 100)
-    assert stepped(small) == (small, 0)
+def test_lists_are_counted_to_the_last() -> None:
+    refuse_many_lists(b"[" * (MOST_LISTS // 2) + b"{" * (MOST_LISTS // 2))
+    with pytest.raises(BodyTooLarge):
+        refuse_many_lists(b"[" * (MOST_LISTS // 2) + b"{" * (MOST_LISTS // 2 + 1))
 
 
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=600)
-    | st.lists(st.integers(-9, 10**9), max_size=60),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=20), inner, max_size=5),
-    max_leaves=20,
-)
+def test_tools_are_not_built_by_the_million() -> None:
+    def tools(size: int) -> bytes:
+        return b'{"tools":[' + b"{}," * (size // 3) + b'{"type":"function"}]}'
+
+    assert members_of_json(tools(LARGE_BYTES // 2)).functions
+    assert not members_of_json(tools(2 * LARGE_BYTES)).functions
 
 
-def is_kept(value: Any) -> bool:
-    """Whether the outline keeps a value for sure; a long string becomes an empty one, and a row of numbers one number."""
-    return value is None or isinstance(value, bool) or (isinstance(value, str) and len(json.dumps(value)) < 60)
+async def test_one_large_body_is_read_per_turn_of_the_loop(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    course: list[str] = []
+
+    def read(body: bytes | bytearray, plain: Callable[[bytes | bytearray], Any] = members_of_json) -> Any:
+        course.append("read")
+        return plain(body)
+
+    async def turns() -> None:
+        while True:
+            course.append("turn")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(proxy, "members_of_json", read)
+    edge_proxy, bodies = gateway.edge._proxy, 5
+    ticker = asyncio.create_task(turns())
+    members = await asyncio.gather(*(edge_proxy._members(READ["digits"]) for _ in range(bodies)))
+    ticker.cancel()
+
+    assert [each.model for each in members] == ["tiny"] * bodies
+    reads = [place for place, what in enumerate(course) if what == "read"]
+    assert len(reads) == bodies
+    assert all("turn" in course[one:other] for one, other in pairwise(reads))
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.dictionaries(st.text(max_size=20), VALUES, max_size=6),
-    st.text(max_size=30),
-    st.sampled_from([None, 1]),
-    st.booleans(),
-    st.sampled_from([300, 301, 512, 4096]),
-)
-def test_an_outline_has_the_same_names_and_short_values(
-    members: dict[str, Any], model: str, indent: int | None, plain: bool, piece: int
-) -> None:
-    document = members | {"model": model}
-    body = json.dumps(document, indent=indent, ensure_ascii=plain).encode("utf-8", "surrogatepass")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WHOLE_BYTES", 0)
-        patch.setattr(module, "PIECE_BYTES", piece)
-        try:
-            made = asyncio.run(outline(body, asyncio.Lock()))
-        except BadRequest:
-            assert b"\xed" in body  # half a surrogate pair, which is no UTF-8
-            return
-    found = json.loads(made)
-    assert list(found) == list(document)
-    assert found["model"] == model
-    assert {name: found[name] for name in document if is_kept(document[name])} == {
-        name: value for name, value in document.items() if is_kept(value)
-    }
-    assert all(type(found[name]) is type(value) for name, value in document.items() if isinstance(value, (dict, list, str)))
+async def test_bodies_that_are_read_at_once_do_not_mix(gateway: Running) -> None:
+    names = [f"m{number}" for number in range(20)]
+    bodies = [b'{"model":"%b","x":"%b"}' % (name.encode(), b"y" * (2 * MIB if number % 2 else 10)) for number, name in enumerate(names)]
+    members = await asyncio.gather(*(gateway.edge._proxy._members(body) for body in bodies))
+    assert [each.model for each in members] == names
 
-
-async def test_a_large_body_reaches_the_engine_as_it_came(gateway: Running) -> None:
-    for name in ("digits", "texts", "late"):
-        assert (await gateway.post(CHAT, READ[name])).status == 200
-        assert gateway.engine.heard[-1].body == READ[name]
-    for name in ("objects", "models"):
-        assert is_ours(await gateway.ask(post(CHAT, REFUSED[name][1])), 413)
+    parsed = await asyncio.gather(*(asyncio.to_thread(members_of_json, body) for body in bodies))
+    assert [each.model for each in parsed] == names

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sparkd.engine.http import Connection, ConnectionPool
 from sparkd.errors import LATER
+from sparkd.gateway.connection import Connection, ConnectionPool
 from sparkd.gateway.responses import Receive, Scope, Send
 from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
 
@@ -40,7 +40,7 @@ async def test_a_client_that_leaves_while_the_engine_is_called_leaves_no_connect
 
 
 async def test_clients_that_send_a_whole_request_and_close_at_once_leave_nothing(gateway: Running, engine: RawEngine) -> None:
-    pool = gateway.supervisor.upstream.wire
+    pool = gateway.supervisor.upstream.pool
     for _ in range(40):
         clients = [await gateway.open() for _ in range(5)]
         for client in clients:

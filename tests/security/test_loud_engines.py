@@ -21,7 +21,7 @@ LOUD = [
     (["--enable-log-requests"], {}, "--enable-log-requests"),
     (["--enable_log_outputs"], {}, "--enable-log-outputs"),
     (["--enable-log-deltas"], {}, "--enable-log-deltas"),
-    (["--logging-config.x=1"], {}, "--logging-config"),
+    (["--logging-config={}"], {}, "--logging-config"),
     (["--log-config-file", "/x"], {}, "--log-config-file"),
     (["--log-error-stack"], {}, "--log-error-stack"),
     ([], {"VLLM_LOGGING_LEVEL": "debug"}, "VLLM_LOGGING_LEVEL"),

@@ -6,9 +6,9 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
-from sparkd.engine.upstream import Upstream
-from sparkd.gateway import Edge
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import FakeSupervisor
 
 REQUESTS = 50

@@ -10,9 +10,9 @@ import pytest
 
 from sparkd.capacity import plan_for_node
 from sparkd.capacity.requirement import requirement_of
+from sparkd.checkpoint.model_folder import unusable
 from sparkd.config.config import load_config
 from sparkd.errors import ModelUnusable
-from sparkd.models.folder import unusable
 from tests.sparkd.admin.test_app import Admin, admin_of
 from tests.sparkd.capacity.test_account import Runtime
 

@@ -14,7 +14,6 @@ from sparkd.cluster.ray_head import RayHead, make_token
 from sparkd.config.config import load_config
 from sparkd.daemon.daemon import _lock
 from sparkd.errors import StateError
-from sparkd.state.request_store import RequestStore
 from sparkd.state.store import Store
 from workers.agent.actor import Agent
 from workers.guard import incidents
@@ -43,10 +42,8 @@ def make_all(folder: Path) -> None:
     with _lock(config.state_dir):
         store = Store(config.state_dir / "state.db")
         store.close()
-        RequestStore(config.state_dir / "requests.db").close()
     make_token(config.state_dir / "ray.token")
-    membership.keep_token(config, "t" * 64)
-    membership.keep(config, membership.Joined("192.0.2.1:6379", "192.0.2.2"))
+    membership.keep(config, membership.Membership("192.0.2.1:6379", "192.0.2.2"), "t" * 64)
     incidents.write(config.state_dir / "logs" / "incidents", {"id": "20260101-000000-r"})
     agent = Agent("127.0.0.1", str(folder / "run" / "ranks"), str(config.state_dir / "logs"))
     agent.sentry.stop()
@@ -64,11 +61,10 @@ def test_all_of_it_is_its_users_alone_in_a_folder_that_others_can_read(tmp_path:
 
 def test_what_an_earlier_release_left_open_is_closed(tmp_path: Path) -> None:
     make_all(tmp_path)
-    paths = [tmp_path / "state" / name for name in ("state.db", "requests.db", "lock", "logs")] + [tmp_path / "run" / "ranks"]
+    paths = [tmp_path / "state" / name for name in ("state.db", "lock", "logs")] + [tmp_path / "run" / "ranks"]
     for path in paths:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    for name in ("state.db-wal", "requests.db-wal"):
-        (tmp_path / "state" / name).touch(mode=0o644)
+    (tmp_path / "state" / "state.db-wal").touch(mode=0o644)
     make_all(tmp_path)
 
     assert [path.name for path in paths if mode(path) & 0o077] == []

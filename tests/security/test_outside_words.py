@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sparkd.admin.bodies import Pulling
+from sparkd.checkpoint.hub import Hub
 from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError, RankError
-from sparkd.models.hub import Hub
 from workers.files.manifest import ModelManifest
 from workers.host.hub_cache import is_hub_id, is_revision, snapshot_of
 from workers.rank.log_parser import Parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkd.errors import Forbidden
-from sparkd.gateway import KeyDigests
+from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.local import check_local
 from sparkd.gateway.routes import EXACT, RouteKind
 from tests.sparkd.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving

@@ -24,14 +24,17 @@ from sparkd.admin import pull
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
-from sparkd.checkpoint import foreign_file, read_checkpoint
-from sparkd.cli import export, join, registry_fetch
+from sparkd.checkpoint import read_checkpoint
+from sparkd.cli import export
 from sparkd.cli.quantized import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
-from sparkd.inquiry import model_answers, parser_answers
+from sparkd.execution import bounded_call
+from sparkd.recipes import clone
+from sparkd.vllm.ask import model as model_answers
+from sparkd.vllm.ask import parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
@@ -60,11 +63,10 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/cli/join.py": 1,
     "sparkd/admin/pull.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
-    "sparkd/cli/registry_fetch.py": 1,
+    "sparkd/recipes/clone.py": 1,
     "workers/guard/gpu_meter.py": 1,
     "workers/host/bounded_child.py": 1,
     "workers/host/ends_with_parent.py": 1,
@@ -149,7 +151,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
+        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:
@@ -164,7 +166,7 @@ async def _join(python: Path, folder: Path) -> None:
 
 async def _apart(python: Path, folder: Path) -> None:
     with suppress(pickle.UnpicklingError):
-        foreign_file.apart(json.loads, b"{}", "x.json")
+        bounded_call.call(json.loads, "{}", time_s=1)
 
 
 async def _export(python: Path, folder: Path) -> None:
@@ -242,19 +244,12 @@ async def _fix(python: Path, folder: Path) -> None:
     fixes.apply(fixes.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
 
 
-async def _systemctl(python: Path, folder: Path) -> None:
-    (folder / "bin").mkdir()
-    (folder / "bin" / "systemctl").symlink_to(python)
-    os.environ["PATH"] = f"{folder}/bin"
-    join._systemctl("-I")
-
-
 async def _git(python: Path, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "git").symlink_to(python)
     os.environ["PATH"] = f"{folder}/bin"
     with suppress(SparkdError, ValueError):
-        registry_fetch.fetched("x", registry_fetch.RegistryAddress(str(folder), "file"), folder / "registries")
+        clone.cloned(str(folder), folder)
 
 
 def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
@@ -265,7 +260,7 @@ def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
 async def _question(python: Path, folder: Path) -> None:
     with suppress(SparkdError):
         runtime = model_answers.InquiryRuntime(python, [])
-        list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
+        list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, print, threading.Event()))
 
 
 async def _calibration(python: Path, folder: Path) -> None:
@@ -275,7 +270,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _systemctl, _git, _calibration,
+    _ip, _fix, _git, _calibration,
 )  # fmt: skip
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
-from sparkd.capacity import auto_resolve, entry_check, unloadable
+from sparkd.capacity import auto_resolve, unloadable
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
 from sparkd.capacity.candidates import candidate_of, candidates_of
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
+from sparkd.checkpoint.shape import Shape
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.models.shape import Shape
 from sparkd.schema.engine_args import decided, engine_args
 from sparkd.schema.model import ModelConfig
 
@@ -80,7 +80,3 @@ def kv_cost(shape: Shape, serving: Serving) -> KvCost:
 
 def fault(spec: ModelConfig, env: Env) -> CheckpointError | None:
     return unloadable.fault(engine_args(spec, env))
-
-
-def misfits(spec: ModelConfig, env: Env, platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
-    return entry_check.misfits(engine_args(spec, env), spec.speculative, platform, evidence)

@@ -9,7 +9,7 @@ from types import ModuleType
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.engine.metrics import merge
+from sparkd.gateway.scraper import labelled, merge
 from tests.support.observability import ALERTS, FOLDER, RECORDED, metrics_of
 
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
@@ -31,7 +31,7 @@ def exposed(page: str) -> set[str]:
     names = {"up"}
     for family in metrics.REGISTRY.collect():
         names |= {family.name + suffix for suffix in SUFFIXES.get(family.type, ("",))}
-    text = merge({("m", "n"): page})
+    text = merge([labelled(page, "m", "n")]).decode()
     return names | {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 

@@ -15,15 +15,15 @@ ERRORS = (
 )
 
 
-def fail(_: bytes, number: int) -> None:
+def fail(number: int) -> None:
     raise ERRORS[number]
 
 
-def sleep(_: bytes) -> None:
+def sleep() -> None:
     time.sleep(3600)
 
 
-def with_descendant(_: bytes, path: str, number: int, own_session: bool) -> str:
+def with_descendant(path: str, number: int, own_session: bool) -> str:
     """Start a process that holds this one's pipes, write its id to the file, and send this process the signal."""
     descendant = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
     Path(path).write_text(str(descendant.pid))

@@ -123,10 +123,10 @@ class DaemonProcess:
         except (httpx.HTTPError, ValueError):
             return None
 
-    def metric(self, name: str, labels: str = "") -> float:
-        """The first sample whose line begins with `name` and contains `labels`."""
+    def metric(self, name: str, *labels: str) -> float:
+        """The first sample whose line begins with `name` and contains each of `labels`."""
         text = self.client.get("/metrics").text
-        found = [line for line in text.splitlines() if line.startswith(name) and labels in line]
+        found = [line for line in text.splitlines() if line.startswith(name) and all(label in line for label in labels)]
         return float(found[0].split()[-1]) if found else float("nan")
 
     def sum_of(self, name: str) -> float:

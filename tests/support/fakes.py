@@ -20,11 +20,11 @@ from sparkd.control.effects import AskFunction
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
+from sparkd.gateway.upstream import ServedModels, Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Held, Lack, MemoryBook
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading

@@ -30,8 +30,8 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import Daemon
 from sparkd.daemon.reload import Reloader
-from sparkd.engine.metrics import Scraper
 from sparkd.execution import boundary
+from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import GatewayServer
 from sparkd.state.store import History, StoredRanks, StoredWishes
 from tests.support.lone_sparkd import alone

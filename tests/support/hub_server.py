@@ -124,6 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/api/models/{repository.hub_id}/revision/"):
             answer = repository.listing if repository.listing is not None else repository.answers(path.rpartition("/")[2])
             return self._answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        if path == f"/api/models/{repository.hub_id}/tree/{COMMIT}":
+            siblings = repository.answers()["siblings"]
+            tree = [{"type": "file", "path": file["rfilename"], "oid": "", "size": file.get("size", 0)} for file in siblings]
+            return self._answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         if path.startswith("/api/models/"):
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         before = f"/{repository.hub_id}/resolve/{COMMIT}/"

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sparkd.capacity.weights import Inventory, inventory
-from sparkd.models.shape import Shape, shape_of
+from sparkd.checkpoint.shape import Shape, shape_of
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import Tensor, Tensors, checkpoint_of, dense, mixture
 from tests.support.published_tensors import tensors_of

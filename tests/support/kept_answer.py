@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparkd.inquiry.model_answers import InquiryRuntime, ModelAnswer, ModelQuestion, kept_answers
+from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import InquiryRuntime, kept_answers
 
 
 def kept(question: ModelQuestion, runtime: InquiryRuntime) -> ModelAnswer | None:

@@ -14,8 +14,8 @@ from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.cluster.reservations import Places
 from sparkd.config.config import ModelConfig
-from sparkd.engine.upstream import ServedModels, Upstream
 from sparkd.errors import ClusterError
+from sparkd.gateway.upstream import ServedModels, Upstream
 from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
 from tests.support.fakes import FakeCluster

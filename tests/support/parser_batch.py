@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sparkd.inquiry import parser_answers
+from sparkd.vllm.ask import parser as parser_answers
 
 
 def ask_at_once(checks: Callable[[], object]) -> None:

@@ -113,5 +113,5 @@ class Stage(DaemonProcess):
 
 def stored(made: DaemonProcess) -> list[str]:
     """Ids of the requests in its record that are on disk."""
-    with contextlib.closing(sqlite3.connect(f"file:{made.state_dir / 'requests.db'}?mode=ro", uri=True)) as db:
+    with contextlib.closing(sqlite3.connect(f"file:{made.state_dir / 'state.db'}?mode=ro", uri=True)) as db:
         return [row[0] for row in db.execute("SELECT request_id FROM requests ORDER BY number")]

@@ -20,4 +20,4 @@ def test_the_types_are_those_of_the_vendored_releases() -> None:
 def test_the_editor_of_an_entry_suggests_the_keys_that_an_added_model_may_have() -> None:
     text = (STATIC / "app/components/entry_keys.js").read_text()
     (block,) = re.findall(r"export const KEYS = \[(.*?)\];", text, re.DOTALL)
-    assert set(re.findall(r'"(\w+)"', block)) == KEYS, "KEYS of entry_keys.js are those of sparkd/recipes/admin_policy.py"
+    assert set(re.findall(r'"(\w+)"', block)) == KEYS, "KEYS of entry_keys.js are those of TuningKeys"

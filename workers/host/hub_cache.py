@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workers.host import regular_file
 
-PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
+PLACES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 # Spellings of a branch, a tag, refs/pr/1 or a commit, and of OWNER/NAME, that cannot lead outside the cache's folder.
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}(?:/[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}){0,7}")
@@ -50,9 +50,10 @@ def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """The folder of the local cache, which need not be there."""
+    """The folder of the local cache, which need not be there, by the library's own rules (huggingface_hub/constants.py)."""
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    folder = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(folder)).expanduser()
 
 
 def cache_places(environ: Mapping[str, str]) -> dict[str, str]:

@@ -144,7 +144,10 @@ TABLE: dict[str, Symbol] = {
     ),
     "parallel_state": Symbol(("vllm.distributed.parallel_state",), PLAN, ""),
     "registry": Symbol(("vllm.model_executor.models.registry",), PLAN, ""),
-    **_of(FLAGS, {"make_arg_parser": _CLI}),
+    **_of(
+        FLAGS,
+        {"ReasoningParserManager": "vllm.reasoning", "ToolParserManager": "vllm.tool_parsers", "make_arg_parser": _CLI},
+    ),
     **_of(
         MEDIA,
         {"MEDIA_CONNECTOR_REGISTRY": "vllm.multimodal.media.connector", "MediaConnector": "vllm.multimodal.media.connector"},

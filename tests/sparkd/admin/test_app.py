@@ -23,9 +23,9 @@ from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
-from sparkd.gateway import Edge
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.protocol import CONNECTION
-from sparkd.recipes.registry import CommitSignature, Registries, Registry
+from sparkd.recipes.registry import Registry
 from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
@@ -34,6 +34,7 @@ from tests.support.answers import check_answer
 from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
 from tests.support.fakes import Scene
+from tests.support.registries import keep_registry
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
@@ -160,7 +161,7 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         assert ([node["node_id"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
-        assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
+        assert await made.ask("GET", "/decision") == {"actions": [{"action": "Place", "model": "m"}]}
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -475,19 +476,19 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
     async with admin_of(tmp_path, recipes_dir=str(tmp_path)) as made:
         found = await made.ask("GET", "/recipes")
         assert {"mine", "gpt-oss-120b"} <= {row["name"] for row in found["recipes"]} and "broken.yaml" in found["problems"][0]
-        shown = await made.ask("GET", "/recipes/mine?profile=balanced&speculative=ngram")
-        assert shown["spec"]["max_num_seqs"] == 4 and shown["env"] == {"A": "${env.HOME}"}
-        assert (await made.ask("GET", "/recipes/qwen3.6-27b-nvfp4@yarn-1m"))["spec"]["max_model_len"] == 1010000
+        shown = await made.ask("GET", "/recipes/mine")
+        assert shown["spec"]["max_num_seqs"] == 8 and shown["env"] == {"A": "${env.HOME}"}
+        assert (await made.ask("GET", "/recipes/qwen3.6-27b-nvfp4-yarn-1m"))["spec"]["max_model_len"] == 1010000
         for name in ("nobody", "..%2Fmine", "broken%2F.."):
             assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] in ("recipe_not_found", "route_not_found")
-        for path in ("mine?profile=x", "mine@x", "broken"):
-            assert (await made.refused("GET", f"/recipes/{path}", 400 if "?" in path else 422))["message"]
+        for name in ("mine@x", "broken"):
+            assert (await made.refused("GET", f"/recipes/{name}", 422))["message"]
 
-        spec = {"recipe": "mine", "profile": "balanced", "speculative": "ngram"}
+        spec = {"recipe": "mine", "kv_cache": "auto"}
         added = await made.ask("POST", "/models", 202, json={"name": "new", "spec": spec, "load": False})
         assert added["model"]["source"] == "o/m"
         spec = made.scene.supervisor.registry.config.models["new"]
-        assert (spec.recipe, spec.max_num_seqs, spec.kv_cache) == ("mine", 4, "auto")
+        assert (spec.recipe, spec.max_num_seqs, spec.kv_cache) == ("mine", 8, "auto")
         for wrong in ({"recipe": f"{tmp_path}/mine.yaml"}, {"recipe": "nobody"}, {"recipe": "mine@x"}):
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
 
@@ -547,7 +548,7 @@ async def test_the_daemon_decides_whether_a_model_is_known(tmp_path: Path) -> No
 async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_path: Path) -> None:
     recipe = "description: d\nmodel: o/m\nsources: {s: s}\nsettings: {max_num_seqs: 8, trust_remote_code: true, extra_args: [%s]}\n"
     texts = {"4x/mine": recipe % "", "loads": recipe % "--worker-cls, evil.Worker"}
-    Registries(tmp_path / "state").put(Registry("eugr", "https://host/r", "0" * 40, "2026-09-15", CommitSignature("none"), texts, {}))
+    keep_registry(tmp_path / "state", Registry("eugr", "https://host/r", "0" * 40, "2026-09-15", texts))
     async with admin_of(tmp_path) as made:
         for name in ("4x/mine@eugr", "mine@eugr", "loads@eugr"):
             assert (await made.ask("GET", f"/recipes/{name}"))["spec"]["max_num_seqs"] == 8
@@ -801,7 +802,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/plan", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/decision", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
@@ -829,7 +830,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
-        assert len(streams) == 4, "the log, the events, the page's, and requests as CSV"
+        assert len(streams) == 3, "the log, the events, and the page's"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]
         assert {scheme["type"] for scheme in raw["components"]["securitySchemes"].values()} == {"http", "apiKey"}
         for reference in _references(raw):
@@ -899,7 +900,7 @@ def test_no_body_makes_it_fail(tmp_path: Path) -> None:
 
     try:
         send()
-        for path in ("/status", "/operations", "/events", "/plan", "/openapi.json"):
+        for path in ("/status", "/operations", "/events", "/decision", "/openapi.json"):
             assert sender.ask("GET", path) == 200
     finally:
         sender.close()

@@ -14,9 +14,9 @@ import pytest
 
 from sparkd.admin import live as module
 from sparkd.admin.live import BEHIND, KEPT, LINGER_S, MOST_PAGES, Live, LiveStream
-from sparkd.engine.rates import Rates
 from sparkd.errors import StateError, Unavailable
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.rates import Rates
 from sparkd.state.series import Series
 from tests.support.fakes import FakeClock, Scene, stage
 from tests.support.waiting import eventually

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparkd.admin.live_document import OPERATIONS, Beside, cables_of, document_of, patch_of, series_of
 from sparkd.admin.page_answers import LiveDocument
 from sparkd.condition import Condition
-from sparkd.engine.rates import Rates
+from sparkd.gateway.rates import Rates
 from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, OperationState, Progress, RankHandle, Reading
 from sparkd.state.snapshot import NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view

@@ -14,7 +14,7 @@ import pytest
 from sparkd.admin.app import PREFIX, Parts, admin_app
 from sparkd.admin.live import MOST_PAGES, Live
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import Edge
+from sparkd.gateway.edge import Edge
 from tests.sparkd.admin.test_app import Stream
 from tests.sparkd.admin.test_live import FakeScraper
 from tests.support.answers import check_answer

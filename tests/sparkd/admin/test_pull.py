@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,11 @@ from huggingface_hub import constants
 from sparkd.admin import pull
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.pull import Pulls
+from sparkd.checkpoint import download
+from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
-from sparkd.models import download
-from sparkd.models.download import wanted
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.support.checkpoints import layered, write_folder
@@ -28,7 +32,7 @@ from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import scene as supervised
 from tests.support.hub_server import COMMIT, Repository, serving
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 from workers.files import manifest
 from workers.host.hub_cache import snapshot_of
 
@@ -372,9 +376,43 @@ def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: 
     assert "listing" in silent.value.error.message
 
 
-def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "sha256_of", lambda path, buffer: "0" * 64)
-    with pytest.raises(CheckpointError, match=r"SHA-256.*removed"):
+def test_a_download_tells_how_far_it_is(hub: Repository, environ: dict[str, str]) -> None:
+    *_, last = sorted(SHARDS)
+    goes_on = hub.held[last] = threading.Event()
+    told: list[Mapping[str, Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(download.fetch, "owner/name", None, environ, told.append)
+        until(lambda: told and 0 < told[-1]["done_bytes"] < told[-1]["total_bytes"], "a part of it is on the disk")
+        goes_on.set()
+        assert fetching.result() == (COMMIT, "")
+    sizes = {path.name: path.stat().st_size for path in hub.folder.iterdir()}
+    assert told[0]["total_bytes"] == sum(sizes.values())
+
+
+def test_parts_that_an_ended_download_left_are_removed_and_not_counted(hub: Repository, environ: dict[str, str]) -> None:
+    blobs = Path(environ["HF_HOME"], "hub", "models--owner--name", "blobs")
+    blobs.mkdir(parents=True)
+    old, of_another = blobs / "a.1.incomplete", blobs / "b.2.incomplete"
+    for path, age_s in ((old, download.ABANDONED_S + 60), (of_another, 60.0)):
+        path.write_bytes(b"x" * 5000)
+        os.utime(path, (time.time() - age_s,) * 2)
+    goes_on = threading.Event()
+    hub.held |= dict.fromkeys(SHARDS, goes_on)
+    told: list[Mapping[str, Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(download.fetch, "owner/name", None, environ, told.append)
+        until(lambda: told, "a first look")
+        goes_on.set()
+        assert fetching.result() == (COMMIT, "")
+
+    assert of_another.exists() and not old.exists()
+    small = sum(path.stat().st_size for path in hub.folder.iterdir() if path.name not in SHARDS)
+    assert told[0]["done_bytes"] <= small
+
+
+def test_a_hub_that_fails_in_between_leaves_no_half_model_behind(hub: Repository, environ: dict[str, str]) -> None:
+    hub.refusals = {f"/tree/{COMMIT}": [(404, {})]}
+    with pytest.raises(CheckpointError, match="again"):
         download.fetch("owner/name", None, environ, lambda told: None)
     assert snapshot_of("owner/name", None, environ) is None
 

@@ -1,17 +1,15 @@
-"""The admin API's routes of the requests for models: the list and its pages, CSV, a cancel."""
+"""The admin API's routes of the requests for models: the list and its pages, a cancel."""
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.admin.app import PREFIX, Parts
+from sparkd.admin.app import Parts
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.usage import Tokens
@@ -21,7 +19,7 @@ from tests.sparkd.admin.test_app import Admin, admin_of
 
 @pytest.fixture
 async def log(tmp_path: Path) -> AsyncIterator[RequestLog]:
-    log = RequestLog(RequestStore(tmp_path / "requests.db"))
+    log = RequestLog(RequestStore(tmp_path / "state.db"))
     yield log
     await log.close()
 
@@ -93,19 +91,6 @@ async def test_pages_and_filters(admin: Admin, log: RequestLog) -> None:
     assert (going["finished"], [row["request_id"] for row in going["in_flight"]]) == ([], ["req-5"])
     for query in ("limit=0", "limit=10001", "before=0", "before=9223372036854775808", "state=done", "limit=x"):
         await admin.refused("GET", f"/requests?{query}", 400)
-
-
-async def test_csv_has_the_columns_and_the_outcome_of_json(admin: Admin, log: RequestLog) -> None:
-    for number, (status, code) in enumerate([(200, None), (200, "engine_gone"), (499, None)], 1):
-        exchange = asked(log, number)
-        exchange.status, exchange.code = status, code
-        log.end(exchange)
-    listed = (await admin.ask("GET", "/requests"))["finished"]
-    response = await admin.client.get(f"{PREFIX}/requests", headers={"accept": "text/csv"})
-    rows = list(csv.DictReader(io.StringIO(response.text)))
-    assert [row["failed"] for row in listed] == [True, True, False]
-    assert rows == [{name: "" if row[name] is None else str(row[name]) for name in rows[0]} for row in listed]
-    assert rows[0].keys() == listed[0].keys()
 
 
 async def test_a_cancel(admin: Admin, log: RequestLog) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, others_tokens, power_points
 from sparkd.bench.result import EngineFigures
-from sparkd.engine.rates import sample_of
+from sparkd.gateway.rates import sample_of
 
 BEFORE = """vllm:prompt_tokens_total{} 100
 vllm:generation_tokens_total{} 10

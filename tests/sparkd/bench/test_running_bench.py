@@ -13,7 +13,7 @@ from sparkd.bench.client import Client
 from sparkd.bench.figures import MOST_ERROR_CHARS, one_line
 from sparkd.bench.result import BenchResult, BenchSubject
 from sparkd.bench.running_bench import RunningBench, loads_beside
-from sparkd.engine.rates import Sample
+from sparkd.gateway.rates import Sample
 from tests.support.waiting import HUNG_S
 
 START = "m-1-0a1b2c3d"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import yaml
 from sparkd.capacity.account import Account, machine
 from sparkd.capacity.requirement import requirement_of, said_to
 from sparkd.config.config import Config, parse_model
-from sparkd.config.recipe_check import checked
+from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.schema.kv_cache import kv_cache, spelled
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import without
+from sparkd.vllm.flags import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write
@@ -46,20 +47,23 @@ def spec_of(folder: Path, **keys: Any) -> ModelConfig:
 
 
 def of(folder: Path, **keys: Any) -> Account:
-    found = account(spec_of(folder, **keys), SPARK, {})
-    assert found is not None
-    return found
+    return exact(account(spec_of(folder, **keys), SPARK, {}))
+
+
+def exact(found: Account | None) -> Account:
+    """As vLLM's answer makes it: a guess refuses less."""
+    assert found is not None and found.sureness == "guess"
+    return replace(found, upper=None, sureness="exact")
 
 
 def test_the_account_of_a_model(folder: Path) -> None:
     found = of(folder, max_model_len=8192)
     weights = 2 * (2 * VOCAB * HIDDEN + LAYERS * (HIDDEN * (2 * HIDDEN + 2048) + 3 * INNER * HIDDEN))
-    rotary = 131_072 * 128 * 2
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
-    assert found.fixed > weights + rotary + 3 * GIB
+    assert found.fixed > weights + 3 * GIB
     assert found.total is None
     assert lacking(found.sentence, "8,192 tokens") == []
-    assert f"weights {(weights + rotary) / GIB:.1f} GiB" in found.sentence
+    assert f"weights {weights / GIB:.1f} GiB" in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_float32_takes_twice_as_much_of_everything(folder: Path) -> None:
     plain, wide = of(folder, max_model_len=8192), of(folder, max_model_len=8192, dtype="float32")
     assert wide.layout.block_bytes == 2 * plain.layout.block_bytes
     weights = 2 * (2 * VOCAB * HIDDEN + LAYERS * (HIDDEN * (2 * HIDDEN + 2048) + 3 * INNER * HIDDEN))
-    assert weights < wide.fixed - plain.fixed < 1.1 * weights
+    assert weights < wide.fixed - plain.fixed < 1.3 * weights
     assert of(folder, max_model_len=8192, kv_cache_dtype="bfloat16", dtype="float32").layout.block_bytes == plain.layout.block_bytes
     assert wide.sureness == plain.sureness
     assert account(spec_of(folder, quantize="nvfp4", dtype="float32"), SPARK, {}) is None
@@ -112,11 +116,11 @@ def test_flags_of_kernels_and_chats_are_counted_past(folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BOOK.names()))
 def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str) -> None:
     """Drafts aside: a draft is counted by its own headers."""
-    for each in checked(BOOK.find(name), BOOK).resolved:
-        args = without(each.model.extra_args, "speculative-config")
-        keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
-        found = account(each.model.model_copy(update=keys), SPARK, {})
-        assert (found is None) == any(unsized(args)), each.choice
+    model = resolve(name, BOOK).model
+    args = without(model.extra_args, "speculative-config")
+    keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
+    found = account(model.model_copy(update=keys), SPARK, {})
+    assert (found is None) == any(unsized(args))
 
 
 @pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker-cls=some.Worker"]])
@@ -218,7 +222,7 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
 def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -> None:
     """18 GiB a node hold half of the weights and a shorter request, and not all of the weights beside an engine."""
     spec = spec_of(folder, tensor_parallel=2, max_num_seqs=16)
-    known = account(spec, SPARK, {}, ways=(2, 1))
+    known = exact(account(spec, SPARK, {}, ways=(2, 1)))
     why = too_large(needing(spec, "cuda", 121, known, ways=(2, 1)), 18, "each of 2 nodes")
     assert why is not None and "To make it fit: set max_model_len: " in why
     assert "max_model_len" not in advice(spec, SPARK, {}, 18 * GIB)
@@ -235,8 +239,7 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
 
     def refused(most_gib: int = 100, platform: str = "cuda", **more: Any) -> str | None:
         spec = spec_of(folder, **keys | more)
-        found = account(spec, machine(platform, 121 * GIB, 0), {})
-        assert found is not None
+        found = exact(account(spec, machine(platform, 121 * GIB, 0), {}))
         return too_large(needing(spec, platform, 10, found), most_gib, "this node")
 
     least = known.least / GIB
@@ -267,8 +270,7 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(folder: Path
 
     def refused(given: Any, **more: Any) -> str | None:
         spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16, "kv_cache": given, **more})
-        found = account(spec, SPARK, {})
-        assert found is not None
+        found = exact(account(spec, SPARK, {}))
         return too_large(needing(spec, "cuda", 1, found), 30, "this node")
 
     why = refused(size)

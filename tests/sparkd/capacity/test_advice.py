@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import parse_model
 from sparkd.hardware import GIB
-from sparkd.models.shape import shape_of
 from sparkd.schema.kv_cache import kv_cache, written
 from sparkd.schema.model import ModelConfig
-from tests.support.accounts import account, misfits, needed_gib, needing
+from tests.support.accounts import account, needed_gib, needing
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
@@ -109,30 +107,6 @@ def test_an_entry_that_follows_the_cure_of_a_load_is_not_refused_again(folder: P
 
     loads()
     assert len(cures) > 10, "hardly any cure could be followed"
-
-
-def test_an_entry_that_follows_the_cure_of_a_check_has_no_such_fault(folder: Path) -> None:
-    cures = list[Cure]()
-
-    @settings(max_examples=60, deadline=None)
-    @given(ENTRIES)
-    def is_checked(keys: dict[str, Any]) -> None:
-        spec = parsed(folder, keys)
-        for key, message in () if spec is None else misfits(spec, {}, "cuda"):
-            for cure in cures_in(message):
-                again = parsed(folder, followed(keys, cure))
-                if again is not None:
-                    cures.append(cure)
-                    assert key not in dict(misfits(again, {}, "cuda")), f"{cure} of {message}"
-
-    is_checked()
-    assert len(cures) > 10, "hardly any cure could be followed"
-
-
-def cures_in(message: str) -> Iterator[Cure]:
-    for found in re.finditer(r"set (?:--num-gpu-blocks-override (\d+)|(\w+): (\{[^}]*\}|\d+))", message):
-        blocks, key, value = found.groups()
-        yield Cure({"kv_cache": {"blocks": int(blocks)}} if blocks else {key: yaml.safe_load(value)})
 
 
 def test_a_plan_that_is_made_again_by_its_cure_has_a_choice(folder: Path) -> None:

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.calibration import CHILD_S
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_for_entry import entry_of
-from sparkd.capacity.plan_report import Site
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.config.config import load_config
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config.config import QuantizedCache, load_config
 from sparkd.hardware import GIB, SPARK, Hardware
+from tests.support import plans
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
 from tests.support.published_tensors import tensors_of
@@ -31,11 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(folder: Path, quantize: Any, cache: Path | None = None, hardware: Hardware = SPARK) -> dict[str, Any]:
-    def find(name: str) -> tuple[str, Checkpoint, None]:
-        return name, read_checkpoint(folder), None
-
-    site = Site(quantized=None if cache is None else str(cache), profiles=None)
-    return answer(PlanRequest(str(folder), max_model_len=4096, quantize=quantize), hardware, find, site=site)
+    config = plans.NOWHERE if cache is None else plans.NOWHERE.model_copy(update={"quantized_cache": QuantizedCache(dir=cache)})
+    return plans.planned(plans.entry_for(str(folder), config), hardware, max_model_len=4096, quantize=quantize)
 
 
 def keep(folder: Path, cache: Path, text: str | None = None, content: str = '{"a": 1.0}') -> None:
@@ -82,8 +76,7 @@ def test_an_entry_keeps_it_in_its_own_folder_or_nowhere(folder: Path, tmp_path: 
     config = load_config(None, flags={"models": models, "state_dir": str(tmp_path)}, environ={})
     seconds = []
     for spec in config.models.values():
-        found = str(folder), read_checkpoint(folder), entry_of(spec, config)
-        plan = answer(PlanRequest(spec.name), SPARK, lambda _name, found=found: found)  # type: ignore[misc]
+        plan = plans.planned(plans.entry_with(spec, config))
         seconds.append(plan["choice"]["footprint"]["calibration_s"])
     assert seconds[0] is None and seconds[1] > 0
 

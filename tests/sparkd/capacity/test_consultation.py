@@ -16,20 +16,21 @@ from sparkd.capacity.advice import outgrown
 from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
 from sparkd.capacity.fit import FitRequest, choose
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_for_checkpoint import answer as plan
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.requirement import requirement_of
+from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
-from sparkd.errors import CheckpointError, CheckpointIncomplete
+from sparkd.errors import CheckpointError, EngineError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
-from sparkd.inquiry.model_answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal, Tensor
-from sparkd.models.shape import shape_of
+from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
-from tests.support.accounts import account, misfits, needed_gib
+from tests.support import published_headers
+from tests.support.accounts import account, needed_gib
 from tests.support.checkpoints import dense, write
+from tests.support.inventories import CONFIGS
+from tests.support.plans import planned as plan
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.vllm.ask.model_question import DRAFT
@@ -52,7 +53,7 @@ class Vllm:
 
 class Runtime:
     def runtime(self, _interpreter: str) -> dict[str, Any]:
-        return {"platform": "cuda", "entrypoint": "e", "vllm": None}
+        return {"platform": "cuda", "entrypoint": "e", "vllm": "0.32.0"}
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
     found, informed = Consultation(vllm, checkpoint, [], {}, SPARK).informed(known, wish)
     (option,) = choose(found, SPARK, informed).options
-    assert formula is not None and formula.sureness == "known"
+    assert formula is not None and formula.sureness == "guess"
     assert option.footprint is not None and option.footprint.sureness == "exact"
     assert option.footprint.parts["weights"] == 1000 and option.footprint.kv.per_token == 1000 / 16
     assert option.serving.max_model_len == 2048
@@ -181,71 +182,44 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
 def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
     """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
     stopped = replace(answer(FULL, groups=False), refusal=ModelRefusal("cache", "ValueError", "its pages are odd.", certain))
-    find = lambda _name: (str(folder), read_checkpoint(str(folder)), None)  # noqa: E731
-    found = plan(PlanRequest(str(folder), quantize="bf16"), SPARK, find, ask=Vllm(stopped))
+    found = plan(folder, quantize="bf16", ask=Vllm(stopped))
     (option,) = found["options"]
     assert option["reason"] == reason and (option["footprint"] or {}).get("sureness") == sureness
     assert any("its pages are odd" in note for note in found["notes"]) is (not certain)
 
 
-@pytest.mark.parametrize(("built", "error"), [(6, CheckpointIncomplete), (3, CheckpointError), (4, None)])
-def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named(
-    tmp_path: Path, built: int, error: type[CheckpointError] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """config.json lacks it, so the class's default counts; vLLM then ends over tensors that are missing, or that it has no place for."""
-    config = dense(num_hidden_layers=None)
-    path = str(write(tmp_path / "m", config, tensors_of(dense())))
-    plain = answer(FULL, blocks=1)
-    parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(built))
-    vllm = Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),), facts={"layers": built}))
-    question, find = PlanRequest(path, quantize="bf16"), lambda _name: (path, read_checkpoint(path), None)
-    if error is None:
-        assert plan(question, SPARK, find, ask=vllm)["layers"] == 4
-        return
-    with pytest.raises(error, match=rf"\b{built} layers\b.*\b4\b") as caught:
-        plan(question, SPARK, find, ask=vllm)
-    assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
-    monkeypatch.setattr("sparkd.capacity.requirement.evidence_of", lambda *_: Evidence(ask=vllm))
-    for keys in ({}, {"quantize": "auto"}, {"max_model_len": "auto"}, {"kv_cache": {"sequences": 1}}):
-        spec = parse_model("m", {"model": path, **keys}, over_admin=False)
-        with pytest.raises(error) as refused:
-            requirement_of(spec, Config(state_dir=tmp_path), Runtime(), 100.0, 100.0)
-        assert refused.value.message == caught.value.message
-        assert ("model", caught.value.message) in misfits(spec, {}, "cuda", Evidence(ask=vllm))
-
-
 def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_plan_does_not_know(tmp_path: Path) -> None:
     config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None, max_position_embeddings=None)
     path = str(write(tmp_path / "m", config, [("model.embed.weight", (512, 512), "BF16")]))
-    checkpoint = read_checkpoint(path)
-    find = lambda _name: (path, checkpoint, None)  # noqa: E731
     with pytest.raises(CheckpointError, match="num_hidden_layers") as caught:
-        plan(PlanRequest(path, quantize="bf16"), SPARK, find)
+        plan(path, quantize="bf16")
     assert "memory_gib" in (caught.value.cure or "") and path not in (caught.value.cure or "")
     facts = {"max_model_len": 2048, "layers": 3, "hidden": 512, "heads": 8}
     vllm = Vllm(replace(answer(FULL, blocks=1), facts=facts))
-    found = plan(PlanRequest(path, max_model_len=4096, quantize="bf16"), SPARK, find, ask=vllm)
+    found = plan(path, max_model_len=4096, quantize="bf16", ask=vllm)
     (option,) = found["options"]
     assert (found["layers"], option["footprint"]["sureness"], option["max_model_len"]) == (3, "exact", 4096)
     spec = parse_model("m", {"model": path}, over_admin=False)
     assert account(spec, SPARK, {}) is None and account(spec, SPARK, {}, Evidence(ask=vllm)) is not None
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        ({"quantization_config": {"quant_method": "tomorrows"}}, "tomorrows"),
-        ({"num_key_value_heads_per_layer": [4, 4, 2, 2]}, "num_key_value_heads_per_layer"),
-        ({"layer_types": ["retention"] * 4}, "retention"),
-        ({"num_attention_heads": None}, "num_attention_heads"),
-    ],
-)
-def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_plan_names_why(
-    tmp_path: Path, more: dict[str, Any], word: str
-) -> None:
+def test_without_vllms_answer_no_number_lacks_its_mark() -> None:
+    """Of every held configuration, in every format, on one node and on two."""
+    names = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(("hf_quant_config", "-assistant")))
+    assert len(names) > 20
+    for name in names:
+        checkpoint = published_headers.checkpoint_of(name)
+        options = plan("owner/name", checkpoint=checkpoint, nodes=2)["options"]
+        counted = [option["footprint"]["sureness"] for option in options if option["footprint"] is not None]
+        assert counted and set(counted) == {"guess"}, name
+
+
+@pytest.mark.parametrize("more", [{"num_attention_heads": None}, {"max_position_embeddings": None}])
+def test_a_guess_names_what_the_configuration_does_not_tell(tmp_path: Path, more: dict[str, Any]) -> None:
     path = str(write(tmp_path / "m", dense(head_dim=64, **more), tensors_of(dense())))
+    (word,) = more
     for ask, sureness in (({}, "guess"), ({"ask": Vllm(answer(FULL, blocks=1))}, "exact")):
-        found = plan(PlanRequest(path, quantize="bf16"), SPARK, lambda _name: (path, read_checkpoint(path), None), **ask)
+        found = plan(path, quantize="bf16", **ask)
         assert found["options"][0]["footprint"]["sureness"] == sureness
         assert any(word in note for note in found["notes"]) is (sureness == "guess")
 
@@ -253,9 +227,7 @@ def test_a_configuration_that_the_formulas_do_not_read_whole_is_a_guess_and_the_
 def test_a_plan_that_vllm_has_answered_in_part_does_not_say_that_vllm_gave_no_answer(tmp_path: Path) -> None:
     path = str(write(tmp_path / "m", dense(head_dim=64, layer_types=["retention"] * 4), tensors_of(dense())))
     found = plan(
-        PlanRequest(path),
-        SPARK,
-        lambda _name: (path, read_checkpoint(path), None),
+        path,
         ask=lambda asks: [answer(FULL, blocks=1) if number == 0 else None for number, _ in enumerate(asks)],
     )
     assert {option["footprint"]["sureness"] for option in found["options"]} == {"exact", "guess"}
@@ -267,23 +239,52 @@ def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) ->
     vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))
     config = dense(layer_types=["retention"] * 4)
     path = str(write(tmp_path / "m", config, tensors_of(config)))
-    find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
-    quoted = [note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
+    quoted = [note for note in plan(path, quantize="bf16", ask=vllm)["notes"] if "retention x" in note]
     assert len(quoted) == 1 and len(quoted[0]) < 500
-    assert not any("asked" in note for note in plan(PlanRequest(path, quantize="bf16"), SPARK, find)["notes"])
+    assert not any("asked" in note for note in plan(path, quantize="bf16")["notes"])
 
 
 def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_lends(tmp_path: Path) -> None:
-    windows = {"sliding_window": 128, "layer_types": ["sliding_attention"] * 4}
-    config = dense(architectures=["NobodysForCausalLM"], max_position_embeddings=1 << 24, **windows)
+    config = dense(max_position_embeddings=1 << 24)
     path = str(write(tmp_path / "m", config, tensors_of(config)))
     spec = parse_model("m", {"model": path, "memory_gib": 8, "kv_cache": {"sequences": 1}}, over_admin=False)
     guess = account(spec, SPARK, {})
     assert guess is not None and guess.total is not None and guess.upper is not None and guess.least > 60 * GIB > guess.surely
-    assert not outgrown(guess, 8) and not list(misfits(spec, {}, "cuda"))
+    assert not outgrown(guess, 8)
     free = spec.model_copy(update={"memory_gib": "auto"})
     assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
+
+
+@pytest.mark.parametrize(
+    ("keys", "asks"),
+    [
+        ({"max_model_len": "auto"}, True),
+        ({"kv_cache": {"sequences": 1}}, True),
+        ({"kv_cache": {"sequences": 1}, "memory_gib": 20}, False),
+        ({"kv_cache": "auto"}, False),
+    ],
+)
+def test_a_load_asks_vllm_where_its_answer_decides_something_and_an_estimate_counts_where_it_cannot_be_asked(
+    folder: Path, tmp_path: Path, keys: dict[str, Any], asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    monkeypatch.setattr("sparkd.capacity.requirement.ask", lambda questions, runtime: vllm(questions))
+    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: "0.32.0")
+    spec, config = parse_model("m", {"model": str(folder), **keys}, over_admin=False), Config(state_dir=tmp_path)
+    ask_vllm(spec, config, Runtime(), (1, 1))
+    assert bool(vllm.asked) is asks
+    asked = list(vllm.asked)
+    monkeypatch.setattr("sparkd.capacity.requirement.kept_answers", lambda questions, runtime: vllm(questions))
+    need = requirement_of(spec, config, Runtime(), 100.0, 100.0)
+    assert not asks or (need.account is not None and need.account.sureness == "exact")
+    assert not asks or all(question in asked for question in vllm.asked), "the answers are those that a placement looks up"
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("The vLLM of this runtime gave no answer about a model.")
+
+    monkeypatch.setattr("sparkd.capacity.requirement.ask", fails)
+    ask_vllm(spec, config, Runtime(), (1, 1))
 
 
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:
@@ -303,12 +304,10 @@ def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("The vLLM of this runtime gave no answer about a model.")
 
-    from sparkd.errors import EngineError
-
-    monkeypatch.setattr("sparkd.cli.plan_run.ask", fails)
+    monkeypatch.setattr("sparkd.vllm.ask.model.ask", fails)
     assert exit_code(["--json", "plan", str(folder)]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["choice"]["footprint"]["sureness"] == "known" and any("vLLM" in note and "no answer" in note for note in plan["notes"])
+    assert plan["choice"]["footprint"]["sureness"] == "guess" and any("vLLM" in note and "no answer" in note for note in plan["notes"])
 
 
 @pytest.mark.parametrize(

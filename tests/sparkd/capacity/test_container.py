@@ -1,4 +1,4 @@
-"""How a plan becomes `docker run` and a compose file."""
+"""How a plan becomes `docker run`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import yaml
 
 from sparkd.capacity import container
 from sparkd.capacity.container import RankContainer, containers, shell
+from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
-from sparkd.models.source import name_of
-from sparkd.vllm.translate import values_of
+from sparkd.vllm.flags import speculative_config
 
 OURS = ["python", "-m", "api", "--model", "M", "--worker-cls", "workers.kv.SparkWorker", "--max-model-len", "64"]
 
@@ -65,15 +64,14 @@ def test_a_container_is_called_as_its_model_is() -> None:
         found = plan("/data/Some-Folder", nodes=nodes)
         made = containers({**found, "choice": {**found["choice"], "name": "me/Mine:v2"}}, "vllm/vllm-openai:v1")[-1]
         argv = made.docker()
-        assert argv[argv.index("--name") + 1] == made.compose()["container_name"] == expected
+        assert argv[argv.index("--name") + 1] == expected
 
 
 @pytest.mark.parametrize(("draft", "inside"), [("/drafts/D", "/models/D"), ("/drafts/X", "/models/X-draft"), ("owner/D", "owner/D")])
 def test_a_draft_in_a_folder_is_mounted_too(draft: str, inside: str) -> None:
     config = {"method": "dflash", "num_speculative_tokens": 4, "model": draft}
     made = one(plan("/data/X", ["python", "-m", "api", "--model", "/data/X", "--speculative-config", json.dumps(config)]))
-    ((_, _, text),) = values_of(made.command, "speculative-config")
-    assert json.loads(text) == {**config, "model": inside}
+    assert speculative_config(made.command) == {**config, "model": inside}
     assert made.folders.get(draft, draft) == inside
     assert draft.startswith("owner") or f"{draft}:{inside}:ro" in made.docker()
 
@@ -104,24 +102,14 @@ def test_one_node_publishes_on_the_loopback_and_several_share_the_hosts_network(
     assert first.command[-4:] == ("--host", "127.0.0.1", "--port", "8000")
 
 
-def test_compose_says_the_same_and_a_dollar_is_a_dollar() -> None:
-    made = one(plan(A="a $HOME"))
-    service = yaml.safe_load(yaml.safe_dump(made.compose()))
-    assert service["environment"]["A"] == "a $$HOME"
-    assert service["command"] == list(made.command)
-    assert (service["ipc"], service["ulimits"]["memlock"]) == ("host", -1)
-    assert service["ports"] == ["127.0.0.1:8000:8000"]
-
-
 def test_a_node_without_a_gpu_asks_for_nothing_of_nvidias() -> None:
-    """Docker without NVIDIA's runtime ends over --gpus, and compose over the driver."""
+    """Docker without NVIDIA's runtime ends over --gpus."""
     variables = {"FLASHINFER_NVCC_THREADS": "1", "NCCL_SOCKET_IFNAME": "=eth0", "MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0"}
     found = plan(nodes=2, platform="cpu", **variables)
     first, second = containers(found, "vllm/vllm-openai-cpu:v0.32.0")
     for made in (first, second):
-        argv, service = made.docker(), made.compose()
+        argv = made.docker()
         assert not {"--gpus", "--ulimit", "--device", "--cap-add"} & set(argv) and argv[argv.index("--ipc") + 1] == "host"
-        assert not {"deploy", "ulimits", "devices", "cap_add"} & service.keys() and service["network_mode"] == "host"
         assert made.environment == {"MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "/opt/sparkd"}
         assert not {"/root/.cache/flashinfer", "/root/.triton"} & set(made.folders.values())
     # The image that a recipe names is one for GPUs.

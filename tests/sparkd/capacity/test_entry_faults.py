@@ -11,6 +11,8 @@ from sparkd.capacity import entry_faults
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
+from sparkd.vllm.ask.answers import ModelRefusal
+from tests.sparkd.capacity.test_vllm_figures import answer
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
 from tests.support.published_tensors import tensors_of
@@ -39,7 +41,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a group": ("quantize", {"quantize": "nf4-g128"}),
     "a text": ("quantize", {"quantize": {"format": "nvfp4-a4", "calibration": "/nothing/there.txt"}}),
     "a size": ("quantize", {"quantize": {"format": "best", "gib": 0.001}}),
-    "a length": ("max_model_len", {"max_model_len": 1 << 20}),
     "ranks": ("tensor_parallel", {"tensor_parallel": 2}),
     "a folder": ("model", {"model": "/etc"}),
 }
@@ -50,18 +51,11 @@ def test_an_entry_that_its_files_refuse_is_named_with_the_key(key: str, entry: d
     assert refusal(config(folder, good={}, bad=entry)).startswith(f"models.bad.{key}: ")
 
 
-@pytest.mark.parametrize(
-    ("release", "platform", "fits"), [("0.32.0+cpu", "auto", True), ("0.32.0", "auto", False), ("0.32.0+cpu", "cuda", False)]
-)
-def test_memory_is_counted_for_the_engine_that_would_start_here(
-    release: str, platform: str, fits: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entry_faults, "full_version_in", lambda _: release)
-    entry = {"model": str(folder), "max_model_len": 4096, "memory_gib": 2}
-    given = load_config(None, flags={"models": {"m": entry}, "engine": {"platform": platform}}, environ={})
-
-    found = entry_faults.entry_faults(given.models["m"], {}, given)
-    assert [fault.key for fault in found] == ([] if fits else ["memory_gib"])
+def test_what_vllm_has_refused_is_told_in_its_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = answer(refusal=ModelRefusal("config", "ValueError", "9 heads are odd.", certain=True))
+    monkeypatch.setattr(entry_faults, "kept_here", lambda questions, runtime: [said for _ in questions])
+    assert "9 heads are odd." in refusal(config(folder, m={}))
+    assert refusal(config(folder, m={"tensor_parallel": 2})).startswith("models.m.tensor_parallel: ")
 
 
 def test_every_entry_is_named(folder: Path) -> None:

@@ -61,7 +61,7 @@ def room_for(inventory: Inventory, name: str, tokens: int, more: int = 0) -> Har
     """Just as much memory as a format needs at a length with MARGIN, and `more`."""
     (option,) = (one for one in chosen(inventory, max_model_len=tokens).options if one.format == name)
     assert option.footprint is not None
-    return machine(option.footprint.total + MARGIN + more)
+    return machine(option.footprint.total + option.footprint.upper_bytes + MARGIN + more)
 
 
 def test_every_format_at_every_way_over_the_nodes() -> None:
@@ -70,27 +70,16 @@ def test_every_format_at_every_way_over_the_nodes() -> None:
     ways = {(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)}
     assert {(one.format, one.tensor, one.pipeline) for one in found.options} == {(name, *way) for name in ALL for way in ways}
     assert found.best == found.options[0]
-    (note,) = (note for note in found.notes if note.startswith("Three nodes"))
-    assert re.search(r"a pipeline\b.* three replicas\b.*\(as stored, 3 x [\d,]+ tokens/s", note)
-    assert {one.way for one in found.options} == {"-", "TP=2", "TP=3", "PP=2", "PP=3"}
 
 
-def test_quality_goes_before_speed_and_speed_before_nodes() -> None:
+def test_quality_goes_before_nodes_and_fewer_nodes_before_a_pipeline() -> None:
     one = chosen(plain())
     assert names(one) == list(ALL) and one.best is not None and one.best.format == AS_STORED
 
-    two = [option for option in chosen(plain(), replace(SPARK, link_latency_s=1e-9), nodes=2).options if option.pipeline == 1]
-    assert [(option.format, option.tensor) for option in two] == [(name, ranks) for name in ALL for ranks in (2, 1)]
-    slow = [option for option in chosen(plain(), replace(SPARK, link_latency_s=1.0), nodes=2).options if option.pipeline == 1]
-    assert [(option.format, option.tensor) for option in slow] == [(name, ranks) for name in ALL for ranks in (1, 2)]
-
-
-def test_what_sparkd_runs_itself_goes_before_a_pipeline() -> None:
-    options = chosen(plain(num_attention_heads=9, num_key_value_heads=3, head_dim=128), nodes=2).options
-
-    each = len(ALL)
-    assert [option.pipeline for option in options] == [1] * each + [2] * each + [1] * each
-    assert [option.fits for option in options] == [True] * 2 * each + [False] * each
+    options = chosen(plain(), nodes=2).options
+    assert [(option.format, option.tensor, option.pipeline) for option in options] == [
+        (name, *ways) for name in ALL for ways in ((1, 1), (2, 1), (1, 2))
+    ]
 
 
 def test_a_plan_with_nvfp4_names_the_format_for_long_prompts() -> None:
@@ -111,7 +100,6 @@ def test_what_is_quantized_already_is_served_so() -> None:
     fp8 = known(dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), stored)
 
     assert names(chosen(awq)) == [AS_STORED]
-    assert "quantized already (awq)" in chosen(awq).notes[0]
     assert names(chosen(fp8)) == [AS_STORED, *(name for name in FORMATS if name != "fp8")]
 
 
@@ -162,10 +150,12 @@ def test_without_a_length_an_option_has_as_much_as_fits() -> None:
     best = chosen(inventory).best
     assert best is not None and (best.serving.max_model_len, best.longest) == (8192, 8192)
 
+    config = mixture(num_experts=64, num_hidden_layers=8)
+    inventory = known(config, tensors_of(config))
     tight = room_for(inventory, AS_STORED, 5000)
     first = next(one for one in chosen(inventory, tight, margin_bytes=MARGIN).options if one.format == AS_STORED)
     # Shorter than the model's own length, and than DEFAULT_CONTEXT, nobody wants it unasked.
-    assert not first.fits and first.longest == 4096 and lacking(first.reason, "4,096 tokens") == []
+    assert not first.fits and 4096 <= first.longest < 8192 and lacking(first.reason, f"{first.longest:,} tokens") == []
     found = chosen(inventory, tight, margin_bytes=MARGIN)
     assert found.best is not None and found.best.longest == 8192 and found.best.format != AS_STORED
 

@@ -60,10 +60,10 @@ def test_the_parts_are_the_whole() -> None:
     found = of(inventory=inventory, requests=3)
 
     cost = kv_cost(inventory.shape, Serving(4096))
-    assert found.parts["weights"] == inventory.formatted(BF16).weights().bytes + inventory.shape.rotary_bytes
+    assert found.parts["weights"] == inventory.formatted(BF16).weights().bytes
     assert found.parts["kv"] == 3 * cost.per_request + cost.block_bytes
     assert found.total == sum(found.parts.values()) == found.fixed + found.parts["kv"]
-    assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total
+    assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total - found.upper_bytes
     assert found.room == found.free_bytes + found.parts["kv"]
     assert found.margin_bytes == spare(SPARK.memory_bytes) and of(margin_bytes=5).margin_bytes == 5
     assert of(hardware=replace(SPARK, memory_bytes=9 * GIB)).margin_bytes == GIB

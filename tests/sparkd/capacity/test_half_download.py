@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import refuse_unloadable
-from sparkd.checkpoint import read_checkpoint
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
-from sparkd.hardware import SPARK
 from tests.support.accounts import fault
 from tests.support.checkpoints import Tensor, dense, write
+from tests.support.plans import planned as plan
 from tests.support.published_tensors import tensors_of
 
 CONFIG = dense(num_hidden_layers=2)
@@ -79,7 +76,6 @@ BROKEN: dict[str, Break] = {
     "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
     "no weights": lambda folder: without(folder, *SHARDS, INDEX),
     "a layer is missing": with_another_layer,
-    "the head is missing": lambda folder: in_one_file(folder, HEADLESS),
 }
 
 
@@ -90,7 +86,7 @@ def test_a_check_a_plan_and_a_load_refuse_it_with_one_sentence(damage: Break, mo
     file.write_text(f"models:\n  m:\n    model: {model}\n")
 
     with pytest.raises(CheckpointError) as planned:
-        answer(PlanRequest(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))
+        plan(model)
     (problem,) = check(file, {})
     assert (problem.severity, problem.line) == ("error", 3)
     assert problem.message == f"models.m.model: {planned.value.message}"
@@ -107,7 +103,7 @@ def test_a_whole_model_is_refused_by_none(change: Break, model: Path, tmp_path: 
     file.write_text(f"models:\n  m:\n    model: {model}\n")
 
     assert check(file, {}) == []
-    assert answer(PlanRequest(str(model)), SPARK, lambda name: (name, read_checkpoint(name), None))["choice"] is not None
+    assert plan(model)["choice"] is not None
 
 
 @pytest.mark.parametrize(

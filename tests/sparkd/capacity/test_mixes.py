@@ -16,11 +16,8 @@ from sparkd.capacity.candidates import candidates_of
 from sparkd.capacity.fit import FORMATS
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_below, mixes_of, unit_list
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.unloadable import uneven
-from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
@@ -28,6 +25,7 @@ from sparkd.schema.engine_args import EngineArgs, engine_args
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors
+from tests.support.plans import planned
 from tests.support.published_tensors import tensors_of
 from workers.quantization.best_wish import BestWish
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -109,7 +107,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
 
 
 def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:
-    sizes = [chosen(folder, gib)[1] for gib in (14, 17, 19, 21, 60)]
+    sizes = [chosen(folder, gib)[1] for gib in (16, 19, 21, 23, 60)]
     assert sizes == sorted(set(sizes))
     assert chosen(folder, 60)[0] == AS_IT_IS
 
@@ -142,9 +140,8 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:
     def plan(gib: int) -> dict[str, Any]:
-        question = PlanRequest(str(folder), max_model_len=4096, quantize="best")
-        return answer(question, replace(SPARK, memory_bytes=gib * GIB), lambda name: (name, read_checkpoint(folder), None))
+        return planned(folder, replace(SPARK, memory_bytes=gib * GIB), max_model_len=4096, quantize="best")
 
     chosen = [plan(gib)["choice"] for gib in (22, 100)]
-    assert [one["format"] for one in chosen] == ["as configured", "as stored"]
+    assert [one["format"] for one in chosen] == ["best", "as stored"]
     assert json.dumps(chosen)

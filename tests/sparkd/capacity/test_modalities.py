@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.unloaded_weights import unloaded_part
-from sparkd.capacity.weights import AHEAD, inventory
-from sparkd.models.shape import shape_of
-from tests.support.checkpoints import Tensor, checkpoint_of, dense, mixture, write
+from tests.support.checkpoints import checkpoint_of, mixture, write
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 SIDES = (256, 256)
 CHANGED, KEPT = "changed", "kept"
-# Architecture: each name, and what becomes of it under a format for all; any other word is the part that vLLM does not load.
+# Architecture: each name, and what becomes of it under a format for all.
 MODELS = {
     "Qwen3OmniMoeForConditionalGeneration": {
         "thinker.model.layers.0.self_attn.q_proj": CHANGED,
@@ -28,12 +25,12 @@ MODELS = {
         "thinker.lm_head": KEPT,
         "thinker.audio_tower.layers.0.self_attn.q_proj": KEPT,
         "thinker.visual.blocks.0.attn.qkv": KEPT,
-        "talker.model.layers.0.mlp.experts.0.gate_proj": "talker",
-        "code2wav.pre_transformer.layers.0.mlp.gate_proj": "code2wav",
+        "talker.model.layers.0.mlp.experts.0.gate_proj": KEPT,
+        "code2wav.pre_transformer.layers.0.mlp.gate_proj": KEPT,
     },
     "Phi4MMForCausalLM": {
         "model.layers.0.self_attn.qkv_proj.base_layer": CHANGED,
-        "model.layers.0.mlp.down_proj.lora_A.speech": "adapters",
+        "model.layers.0.mlp.down_proj.lora_A.speech": KEPT,
         "model.embed_tokens_extend.audio_embed.encoder.encoders.0.self_attn.linear_q": KEPT,
     },
     "Gemma3nForConditionalGeneration": {
@@ -46,7 +43,7 @@ MODELS = {
         "llm.model.layers.0.self_attn.q_proj": CHANGED,
         "vpm.encoder.layers.0.self_attn.q_proj": KEPT,
         "resampler.attn.in_proj": KEPT,
-        "tts.model.layers.0.mlp.gate_proj": "tts",
+        "tts.model.layers.0.mlp.gate_proj": KEPT,
     },
 }
 
@@ -55,9 +52,7 @@ MODELS = {
 def test_a_format_for_all_changes_the_language_model_alone(architecture: str) -> None:
     names = MODELS[architecture]
     formats = QuantizationRecipe.parse("nvfp4").assign(checkpoint_of((f"{name}.weight", SIDES, "BF16") for name in names))
-    assert {name: unloaded_part(f"{name}.weight", architecture) or (CHANGED if name in formats else KEPT) for name in names} == names
-    unchanged = [name for name, what in names.items() if what != CHANGED]
-    assert not set(unchanged).intersection(formats)
+    assert {name: CHANGED if name in formats else KEPT for name in names} == names
 
 
 def test_a_rule_that_names_a_part_changes_it() -> None:
@@ -65,23 +60,6 @@ def test_a_rule_that_names_a_part_changes_it() -> None:
     found = checkpoint_of([(f"{module}.weight", SIDES, "BF16")])
     assert module in QuantizationRecipe.parse({"layers": {"talker": "fp8"}}).assign(found)
     assert module not in QuantizationRecipe.parse({"layers": {"*_proj": "fp8"}}).assign(found)
-
-
-def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    speech: list[Tensor] = [
-        ("talker.model.layers.0.mlp.gate_proj.weight", (1 << 15, 1 << 14), "BF16"),
-        ("talker.model.layers.30.mlp.experts.3.gate_proj.weight", SIDES, "BF16"),
-    ]
-    ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", SIDES, "BF16")]
-    config, tensors = dense(), tensors_of(dense())
-    whole, text = (inventory(checkpoint_of(each, config), shape_of(config)) for each in ([*tensors, *speech], tensors))
-    assert (
-        whole.stored_bytes == text.stored_bytes
-        and whole.formatted(QuantizationRecipe.parse("nvfp4")).weights() == text.formatted(QuantizationRecipe.parse("nvfp4")).weights()
-    )
-    folder = str(write(tmp_path / "m", config, [*tensors, *speech, *ahead]))
-    assert exit_code(["--json", "plan", "--quick", folder]) == 0
-    assert json.loads(capsys.readouterr().out)["unloaded"] == {"talker": (1 << 30) + 2 * 256 * 256, AHEAD: 2 * 256 * 256}
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity import plan_report
+from sparkd.capacity import planned_entry
 from sparkd.capacity.account import Evidence, machine
 from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.requirement import said_to
+from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
 from sparkd.hardware import GIB
-from sparkd.models.source import folder_of
 from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of
+from workers.host.runtime import API_SERVER, Runtime
 from workers.kv.arithmetic import Demand
 from workers.kv.profiles import MeasuredProfile, Profiles, checkpoint_of, key_of, profiles_in
 from workers.kv.settings import CacheSettings
@@ -107,7 +108,7 @@ def test_a_hub_id_is_known_by_its_snapshot(folder: str, tmp_path: Path) -> None:
 def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_report, "full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr(planned_entry, "probe", lambda _: Runtime("cuda", "0.32.0", API_SERVER))
 
     def peak_of(state: Path) -> tuple[dict[str, Any], int]:
         monkeypatch.setenv("SPARKD_STATE_DIR", str(state))

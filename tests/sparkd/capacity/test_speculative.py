@@ -10,20 +10,17 @@ import pytest
 
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
-from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, Serving
-from sparkd.capacity.plan_for_checkpoint import _counted, answer
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.speculative import METHODS, drafting, of_config
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
-from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.errors import ConfigError
+from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint.shape import shape_of
+from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.models.shape import shape_of
-from sparkd.recipes.file import Speculation
-from sparkd.recipes.speculation import BATCH_LIMIT
 from sparkd.schema.model import ModelConfig
-from sparkd.vllm.translate import speculative_config
+from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from tests.support import plans
 from tests.support.accounts import account, kv_cost
 from tests.support.checkpoints import Tensor, dense, write
 from tests.support.published_headers import checkpoint_of
@@ -47,17 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(model: Path, **asked: Any) -> dict[str, Any]:
-    def find(name: str) -> tuple[str, Checkpoint, None]:
-        return name, read_checkpoint(name), None
-
     given = {"max_model_len": 4096, "quantize": "bf16", "max_num_seqs": 8, **asked}
-    return json.loads(json.dumps(answer(PlanRequest(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
-
-
-def test_the_methods_are_those_of_the_recipes() -> None:
-    assert set(METHODS) - {"off", "ngram", "suffix"} <= Speculation.model_fields.keys()
-    assert set(METHODS) == set(ModelConfig.model_json_schema()["properties"]["speculative"]["anyOf"][0]["enum"])
-    assert DRAFTED_REQUESTS == BATCH_LIMIT
+    return json.loads(json.dumps(plans.planned(model, **given)))  # type: ignore[no-any-return]
 
 
 def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
@@ -66,7 +54,7 @@ def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
     before, after = plain["choice"]["footprint"], drafted["choice"]["footprint"]
     assert (after["weights"], after["kv"]) == (before["weights"], before["kv"]) and after["peak"] >= before["peak"]
     assert drafted["asked"]["speculative"] == "ngram" and plain["asked"]["speculative"] is None
-    assert drafted["choice"]["config"]["speculative"] == "ngram" and "speculative" not in plain["choice"]["config"]
+    assert drafted["choice"]["config"]["extra_args"][0] == "--speculative-config" and "extra_args" not in plain["choice"]["config"]
     (rank,) = drafted["choice"]["ranks"]
     config = json.loads(rank["command"][rank["command"].index("--speculative-config") + 1])
     assert (config["method"], config["num_speculative_tokens"]) == ("ngram", 4)
@@ -84,7 +72,7 @@ def test_layers_that_predict_are_loaded_and_keep_a_cache(folder: Path) -> None:
 
 def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     place = str(folder.parent.parent / "predicts" / "draft")
-    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, shape_of(PREDICTS), read_checkpoint)
+    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, read_checkpoint)
 
     checkpoint = read_checkpoint(folder)
     both = counted.inventory(checkpoint, shape_of(checkpoint.config))
@@ -110,16 +98,15 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "asked", "told"),
     [
-        ("plain", "mtp", {}, "LlamaForCausalLM has"),
-        ("plain", "dflash", {}, "no DFlash drafter"),
+        ("plain", "dflash", {}, "no recipe has such a draft"),
         ("z-lab/none", "dflash", {}, "ngram"),
-        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "BF16 cache only"),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "KV cache in bfloat16"),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
     source = str(folder.parent.parent / model) if model == "plain" else model
     with pytest.raises(ConfigError, match=told):
-        drafting(method, source, shape_of(dense()), asked, read_checkpoint)
+        drafting(method, source, asked, read_checkpoint)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b-instruct", "qwen3-coder-next"])
@@ -127,7 +114,7 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     """The two are of one class; the coder's checkpoint lacks the layer."""
     checkpoint = checkpoint_of(name)
     shape = shape_of(checkpoint.config)
-    counted = drafting("mtp", name, shape, {}, read_checkpoint)
+    counted = drafting("mtp", name, {}, read_checkpoint)
     assert counted is not None and counted.ahead and counted.layers == 1
     if name == "qwen3-coder-next":
         with pytest.raises(ConfigError, match=r"\bqwen3_next\b.*without its layers"):
@@ -135,16 +122,6 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
         return
     more = counted.inventory(checkpoint, shape).stored_bytes - inventory(checkpoint, shape).stored_bytes
     assert more == sum(one.nbytes for one in checkpoint.tensors.values() if one.name.startswith("mtp.")) > 1 << 30
-
-
-def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path) -> None:
-    """Quantizers leave them out, and the configuration goes on naming them."""
-    whole = read_checkpoint(write(tmp_path / "whole", PREDICTS, [*tensors_of(PREDICTS), *AHEAD]))
-    bare = read_checkpoint(write(tmp_path / "bare", PREDICTS, tensors_of(PREDICTS)))
-    counted = of_config(MTP, shape_of(PREDICTS), read_checkpoint)
-    there = [("whole", whole), ("bare", bare)]
-    assert [name for name, _ in _counted(there, counted)] == ["whole"]
-    assert [name for name, _ in _counted(there, None)] == ["whole", "bare"]
 
 
 @pytest.mark.parametrize(
@@ -156,19 +133,24 @@ def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path
 )
 def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:
     """As vLLM reads it, without a draft's headers."""
-    found = of_config(config, shape_of(read_checkpoint(folder).config), no_headers)
+    found = of_config(config, no_headers)
     assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
 
 
 @pytest.mark.parametrize("method", ["eagle3", None])
-def test_a_draft_of_another_kind_is_a_guess_by_what_is_seen_of_it(method: str | None, folder: Path) -> None:
-    shape = shape_of(PREDICTS)
-    for name, layers in ((str(folder.parent.parent / "predicts" / "draft"), 2), ("/none", 1)):
-        config = {"model": name, "num_speculative_tokens": 3} | ({"method": method} if method else {})
-        found = of_config(config, shape, read_checkpoint)
-        assert (found.counted, found.layers, found.tokens, found.draft is not None) == (False, layers, 3, layers == 2)
-        assert found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
-    assert not of_config(MTP, shape, read_checkpoint).serving(Serving(4096)).unknown
+def test_a_draft_is_counted_by_its_headers_and_a_pickled_one_not_at_all(method: str | None, folder: Path, tmp_path: Path) -> None:
+    config = {"num_speculative_tokens": 3} | ({"method": method} if method else {})
+    found = of_config({**config, "model": str(folder.parent.parent / "predicts" / "draft")}, read_checkpoint)
+    assert (found.layers, found.tokens, found.draft is not None) == (2, 3, True) and not found.serving(Serving(4096)).unknown
+    (tmp_path / "config.json").write_text(json.dumps(DRAFT))
+    (tmp_path / "pytorch_model.bin").touch()
+    found = of_config({**config, "model": str(tmp_path)}, read_checkpoint)
+    assert found.draft is None and found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
+
+
+def test_a_draft_that_is_missing_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="/none/draft"):
+        of_config({"method": "eagle3", "model": "/none/draft", "num_speculative_tokens": 3}, read_checkpoint)
 
 
 def no_headers(name: str) -> Any:

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.layers import layers_of
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_for_entry import entry_of
-from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.unloadable import uneven
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config, load_config
-from sparkd.hardware import SPARK
-from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion, ModelRefusal
 from sparkd.schema.engine_args import engine_args
+from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
 from tests.support.checkpoints import dense, write
+from tests.support.plans import entry_with, planned
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -57,13 +54,10 @@ def test_the_same_formats_are_named_everywhere(spelling: str, fits: str, folder:
     (spec,) = config.models.values()
     assert only_names(fits, uneven(engine_args(spec, {})))
 
-    def find(name: str) -> tuple[str, Checkpoint, Any]:
-        return str(folder), read_checkpoint(folder), entry_of(spec, config) if name == "m" else None
-
     plans = [
-        answer(PlanRequest("m"), SPARK, find),
-        answer(PlanRequest(str(folder), quantize=spelling), SPARK, find),
-        answer(PlanRequest(str(folder), quantize=spelling), SPARK, find, ask=refuses),
+        planned(entry_with(spec, config)),
+        planned(folder, quantize=spelling),
+        planned(folder, quantize=spelling, ask=refuses),
     ]
     for plan in plans:
         assert plan["refusal"]["cause"] == "format"

@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.capacity.sureness import of_both, of_cache
-from sparkd.capacity.vllm_figures import EXACT, GUESS, KNOWN, Exact, exact_of
-from sparkd.checkpoint.quantization import SourceQuantization
-from sparkd.inquiry.model_answers import LayerCache, ModelAnswer, ModelRefusal, Stage
-from sparkd.models.shape import shape_of
+from sparkd.capacity.vllm_figures import Exact, exact_of
+from sparkd.vllm.ask.answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
-from tests.support.checkpoints import dense
 
 FULL = LayerCache("full", "FullAttentionSpec", 16, 1000, 62.5)
 WINDOW = LayerCache("window", "SlidingWindowSpec", 16, 1000, 62.5, window=128)
 STATE = LayerCache("state", "MambaSpec", 400, 1000, state_bytes=900)
 SERVING = Serving(4096, max_num_batched_tokens=64)
 LAYOUT = KvLayout(0, (), SERVING)
-LLAMA = shape_of(dense())
 
 
 def answer(*layers: LayerCache, blocks: int = 0, refusal: ModelRefusal | None = None, groups: bool = True) -> ModelAnswer:
@@ -85,29 +80,23 @@ def test_only_vllms_own_word_refuses(certain: bool, refusal: str | None) -> None
 
 
 @pytest.mark.parametrize("step", ["cache", "sizes"])
-def test_a_cache_that_vllm_could_not_count_leaves_the_weights_and_makes_a_formula_a_guess(step: str) -> None:
+def test_a_cache_that_vllm_could_not_count_leaves_the_weights(step: str) -> None:
     stopped = answer(FULL, refusal=ModelRefusal(step, "KeyError", "page", False), groups=False)
     exact = exact_of(stopped, SERVING, same_format=True)
-    assert exact == Exact(weight_bytes=1000, doubtful=True)
-    assert exact_of(replace(stopped, stages=()), SERVING, same_format=True) == Exact(doubtful=True)
-    assert of_cache(LLAMA, Exact()) == KNOWN and of_cache(LLAMA, exact) == GUESS
+    assert exact == Exact(weight_bytes=1000)
+    assert exact_of(replace(stopped, stages=()), SERVING, same_format=True) is None
+    assert exact.guesses(()) == {CACHE}
 
 
 @pytest.mark.parametrize(
-    ("exact", "source", "unknown", "weights", "cache"),
+    ("exact", "unknown", "guesses"),
     [
-        (Exact(LAYOUT, 1000), None, (), EXACT, EXACT),
-        (Exact(LAYOUT), None, (), KNOWN, EXACT),
-        (Exact(None, 1000), None, (), EXACT, KNOWN),
-        (Exact(LAYOUT), "other", (), GUESS, EXACT),
-        (Exact(LAYOUT), None, (WEIGHTS, CACHE), GUESS, EXACT),
-        (Exact(None, 1000), None, (WEIGHTS, CACHE), EXACT, GUESS),
-        (Exact(LAYOUT, 1000), None, (OTHER,), GUESS, GUESS),
+        (Exact(LAYOUT, 1000), (), ()),
+        (Exact(LAYOUT), (), (WEIGHTS,)),
+        (Exact(None, 1000), (WEIGHTS, CACHE), (CACHE,)),
+        (Exact(), (), (WEIGHTS, CACHE)),
+        (Exact(LAYOUT, 1000), (OTHER,), (WEIGHTS, CACHE)),
     ],
 )
-def test_weights_and_cache_are_rated_each_by_themselves(
-    exact: Exact, source: str | None, unknown: tuple[str, ...], weights: str, cache: str
-) -> None:
-    quantization = None if source is None else SourceQuantization(source)
-    worse = max(weights, cache, key=(EXACT, KNOWN, GUESS).index)
-    assert of_both(LLAMA, quantization, exact, unknown) == (weights, cache, worse)
+def test_what_vllm_did_not_answer_is_a_guess(exact: Exact, unknown: tuple[str, ...], guesses: tuple[str, ...]) -> None:
+    assert exact.guesses(unknown) == set(guesses)

@@ -93,8 +93,6 @@ def _dangling(folder: Path) -> None:
     ("break_it", "file", "tensor", "facts"),
     [
         (_remove("config.json"), "", None, ["config.json"]),
-        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "", None, ["adapter"]),
-        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "", None, ["Hub's cache"]),
         (_remove(*SHARDS, INDEX), "", None, ["no weights"]),
         (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "", None, ["*.bin", "*.gguf"]),
         (_remove(SECOND), SECOND, None, ["not there"]),
@@ -313,7 +311,6 @@ def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: lis
     ("others", "kind", "named"),
     [
         ([], CheckpointIncomplete, "Download"),
-        (["snapshots-of-it/config.json"], CheckpointError, "snapshots-of-it"),
         (["q4.gguf"], CheckpointUncounted, "q4.gguf"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sparkd.checkpoint.foreign_json import MAX_VALUES
 from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import header_of, pack, write_shard
@@ -60,12 +61,13 @@ def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", None, ["Git LFS"]),
         (pack(b"not json", 0), None, ["JSON", "line 1"]),
         (pack(b"\xff\xfe{}", 0), None, ["UTF-8", "byte 0"]),
-        (pack(b"[]", 0), None, ["JSON array"]),
+        (pack(b"[]", 0), None, ["JSON object"]),
         (pack(b"[" * 100_000, 0), None, ["nested"]),
+        (pack(b'{"a": [' + b"{}," * MAX_VALUES + b"{}]}", 0), None, [str(MAX_VALUES)]),
         (pack(b'{"a": 1, "a": 2}', 0), None, ["key a", "twice"]),
         (pack(b'{"__metadata__": NaN}', 0), None, ["NaN"]),
         (pack(b'{"a": ' + b"9" * 5000 + b"}", 0), None, ["number", "long"]),
-        (pack(b'{"__metadata__": 3}', 0), None, ["__metadata__", "number"]),
+        (pack(b'{"__metadata__": 3}', 0), None, ["__metadata__", "JSON object"]),
         (pack({"a": 5}, 0), "a", ["entry"]),
         (pack({"a": {"dtype": "F32", "shape": [2]}}, 8), "a", ["entry"]),
         (pack({"a": entry("F33")}, 8), "a", ["dtype F33"]),

@@ -89,7 +89,7 @@ def test_a_node_that_has_joined_offers_nobody(
     monkeypatch.setattr("workers.host.link_peers.knock", list)
     monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path))
     if has_joined:
-        membership.keep(load_config(None, environ=os.environ), membership.Joined("10.0.8.9:6379", "10.0.8.1"))
+        membership.keep(load_config(None, environ=os.environ), membership.Membership("10.0.8.9:6379", "10.0.8.1"), "t" * 64)
     exit_code(["fabric", "--json"])
     assert bool(json.loads(capsys.readouterr().out)["offered"]) is not has_joined
 

@@ -12,11 +12,11 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.layers import LayerListing, listing
 from sparkd.checkpoint import SourceQuantization
-from sparkd.cli import layers
+from sparkd.checkpoint.source import snapshot_of
+from sparkd.cli import named_entry
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
-from sparkd.inquiry.model_answers import ModelAnswer, ModelQuestion
-from sparkd.models.source import snapshot_of
+from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
 from tests.sparkd.capacity.test_vllm_figures import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
 from tests.support.daemon_process import free_port
@@ -39,7 +39,7 @@ def rows(found: LayerListing) -> list[tuple[Any, ...]]:
 @pytest.fixture(autouse=True)
 def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
+    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
 
 
 def test_alike_tensors_are_one_row() -> None:
@@ -156,7 +156,7 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
     assert formats(find("small", "int4", config=config)) == {"int4-g128"}
     assert formats(find("plain", config=config)) == {None}
     assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
-    monkeypatch.setattr(layers, "CONFIG_PATH", config)
+    monkeypatch.setattr(named_entry, "CONFIG_PATH", config)
     assert formats(find("small")) == {"nvfp4", "fp8"}
     with pytest.raises(ConfigError, match=rf"\bother in {config}\b"):
         find("other")
@@ -177,7 +177,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sparkd.yaml").write_text(f"models: {{small: {{model: {model}, quantize: nvfp4}}}}\n")
-    monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "sparkd.yaml")
+    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "sparkd.yaml")
     assert formats(find("small")) == {"nvfp4"}
     # As for another user; tests may run as root, who reads anything.
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
@@ -222,22 +222,22 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speech: list[Tensor] = [("talker.model.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
-    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *speech]))
+    ahead: list[Tensor] = [("mtp.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
+    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *ahead]))
     questions: list[ModelQuestion] = []
 
     def ask(asked: Sequence[ModelQuestion], *_: Any, **__: Any) -> list[ModelAnswer]:
         questions.extend(asked)
         return [answer(FULL, blocks=1) for _ in asked]
 
-    monkeypatch.setattr("sparkd.cli.plan_run.ask", ask)
-    monkeypatch.setattr("sparkd.cli.plan_run.full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr("sparkd.vllm.ask.model.ask", ask)
+    monkeypatch.setattr("sparkd.vllm.installed.full_version_in", lambda _: "0.32.0")
     assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
     held = json.loads(capsys.readouterr().out)["held"]
-    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"talker": 2 * 256 * 256})
+    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"mtp": 2 * 256 * 256})
     assert len(questions) == 1 and "nvfp4" in questions[0].args[-1]
     code, out, _ = run(capsys, ["--json", "--layers", folder])
-    assert code == 0 and json.loads(out)["held"]["sureness"] == "known" and len(questions) == 1
+    assert code == 0 and json.loads(out)["held"]["sureness"] == "guess" and len(questions) == 1
 
 
 @pytest.mark.parametrize(

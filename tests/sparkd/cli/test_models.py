@@ -21,15 +21,12 @@ from typer.main import get_command
 from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.admin.client import admin_key, base_url, refusal
+from sparkd.checkpoint.source import name_of, source_of
 from sparkd.cli import serve
-from sparkd.cli.config_check import check
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.models.source import name_of, source_of
 from sparkd.render import models as show
-from tests.support.checkpoints import mixture, write
 from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
-from tests.support.published_tensors import tensors_of
 
 KEY = "correct-horse-battery-staple"
 VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]
@@ -362,37 +359,6 @@ def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.Captur
     assert exit_code(["check", "--json", str(file)]) == 2
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["problems"][0]["line"], found["problems"][0]["severity"]) == (False, 2, "error")
-
-
-# Keys of an entry, keys of its model's config.json, and whether the length that the entry asks for is refused.
-LONGER: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
-    ({"max_model_len": 4096}, {}, False),
-    ({"max_model_len": 4097}, {}, True),
-    ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
-    ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, False),
-    ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, False),
-    ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, False),
-    ({"max_model_len": "9K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, True),
-]
-
-
-def configured(folder: Path, keys: dict[str, Any], config: dict[str, Any]) -> Path:
-    """A file of one entry, whose model takes 4,096 tokens unless `config` differs. No vLLM is asked: its Python is not there."""
-    shape = mixture(**{"max_position_embeddings": 4096, **config})
-    model = write(folder / "m", shape, tensors_of(shape))
-    file = folder / "sparkd.yaml"
-    file.write_text(json.dumps({"models": {"m": {"model": str(model), "runtime": "/no/python", **keys}}}))
-    return file
-
-
-def mistakes(file: Path) -> list[str]:
-    return [problem.message for problem in check(file, {}) if problem.severity == "error"]
-
-
-@pytest.mark.parametrize(("keys", "config", "refused"), LONGER)
-def test_check_says_what_is_longer_than_the_model(keys: dict[str, Any], config: dict[str, Any], refused: bool, tmp_path: Path) -> None:
-    told = mistakes(configured(tmp_path, keys, config))
-    assert len(told) == refused and all(re.search("max.model.len", message) for message in told)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

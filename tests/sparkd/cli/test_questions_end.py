@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sparkd.inquiry.test_model_answers import Engine
+from tests.sparkd.vllm.ask.test_model import Engine
 from tests.support.checkpoints import dense, write
 from tests.support.daemon_process import ROOT
 from tests.support.processes import alive

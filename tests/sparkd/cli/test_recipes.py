@@ -14,9 +14,8 @@ import yaml
 from sparkd.__main__ import exit_code
 from sparkd.cli import recipes
 from sparkd.cli.serve import _is_recipe
-from tests.sparkd.recipes.test_expand import OURS, RECIPE
 from tests.sparkd.recipes.test_importer import ONE
-from tests.support.facts import lacking
+from tests.sparkd.recipes.test_merge import OURS, RECIPE
 
 SECRET = "sk-canary-0123456789"
 
@@ -58,16 +57,13 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANARY", SECRET)
-    argv = ("show", "mine@long", "--profile", "single-user", "--speculative", "dflash", "--dir", str(folder))
+    argv = ("show", "mine", "--dir", str(folder))
     out, _ = run(capsys, *argv)
 
-    for words in ("owner/long", "--max-model-len 65536", "VLLM_USE_DEEP_GEMM=0", "TRITON_ATTN", "@long: longer", "paper: a paper",
-                  "recipe: mine@long", "profile: single-user", "${env.CANARY}"):  # fmt: skip
+    for words in ("owner/model", "--max-model-len 8192", "B=recipe", "paper: a paper", "recipe: mine", "${env.CANARY}"):
         assert words in out, words
     found = as_json(capsys, *argv)
-    assert found["spec"]["max_model_len"] == 65536 and found["choice"] == {
-        "recipe": "mine@long", "profile": "single-user", "speculative": "dflash",
-    }  # fmt: skip
+    assert found["spec"]["max_model_len"] == 8192 and found["choice"] == {"recipe": "mine"}
     assert SECRET not in out + json.dumps(found)
 
 
@@ -76,10 +72,10 @@ def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     sampling = {"thinking": {"max_tokens": 64, "chat_template_kwargs": {"enable_thinking": True, "effort": None, "word": "yes"}}}
     recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": settings, "sampling": sampling}
     (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
-    out, _ = run(capsys, "show", "mine", "--speculative", "off", "--dir", str(tmp_path))
+    out, _ = run(capsys, "show", "mine", "--dir", str(tmp_path))
 
     entry = yaml.safe_load(out.partition("In sparkd.yaml\n")[2].partition("\nIt ")[0])
-    assert entry == {"mine": {"recipe": "mine", "speculative": "off"}}
+    assert entry == {"mine": {"recipe": "mine"}}
     assert "\n  tensor_parallel: 4\n" in out and "nodes        4 or more\n" in out
     assert "\n  kv_cache: {sequences: 2}\n" in out and "\n  quantize: nvfp4\n" in out
     assert "thinking: max_tokens 64, chat_template_kwargs {enable_thinking: true, effort: null, word: 'yes'}\n" in out
@@ -89,7 +85,7 @@ def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("argv", "words"),
     [
         (("show", "gpt-oss"), "gpt-oss-120b?"),
-        (("show", "gpt-oss-120b", "--speculative", "mtp"), "ngram"),
+        (("show", "gpt-oss-120b@eagr"), "add-registry"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,13 +94,10 @@ def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: 
     assert out == "" and err.startswith("error: ") and words in err and err.count("\n") == 1
 
 
-def test_check_passes_ours_and_says_what_an_older_release_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_passes_ours(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = run(capsys, "check")
     assert out.endswith(": valid\n") and out.count("\n") == 1
-    found = as_json(capsys, "check", "--vllm", "0.19.0", code=2)
-    assert not found["ok"] and found["recipes"] == len(OURS) and found["choices"] > 400
-    told = "\n".join(problem["message"] for problem in found["problems"])
-    assert lacking(told, "DFlash", "0.19", "0.20") == []
+    assert as_json(capsys, "check")["recipes"] == len(OURS)
 
 
 def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,9 +106,9 @@ def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, ca
     mine.write_text(RECIPE.replace("max_num_seqs: 8", "max_num_seqs: many"))
 
     out, _ = run(capsys, "check", str(theirs))
-    assert f"{theirs}: warning: mods " in out and lacking(out, "1", "16", "4") == []
+    assert f"{theirs}: warning: mods " in out and out.endswith("1 recipe: 4 warnings\n")
     out, _ = run(capsys, "check", str(theirs), str(mine), code=2)
-    assert f"{mine}: mine: " in out and "'many'" in out
+    assert f"{mine}:8: " in out and "'many'" in out
     assert run(capsys, "check", str(tmp_path / "no.yaml"), code=2)[0].count("no.yaml") == 1
 
 
@@ -130,10 +123,10 @@ def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.C
     python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.vllm.ask.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "s.yaml").write_text(RECIPE)
 
-    out, _ = run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(python), code=2)
-    assert out.count("--a: vLLM 0.32.0") == 1, "a fault of all ways"
-    assert " and 46 more: " in out
+    out, _ = run(capsys, "check", str(tmp_path / "r.yaml"), str(tmp_path / "s.yaml"), "--parser", str(python), code=2)
+    assert out.count("--a: vLLM 0.32.0") == 1 and f"{tmp_path}/s.yaml: " in out
     assert run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(tmp_path / "no"), code=1)[1].count("\n") == 2
     assert "/bin/false" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/false", code=1)[1]
     assert "/bin/true" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/true", code=1)[1]
@@ -149,8 +142,7 @@ def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, caps
     assert ours.read_text() == out
     assert "File exists" in run(capsys, "import", str(theirs), "--to", str(ours), code=2)[1]
     assert run(capsys, "check", str(ours))[0].endswith("valid\n")
-    found = as_json(capsys, "import", str(theirs), "--vllm", "0.19.0")
-    assert found["recipe"]["settings"]["env"]["VLLM_USE_FLASHINFER_MOE_FP4"] == "0"
+    assert as_json(capsys, "import", str(theirs))["recipe"]["settings"]["env"] == {"A": "plain"}
     assert "KEY=VALUE" in run(capsys, "import", str(theirs), "-o", "x", code=2)[1]
 
 
@@ -164,14 +156,14 @@ def test_a_bad_recipe_among_others_is_named_and_the_others_are_checked(tmp_path:
     python.chmod(0o755)
     found = as_json(capsys, "check", str(bad), str(good), "--parser", str(python), code=2)
     errors = [problem for problem in found["problems"] if problem["severity"] == "error"]
-    assert [problem["file"] for problem in errors] == [str(bad)] and found["recipes"] == 2 and found["choices"] > 0
+    assert [problem["file"] for problem in errors] == [str(bad)] and found["recipes"] == 2
 
 
 @pytest.mark.parametrize(
     ("there", "here", "options"),
     [
         ("--max-num-seqs=4", "--max-num-seqs=many", ()),
-        ("solo_only: true", "solo_only: true", ("-o", "tensor_parallel=2")),
+        ("--max-num-seqs=4", "--max-num-seqs={n}", ("-o", "n=many")),
     ],
 )
 def test_what_could_not_be_used_is_not_written(
@@ -203,6 +195,6 @@ def test_serve_knows_a_recipe_from_a_hub_id(tmp_path: Path) -> None:
     config.write_text("recipes_dir: .\n")
     (tmp_path / "mine.yaml").write_text(RECIPE)
 
-    assert _is_recipe("gpt-oss-120b", None, {}) and _is_recipe("nemotron-3-nano-30b-a3b-nvfp4@32gb", None, {})
+    assert _is_recipe("gpt-oss-120b", None, {}) and _is_recipe("nemotron-3-nano-30b-a3b-nvfp4-32gb", None, {})
     assert _is_recipe("mine", config, {}) and not _is_recipe("mine", None, {})
     assert not _is_recipe("gpt2", None, {}) and not _is_recipe("/models/gpt-oss-120b", None, {})

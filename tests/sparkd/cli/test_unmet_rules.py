@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity.layers import listing
-from sparkd.capacity.plan_for_checkpoint import answer
-from sparkd.capacity.plan_for_entry import PlannedEntry, entry_of
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import read_checkpoint
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
-from sparkd.hardware import SPARK
 from tests.support.checkpoints import dense, write
+from tests.support.plans import entry_with, planned
 from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -35,9 +32,5 @@ def test_a_rule_that_matches_no_weight_is_named_by_check_plan_and_listing(model:
     (problem,) = check(file, {})
     assert (problem.severity, problem.line, problem.message) == ("warning", 4, f"models.m: {sentence}")
 
-    def read(name: str) -> tuple[str, Checkpoint, PlannedEntry | None]:
-        return name, read_checkpoint(str(model)), entry_of(config.models["m"], config) if name == "m" else None
-
-    planned = answer(PlanRequest(str(model), quantize=MISTYPED), SPARK, read)
-    of_entry = answer(PlanRequest("m"), SPARK, read)
-    assert planned["notes"].count(sentence) == of_entry["notes"].count(sentence) == 1
+    for plan in (planned(model, quantize=MISTYPED), planned(entry_with(config.models["m"], config))):
+        assert plan["notes"].count(sentence) == 1

@@ -22,9 +22,9 @@ from rich.console import Console
 from sparkd import __version__
 from sparkd.__main__ import exit_code
 from sparkd.cli import join
-from sparkd.cluster import head_probe, membership
+from sparkd.cluster import head_probe, machine_lock, membership
 from sparkd.cluster.head_probe import Head, ask_head, clock_doubt, find_head
-from sparkd.cluster.join_route import way_to
+from sparkd.cluster.join_route import route_to
 from sparkd.cluster.node_paths import rank_folders
 from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.cluster.ray_node import node_of
@@ -64,43 +64,34 @@ def nodes_of(name: str, **changes: Mapping[str, Any]) -> list[Fabric]:
 
 
 def test_the_address_on_the_cable_is_explained() -> None:
-    way = way_to("192.168.100.12", "192.168.100.11", nodes_of("pair-different-ports")[0])
+    route = route_to("192.168.100.12", "192.168.100.11", nodes_of("pair-different-ports")[0])
 
-    assert way.node_ip == "192.168.100.11"
-    assert lacking(way.why, "192.168.100.11", "enp1s0f1np1", "QSFP", "cage 1", "200G", "MTU 9000", "192.168.100.0/24") == []
-    assert way.doubts == ()
-
-
-def test_what_is_wrong_with_the_cable_is_said_with_its_cure() -> None:
-    (node, *_) = nodes_of("half-trained")
-    (address, *_) = (one for twin in node.twins if twin.linked for one in twin.addresses)
-    way = way_to(str(address.ip + 1), str(address.ip), node)
-
-    assert any(lacking(doubt, "100G", "cable") == [] for doubt in way.doubts)
-    assert all(doubt.endswith(".") for doubt in way.doubts)
+    assert route.node_ip == "192.168.100.11"
+    assert lacking(route.why, "192.168.100.11", "enp1s0f1np1", "QSFP", "cage 1", "200G", "MTU 9000", "192.168.100.0/24") == []
+    assert route.warning is None
 
 
 def test_a_head_that_is_reached_over_the_lan_although_a_cable_is_there_is_doubted() -> None:
     (node, *_) = nodes_of("pair-different-ports")
     lan = next(one for one in node.lans if one.addresses)
-    way = way_to(str(lan.addresses[0].ip + 1), str(lan.addresses[0].ip), node)
+    route = route_to(str(lan.addresses[0].ip + 1), str(lan.addresses[0].ip), node)
 
-    assert "(LAN)" in way.why
-    assert lacking(way.doubts[0], "192.168.100.11/24", "join") == []
+    assert "(LAN)" in route.why
+    assert lacking(route.warning, "192.168.100.11/24", "join") == []
 
 
 def test_the_operators_choice_counts_where_this_node_has_it() -> None:
     (node, *_) = nodes_of("pair-different-ports")
     other = next(str(one.addresses[0].ip) for one in node.lans if one.addresses)
 
-    assert way_to("192.168.100.12", "192.168.100.11", node, other).node_ip == other
+    assert route_to("192.168.100.12", "192.168.100.11", node, other).node_ip == other
     with pytest.raises(ConfigError, match=r"--node-ip 10\.9\.9\.9: .*192\.168\.100\.11 \(enp1s0f1np1\)"):
-        way_to("192.168.100.12", "192.168.100.11", node, "10.9.9.9")
+        route_to("192.168.100.12", "192.168.100.11", node, "10.9.9.9")
     for wrong in ("fe80::1", "spark-b"):
         with pytest.raises(ConfigError, match=f"--node-ip {wrong} .*IPv4"):
-            way_to("192.168.100.12", "192.168.100.11", node, wrong)
-    assert way_to("10.0.0.1", "10.0.0.2", None).node_ip == "10.0.0.2"
-    assert way_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").node_ip == "10.0.0.3"
+            route_to("192.168.100.12", "192.168.100.11", node, wrong)
+    assert route_to("10.0.0.1", "10.0.0.2", None).node_ip == "10.0.0.2"
+    assert route_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").node_ip == "10.0.0.3"
 
 
 # The head
@@ -183,8 +174,7 @@ def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
 def test_what_joining_wrote_is_what_ray_node_joins_with(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     assert (membership.read(config), membership.applied(config)) == (None, config)
-    membership.keep_token(config, TOKEN)
-    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
+    membership.keep(config, membership.Membership(HEAD, "192.168.100.11"), TOKEN)
     ray = node_of(membership.applied(config), {})
 
     assert {f"--address={HEAD}", "--node-ip-address=192.168.100.11"} <= set(ray.command())
@@ -197,22 +187,36 @@ def test_what_joining_wrote_is_what_ray_node_joins_with(tmp_path: Path) -> None:
 
 def test_a_configuration_that_names_another_head_contradicts(tmp_path: Path) -> None:
     config = config_of(tmp_path, cluster__address="192.0.2.9:6379")
-    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
+    membership.keep(config, membership.Membership(HEAD, "192.168.100.11"), TOKEN)
     with pytest.raises(ConfigError, match="sparkd leave"):
         membership.applied(config)
 
 
-def test_a_folder_that_cannot_be_written_names_root(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(StateError, match="as root"):
-        membership.keep_token(config_of(tmp_path), TOKEN)
+    with pytest.raises(StateError, match=f"{tmp_path}/state"):
+        membership.keep(config_of(tmp_path), membership.Membership(HEAD, "192.168.100.11"), TOKEN)
+
+
+def test_the_record_of_an_earlier_release_is_read_and_one_that_leads_elsewhere_is_not(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    membership.keep(config, membership.Membership(HEAD, "192.168.100.11"), TOKEN)
+    record = config.state_dir / membership.RECORD
+    written = json.loads(record.read_text())
+    record.write_text(json.dumps(written | {"unit": True, "enabled": False, "active": True}))
+    assert membership.read(config) == membership.Membership(HEAD, "192.168.100.11")
+
+    for raw in ([], written | {"node_ip": "../../keep"}, {"node_ip": "192.168.100.11"}):
+        record.write_text(json.dumps(raw))
+        with pytest.raises(StateError, match="damaged"):
+            membership.read(config)
 
 
 def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # What it does to this process's log would outlive the test.
     monkeypatch.setattr(logs, "set_up", lambda level, state_dir: None)
     config = config_of(tmp_path)
-    membership.keep(config, membership.Joined(HEAD, "192.168.100.11"))
+    membership.keep(config, membership.Membership(HEAD, "192.168.100.11"), TOKEN)
 
     assert exit_code(["serve", "--state-dir", str(config.state_dir), "--port", "0", "--log-level", "error"]) == 2
     assert f"has joined {HEAD}" in capsys.readouterr().err
@@ -297,8 +301,9 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
 
     assert [join._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
     assert capsys.readouterr().err == ""
-    assert join._token(TOKEN, None) == TOKEN
-    assert "every user" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as typed:
+        join._token(TOKEN, None)
+    assert TOKEN not in typed.value.message
 
 
 @pytest.mark.parametrize("given", ["-", "with a blank in the middle of it"])
@@ -315,20 +320,6 @@ def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.Captu
     assert "no cluster" in capsys.readouterr().err
 
 
-class Units:
-    """systemctl as it would answer; `said` is what it was asked to change."""
-
-    def __init__(self, *on: str) -> None:
-        self.on = {"cat", *on}
-        self.said: list[str] = []
-
-    def __call__(self, *words: str) -> bool:
-        if words[0].startswith("is-") or words[0] == "cat":
-            return words[0] in self.on
-        self.said.append(words[0])
-        return words[0] not in ("fails",)
-
-
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is reached, takes the token and fits; this node's network is that of a fixture."""
@@ -338,41 +329,34 @@ def head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
 
 
-@pytest.mark.usefixtures("head")
-@pytest.mark.parametrize(
-    ("before", "joins", "leaves"),
-    [
-        ((), ["enable", "restart"], ["stop", "disable"]),
-        (("is-enabled", "is-active"), ["enable", "restart"], ["stop", "start"]),
-    ],
-)
-def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
-    before: tuple[str, ...],
-    joins: list[str],
-    leaves: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that no other sparkd of this machine lends."""
+    monkeypatch.setattr(machine_lock, "NAME", f"\0sparkd.test.{os.getpid()}")
+
+
+@pytest.mark.usefixtures("head", "machine")
+def test_the_system_is_told_what_keeps_a_node_and_what_lets_it_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    units = Units(*before)
-    monkeypatch.setattr(join, "_systemctl", units)
-    monkeypatch.setattr(join, "_has_units", lambda config: True)
     config = config_of(tmp_path, runtime_dir=str(tmp_path / "run"))
     words = ["--state-dir", str(config.state_dir)]
     monkeypatch.setenv("SPARKD_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("sparkd.config.config.STATE_DIR", config.state_dir)
+    monkeypatch.setattr(join, "SYSTEMD", tmp_path)
 
     assert exit_code(["join", "spark-1", "--token", "-", *words]) == 0
     told = capsys.readouterr()
-    assert lacking(told.err, HEAD, "192.168.100.11", "sparkd-ray.service") == []
+    assert lacking(told.err, HEAD, "192.168.100.11", join.STAY) == []
     assert TOKEN not in told.err + told.out
-    assert membership.read(config) == membership.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
-    assert units.said == joins
-    units.on |= {"is-enabled", "is-active"}
+    assert membership.read(config) == membership.Membership(HEAD, "192.168.100.11")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert exit_code(["join", "spark-1", *words]) == 0, "again, with the token that is kept"
-    units.said.clear()
+    with machine_lock.machine_lock():
+        assert exit_code(["leave", *words]) == Conflict.exit_code
+    assert join.GO in capsys.readouterr().err and membership.read(config) is not None
     assert exit_code(["leave", *words]) == 0
-    assert units.said == leaves and lacking(capsys.readouterr().out, "left", HEAD) == []
+    assert lacking(capsys.readouterr().out, "left", HEAD) == []
     assert os.listdir(config.state_dir) == []
 
 
@@ -398,7 +382,7 @@ def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_p
     targets = [one.resolve() for one in (run_dir / "plugin").iterdir() if one.is_symlink()]
     if more:
         (run_dir / "notes").touch()
-    membership.keep(config, membership.Joined(HEAD, "192.0.2.7"))
+    membership.keep(config, membership.Membership(HEAD, "192.0.2.7"), TOKEN)
     assert (run_dir / "plugin").is_dir() and targets
     join._end(config, "192.0.2.7")
 
@@ -407,6 +391,7 @@ def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_p
     assert all(one.exists() for one in targets)
 
 
+@pytest.mark.usefixtures("machine")
 def test_the_join_that_keeps_a_node_is_known_by_its_record_and_ended_by_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stuck_driver: list[str]
 ) -> None:
@@ -416,7 +401,7 @@ def test_the_join_that_keeps_a_node_is_known_by_its_record_and_ended_by_leave(
     with subprocess.Popen(["sleep", "600"]) as keeper:
         me = processes.identity(keeper.pid)
         assert me is not None
-        membership.keep(config_of(tmp_path), membership.Joined(HEAD, "192.0.2.7", **asdict(me)))
+        membership.keep(config_of(tmp_path), membership.Membership(HEAD, "192.0.2.7", **asdict(me)), TOKEN)
         assert exit_code(["join", HEAD, "--token", "-", *words]) == Conflict.exit_code
         assert str(keeper.pid) in capsys.readouterr().err
         # `leave` waits until it is gone; here its parent, which has to reap it, is this test.

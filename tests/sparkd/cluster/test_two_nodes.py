@@ -280,8 +280,8 @@ def test_its_log_and_its_metrics_come_through_the_first_node(stage: Stage) -> No
     stage.far()
 
     assert "Application startup complete" in stage.daemon.get("/admin/v1/models/far/log")["text"]
-    labels = f'model="far",node="{stage.there.address}"'
-    until(lambda: stage.daemon.metric("vllm:num_requests_running", labels) >= 0, "a scrape of the other node", 0.3)
+    labels = ('model="far"', f'node="{stage.there.address}"')
+    until(lambda: stage.daemon.metric("vllm:num_requests_running", *labels) >= 0, "a scrape of the other node", 0.3)
 
 
 def test_a_model_is_downloaded_once_and_copied_to_the_other_node(stage: Stage) -> None:

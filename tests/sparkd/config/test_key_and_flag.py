@@ -28,7 +28,7 @@ def test_a_key_and_its_flag_with_another_value_are_refused_with_both(key: str, v
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"models:\n  m:\n    model: o/m\n    {key}: {json.dumps(value)}\n    extra_args: {json.dumps(args)}\n")
 
-    (problem,) = read(file, {}, {}).problems
+    (problem,) = read(file, {}, {}).document.problems
     assert (problem.severity, problem.line) == ("error", 4)
     assert key in problem.message and " and --" in problem.message
     with pytest.raises(ConfigError):
@@ -38,9 +38,3 @@ def test_a_key_and_its_flag_with_another_value_are_refused_with_both(key: str, v
 @pytest.mark.parametrize(("key", "value", "args"), EQUAL)
 def test_equal_values_pass(key: str, value: Any, args: list[str]) -> None:
     assert list(contradictions({key: value}, args)) == []
-
-
-def test_a_flag_goes_before_the_key_of_a_recipe_or_a_profile() -> None:
-    entry = {"model": "o/m", "profile": "throughput", "extra_args": ["--max-num-seqs", "4"]}
-
-    assert parse_model("m", entry, over_admin=False).max_num_seqs == 16

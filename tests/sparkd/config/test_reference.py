@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -32,10 +33,10 @@ def keys_of(section: type[BaseModel], path: str = "") -> set[str]:
     return keys
 
 
-def keys_in(table: yaml_file.Table, path: str = "") -> set[str]:
+def keys_in(table: dict[str, Any], path: str = "") -> set[str]:
     keys = {path + key for key in table}
     for key, value in table.items():
-        if isinstance(value, yaml_file.Table):
+        if isinstance(value, dict):
             keys |= keys_in(value, f"{path}{key}.")
     return keys
 
@@ -53,7 +54,7 @@ def test_the_reference_shows_every_key_and_no_other(tmp_path: Path) -> None:
     config = load_config(file, environ={})
     assert config.model_copy(update={"models": {}}) == Config()
     assert config.models == {"my-model": ModelConfig(name="my-model", model="/models/my-model")}
-    shown = keys_in(yaml_file.parse(text.encode(), "", {}).table)
+    shown = keys_in(yaml_file.parse(text.encode(), "", {}).values)
     models = {key.removeprefix("models.my-model.") for key in shown if key.startswith("models.my-model.")}
     assert models == keys_of(ModelConfig) - {"name"}, SHOWN
     assert {key for key in shown if not key.startswith("models.")} == keys_of(Config), SHOWN

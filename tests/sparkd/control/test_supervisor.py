@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from sparkd.admin.readings import log_of
+from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
 from sparkd.config.config import parse_model
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
-from sparkd.engine.upstream import ServedModels
 from sparkd.errors import (
     BadRequest,
     ConfigError,
@@ -42,7 +42,7 @@ from sparkd.errors import (
     UnknownModel,
     UnknownOperation,
 )
-from sparkd.models.folder import unusable
+from sparkd.gateway.upstream import ServedModels
 from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want

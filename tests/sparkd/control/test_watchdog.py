@@ -28,8 +28,8 @@ from sparkd.control.watchdog import (
     QUESTION_S,
     Pulse,
 )
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import EngineError, Unavailable
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
 from tests.sparkd.control.test_plan import ALIVE
 from tests.sparkd.control.test_plan_several_nodes import FIRST, SECOND

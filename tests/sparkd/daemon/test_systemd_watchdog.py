@@ -14,8 +14,8 @@ import pytest
 from sparkd.config.config import Config
 from sparkd.daemon.daemon import LOOP_DEAD_S, Daemon, Options
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway import ClientLimits, GatewayServer, gateway_server
-from sparkd.gateway.server import bind
+from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store
 from sparkd.systemd import Systemd

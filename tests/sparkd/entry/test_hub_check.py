@@ -96,6 +96,9 @@ async def test_a_hub_that_does_not_answer_is_named_and_may_answer_later(tmp_path
     with pytest.raises(HubUnreachable) as caught:
         await absent(scene, spec_of(tmp_path, GONE))
     assert "this machine" in caught.value.message and caught.value.message.count("owner/name") == 1
+    with pytest.raises(HubUnreachable) as again:
+        await absent(scene, spec_of(tmp_path, GONE))
+    assert again.value is not caught.value, "each client has an error of its own"
     repository.refusals["/revision/main"] = [(503, {})]
     with pytest.raises(HubUnreachable):
         await absent(scene, spec_of(tmp_path, repository.hub))
@@ -173,11 +176,11 @@ async def test_a_hub_that_hangs_takes_no_thread_of_the_event_loop(tmp_path: Path
 def test_the_parsers_of_a_model_that_is_still_on_the_hub(tmp_path: Path, repository: Repository) -> None:
     spec = spec_of(tmp_path, repository.hub)
     env = env_of(spec)
-    assert with_parsers(spec, env, None)[1] == Parsers()
+    assert with_parsers(spec, env)[1] == Parsers()
     assert repository.asked == []
     look(spec, env)
-    assert with_parsers(spec, env, None)[1] == Parsers("hermes")
+    assert with_parsers(spec, env)[1] == Parsers("hermes")
     asked = len(repository.asked)
-    assert with_parsers(spec, env, None)[0].tool_call_parser == "hermes"
+    assert with_parsers(spec, env)[0].tool_call_parser == "hermes"
     assert len(repository.asked) == asked
     assert looked_at(spec, env) is not None

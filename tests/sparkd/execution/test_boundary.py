@@ -14,7 +14,8 @@ import uvloop
 
 from sparkd.errors import NodeRefused, SparkdError
 from sparkd.execution.boundary import KEPT_S, LOG_EVERY_S, Boundary
-from sparkd.gateway import GatewayServer, routes
+from sparkd.gateway import routes
+from sparkd.gateway.server import GatewayServer
 from sparkd.metrics import INTERNAL_ERRORS
 from sparkd.unexpected import lack_of_machine
 from tests.sparkd.gateway.fakes import RawEngine, serving

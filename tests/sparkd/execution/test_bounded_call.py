@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import plan_for_node
-from sparkd.config.config import load_config
+from sparkd.capacity.plan_request import PlanRequest
+from sparkd.config.config import Config, load_config
 from sparkd.errors import SparkdError, Unavailable
 from sparkd.execution import bounded_call
 from sparkd.execution.bounded_call import NoAnswer, call
@@ -39,7 +40,7 @@ def _a_start_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_value_comes_back() -> None:
-    assert call(json.loads, raw=b'{"a": [1, null]}', time_s=HUNG_S) == {"a": [1, None]}
+    assert call(json.loads, '{"a": [1, null]}', time_s=HUNG_S) == {"a": [1, None]}
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)), ids=lambda number: type(ERRORS[number]).__name__)
@@ -119,14 +120,14 @@ async def test_a_plan_that_hangs_gives_its_place_back(
     hanging: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plan_for_node, "_PLANS", Threads("plan", 1, 1))
-    question = plan_for_node.QuestionHere(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
+    question = PlanRequest(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
     for _ in range(2):
         with pytest.raises(Unavailable, match="no answer"):
-            await plan_for_node.planned_here(question, None, FakeCluster().unlinked)
+            await plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())
     assert [process.poll() for process in hanging] == [-signal.SIGKILL] * 2
     monkeypatch.undo()
 
-    plan = await plan_for_node.planned_here(question, None, FakeCluster().unlinked)
+    plan = await plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())
 
     assert plan["choice"]["config"]["max_model_len"] == 64
 
@@ -140,7 +141,7 @@ async def test_the_process_of_a_plan_gets_no_key_and_no_other_model_s_entry(tmp_
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models, "keys": keys}))
     config = load_config(file, environ={})
 
-    await plan_for_node.planned_here(plan_for_node.QuestionHere(model="mine"), config.lookup("mine"), FakeCluster().unlinked, config)
+    await plan_for_node.planned_here(PlanRequest(model="mine"), config.lookup("mine"), FakeCluster().unlinked, config)
 
     (text,) = sent
     present = {secret: secret.encode() in text for secret in ("hf_of_mine", "hf_of_other", *keys.values())}

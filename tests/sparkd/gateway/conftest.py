@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import uvloop
 
-from sparkd.engine.upstream import Upstream
-from sparkd.gateway import KeyDigests
+from sparkd.gateway.keys import KeyDigests
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import KEY, RawEngine, Running, serving
 from tests.stub.__main__ import start_stub
 

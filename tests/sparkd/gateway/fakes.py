@@ -16,11 +16,14 @@ from unittest import mock
 
 import uvicorn.server
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
-from sparkd.gateway import ClientLimits, Edge, EdgeSettings, GatewayServer, KeyDigests, gateway_server
+from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.keys import KeyDigests
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.proxy import Waits
 from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.server import GatewayServer, gateway_server
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities, RequestNeeds
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -450,7 +453,7 @@ async def serving(
 def _with_timers(protocol: Any, timers: TurnedLoop) -> Any:
     class Timed(protocol):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, _loop=timers, **named)
+            super().__init__(*arguments, **named | {"_loop": timers})
 
     return Timed
 

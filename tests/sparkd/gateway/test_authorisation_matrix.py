@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from sparkd.gateway import KeyDigests
-from sparkd.gateway.keys import Role, digest
+from sparkd.gateway.keys import KeyDigests, Role, digest
 from sparkd.gateway.routes import EXACT
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, request, serving
 

@@ -29,6 +29,8 @@ GOOD = {
     "model in a text": (b'{"model":"a","x":"\\"model\\":\\"b\\""}', "a"),
     "digits in a string": (b'{"model":"a","x":"' + DIGITS + b'"}', "a"),
     "empty model": (b'{"model":""}', ""),
+    "model twice": (b'{"model":"c","m\\u006fdel":"b","model":"a"}', "a"),
+    "byte order mark": (codecs.BOM_UTF8 + b'{"model":"a"}', "a"),
     "large": (b'{"model":"a","x":"' + b"y" * 1_000_000 + b'"}', "a"),
     "large, not ASCII": (('{"model":"a","x":"' + "\u00e9" * 1_000_000 + '"}').encode(), "a"),
 }
@@ -41,16 +43,10 @@ BAD = {
     "invalid UTF-8 in a name": b'{"model":"a","\xff":1}',
     "surrogate in UTF-8": b'{"model":"a","x":"\xed\xa0\x80"}',
     "large, invalid UTF-8 at a seam": b'{"model":"a","x":"' + b"y" * (1024 * 1024 - 19) + b"\xc3" + b'y"}' + b" " * 1024 * 1024,
-    "BOM": b'\xef\xbb\xbf{"model":"a"}',
     "NaN": b'{"model":"a","temperature":NaN}',
     "Infinity": b'{"model":"a","temperature":[-Infinity]}',
     "100k deep": b'{"model":"a","x":' + DEEP + b"}",
     "100k deep objects": b'{"model":"a","x":' + b'{"x":' * 100_000 + b"1" + b"}" * 100_001,
-    "5k-digit integer": b'{"model":"a","max_tokens":' + DIGITS + b"}",
-    "5k-digit integer beside a text of digits": b'{"model":"a","x":"' + DIGITS + b'","y":' + DIGITS + b"}",
-    "model twice": b'{"model":"a","model":"b"}',
-    "model twice, escaped": b'{"model":"a","m\\u006fdel":"b"}',
-    "model twice, large": b'{"model":"a","x":"' + b"y" * 1_000_000 + b'","model":"b"}',
     "lone surrogate": b'{"model":"a","x":"\\ud800"}',
     "lone surrogate in the model": b'{"model":"\\ud800"}',
     "raw NUL": b'{"model":"a","x":"\x00"}',
@@ -225,13 +221,12 @@ def test_no_bytes_break_the_form(noise: bytes) -> None:
             pass
 
 
-async def test_the_place_of_a_fault_is_told_where_it_is_the_clients(gateway: Running) -> None:
-    small, large = (b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'",}' for padding_bytes in (100, 600_000))
-    assert f"(byte {len(small) - 1})" in (await gateway.post("/v1/chat/completions", small)).error["message"]
-    assert "byte" not in (await gateway.post("/v1/chat/completions", large)).error["message"]
+async def test_the_place_of_a_fault_is_told(gateway: Running) -> None:
+    body = b'{"model":"tiny","x":"yyy",}'
+    assert f"(byte {len(body) - 1})" in (await gateway.post("/v1/chat/completions", body)).error["message"]
 
 
-@pytest.mark.parametrize("padding_bytes", [0, 600_000], ids=["small", "large"])
+@pytest.mark.parametrize("padding_bytes", [0, 2 << 20], ids=["small", "large"])
 async def test_a_byte_order_mark_is_served_as_the_engine_serves_it(gateway: Running, padding_bytes: int) -> None:
     body = codecs.BOM_UTF8 + b'{"model":"tiny","x":"' + b"y" * padding_bytes + b'"}'
     assert (await gateway.post("/v1/chat/completions", body)).status == 200

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from sparkd.engine.http import Connection
-from sparkd.engine.upstream import Upstream
+from sparkd.gateway.connection import Connection
 from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.gateway.server import REST_S
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,
@@ -50,7 +50,7 @@ async def test_a_connection_that_could_not_be_made_is_tried_again(engine: RawEng
     late = RawEngine(engine.path.with_name("late.sock"))
     async with serving(engine) as gateway:
         gateway.supervisor.upstream = Upstream(socket_path=str(late.path))
-        wire = gateway.supervisor.upstream.wire
+        wire = gateway.supervisor.upstream.pool
         connect = wire._connect
 
         async def comes_then() -> Connection:

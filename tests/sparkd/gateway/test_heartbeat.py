@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sparkd.errors import ModelCannotLoad, ModelLoading, Unavailable
-from sparkd.gateway import ClientLimits
 from sparkd.gateway.heartbeat import how_far
+from sparkd.gateway.limits import ClientLimits
 from sparkd.state.nouns import ModelState, Progress
 from tests.sparkd.gateway.fakes import (
     ANSWER,

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from sparkd.gateway import ClientLimits
+from sparkd.gateway.limits import ClientLimits
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.gateway import ClientLimits
+from sparkd.gateway.limits import ClientLimits
 from tests.sparkd.gateway.fakes import (
     DONE,
     EVENT,
@@ -295,6 +295,6 @@ async def test_limits_may_change_while_it_runs(gateway: Running) -> None:
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 200
     gateway.server.set_limits(replace(LIMITS, connections=7))
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 431
-    assert gateway.server.acceptor is not None and gateway.server.acceptor.most == 7
+    assert gateway.server.config.http.limits.connections == 7
     gateway.edge.settings = replace(gateway.edge.settings, limits=ClientLimits(body_bytes=10))
     assert (await gateway.post(CHAT, BODY)).status == 413

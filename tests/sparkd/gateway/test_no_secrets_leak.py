@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics
-from sparkd.gateway import KeyDigests
+from sparkd.gateway.keys import KeyDigests
 from tests.sparkd.gateway.fakes import DONE, EVENT, STREAM_HEAD, RawEngine, Running, chunked, post, serving, soon, until_gone
 
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import ModelCannotLoad
-from sparkd.gateway import ClientLimits
+from sparkd.gateway.limits import ClientLimits
 from tests.sparkd.gateway.fakes import EVENT, KEY, STREAM_HEAD, RawEngine, Running, chunked, serving, soon
 from tests.support.waiting import HUNG_S
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sparkd.engine.upstream import Upstream
 from sparkd.errors import Draining, ModelCannotLoad, ModelFailed, ModelLoading, TooManyRequests
-from sparkd.gateway import ClientLimits, KeyDigests, proxy
+from sparkd.gateway import proxy
 from sparkd.gateway.body import unpacked
+from sparkd.gateway.keys import KeyDigests
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.routes import EXACT, RouteKind
+from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.gateway.fakes import (

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import ModelFailed, StateError, UnknownRequest
-from sparkd.gateway import ClientLimits, KeyDigests, request_log
-from sparkd.gateway.keys import digest
+from sparkd.gateway import request_log
+from sparkd.gateway.keys import KeyDigests, digest
+from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.nouns import ModelState
 from sparkd.state.request_store import RequestRow, RequestStore
@@ -37,7 +38,7 @@ ID = "X-Request-Id: one"
 
 @pytest.fixture
 def log(tmp_path: Path) -> RequestLog:
-    return RequestLog(RequestStore(tmp_path / "requests.db"))
+    return RequestLog(RequestStore(tmp_path / "state.db"))
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ async def test_the_next_daemon_counts_on(gateway: Running, log: RequestLog, tmp_
     monkeypatch.setattr(request_log, "WRITE_EVERY_S", 0.0)
     writing = asyncio.create_task(log.run())
     await gateway.post(CHAT, BODY)
-    other = RequestStore(tmp_path / "requests.db")
+    other = RequestStore(tmp_path / "state.db")
     await soon(lambda: other.last_number() == 1)
     await gateway.post(CHAT, BODY)
     writing.cancel()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fastapi import FastAPI
 
-from sparkd.gateway import ClientLimits
+from sparkd.gateway.limits import ClientLimits
 from sparkd.state.nouns import ModelState, Progress
 from tests.sparkd.gateway.fakes import (
     RawEngine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.gateway import KeyDigests
+from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.routes import EXACT, RouteKind, nearest
 from sparkd.state.abilities import GENERATE, POOL, Abilities
 from sparkd.state.nouns import ModelState

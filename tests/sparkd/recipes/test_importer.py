@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.recipe_check import RecipeUse, checked, described, load, resolve, summary, unusable
+from sparkd.config.recipe_check import checked, load, resolve, summary, unusable
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.translate import draft_method
+from sparkd.vllm.flags import draft_method
 from tests.support.facts import lacking
 
 # SPACES: blanks behind a backslash, which people leave there.
@@ -79,11 +79,12 @@ def with_command(command: str, **keys: Any) -> str:
 
 
 def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[RefusedArg]]:
-    """It refuses what is no name of a flag of vLLM 0.32.0, and the values of two more."""
+    """It refuses what is no name of a flag of vLLM 0.32.0, and the values of three more."""
     text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
     names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
     flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
     refusals = [RefusedArg(f"--{flag}", "unrecognized argument") for flag in flags if flag not in names]
+    refusals += [RefusedArg("--tool-call-parser", "there is no such parser; did you mean qwen3_coder?")] if "qwen3_codr" in args else []
     refusals += [RefusedArg("--seed", "invalid int value: '...'")] if "many" in args else []
     return "0.32.0", refusals + ([RefusedArg("--kernel-config", "invalid JSON")] if "{a:1}" in args else [])
 
@@ -235,8 +236,11 @@ def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | N
     ("command", "expected"),
     [
         ("python3 -m vllm.entrypoints.openai.api_server --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
-        ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE",
-         {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "-cc.cudagraph_mode=PIECEWISE"]}),
+        ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE -cc.mode 3 -O2 -ep",
+         {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "--optimization-level", "2", "--enable-expert-parallel",
+                         "--compilation-config", '{"cudagraph_mode": "PIECEWISE", "mode": 3}']}),
+        ("vllm serve owner/a --speculative_config.method mtp --speculative_config.num_speculative_tokens 2",
+         {"extra_args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}']}),
         ("vllm serve owner/a --kv-cache-memory-bytes 1000 --served-model-name x y",
          {"kv_cache": {"bytes": 1000}, "served_model_name": ["x", "y"]}),
         ("vllm serve owner/a --nnodes 2 --node-rank 0 --headless --distributed-executor-backend ray -pp 1", {}),
@@ -270,28 +274,10 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     assert file is not None
     book = RecipeLibrary(None, AsWritten())
     book.keep(file)
-    found = resolve(RecipeUse("their"), book)
+    found = resolve("their", book)
     assert found.args[-2:] == ("--speculative-config", config) and found.model.kv_cache_dtype == "fp8"
     assert found.args.count("--attention-backend") == 1 and found.env == {}
-    assert not {"--speculative-config"} & {*resolve(RecipeUse("their", speculative="off"), book).args}
-    method = draft_method(json.loads(config))
-    assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
-    if method == "mtp":
-        assert resolve(RecipeUse("their", speculative="mtp"), book).args == found.args
-
-
-def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -> None:
-    command = (
-        "vllm serve o/m --gpu-mem 0.5 --max-model 9K --tensor-parallel 2 --served-model a b --spec '{}' --trust-rem --distributed-e ray"
-    )
-    text = with_command(command.replace("--spec ", "--speculative "))
-    found = imported(text.encode(), "their.yaml").recipe["settings"]
-    assert found == {
-        "gpu_memory_utilization": 0.5, "max_model_len": "9K", "tensor_parallel": 2, "trust_remote_code": True,
-        "served_model_name": ["a", "b"], "extra_args": ["--speculative-config", "{}"],
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"--max-num .*--max-num-seqs"):
-        imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml")
+    assert summary(file)["speculative"] == draft_method(json.loads(config))
 
 
 def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:
@@ -325,26 +311,17 @@ def test_an_argument_that_vllm_refuses_is_refused_by_the_import(words: str, cont
     assert words.split(maxsplit=1)[0] in caught.value.message
 
 
-def test_a_parser_that_this_vllm_does_not_have(tmp_path: Path) -> None:
+def test_a_parser_that_this_vllm_does_not_have() -> None:
     key, name, near = "tool-call-parser", "qwen3_codr", "qwen3_coder"
     command = f"vllm serve o/m --{key} {name}"
     with pytest.raises(ConfigError) as caught:
         imported(with_command(command).encode(), "their.yaml", parser=parser_of_the_fixture)
-    assert "tool_call_parser" in caught.value.message and f" {near}?" in caught.value.message
+    assert f"--{key}" in caught.value.message and f" {near}?" in caught.value.message
 
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
         found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
-        assert len(found.missing) == 1 and name in found.missing[0]
-        assert unusable(found, "r", "r.yaml", None) == []
-
-    for image, severity in (("vllm/vllm-openai:v0.32.0", "error"), ("gb10-glm52:v18.1", "warning")):
-        file = tmp_path / "r.yaml"
-        settings = f"settings:\n  tool_call_parser: {name}\n"
-        file.write_text(f"description: d\nmodel: o/m\nsources: {{a: b}}\ncontainer: {{image: '{image}'}}\n{settings}")
-        read, (problem,) = load(file, {})
-        assert read is not None and (problem.line, problem.severity) == (6, severity) and near in problem.message
-        file.write_text(file.read_text().replace(name, near))
-        assert load(file, {})[1] == []
+        assert len(found.missing) == 1 and near in found.missing[0]
+        assert unusable(found, "r", "r.yaml") == []
 
 
 @pytest.mark.parametrize(
@@ -385,3 +362,18 @@ def test_what_no_release_understands_is_refused_in_the_notes() -> None:
 
     assert [note.partition(":")[0] for note in found.notes] == ["refused", "refused"]
     assert "env" not in found.recipe["settings"] and "extra_args" not in found.recipe["settings"]
+
+
+def test_sparkruns_own_placeholders_are_filled() -> None:
+    text = with_command("vllm serve {resolved_model_path} --revision {model_revision} --max-num-seqs 2", model_revision="abc123")
+    recipe = taken(text).recipe
+    assert (recipe["model"], recipe["settings"]["revision"]) == ("owner/model", "abc123")
+    with pytest.raises(ConfigError, match="model_revision"):
+        taken(with_command("vllm serve {resolved_model_path} --revision {model_revision}"))
+
+
+def test_a_default_that_is_no_flag_is_left_out_with_a_word() -> None:
+    text = TWO + "  cuda_graph_mode_of_another_engine: full\n"
+    found = imported(text.encode(), "their.yaml", parser=parser_of_the_fixture)
+    assert "--cuda-graph-mode-of-another-engine" not in found.recipe["settings"]["extra_args"]
+    assert [note for note in found.notes if "cuda_graph_mode_of_another_engine" in note]

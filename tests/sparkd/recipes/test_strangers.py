@@ -22,24 +22,21 @@ sources: {a: somewhere}
 """
 FOLDERS = {
     "a model": NATIVE.replace("owner/plain", "/srv/model"),
-    "a draft beside the model": NATIVE + "speculative: {mtp: {model: '{model}/../draft'}}\n",
+    "a draft beside the model": NATIVE + 'settings: {extra_args: [--speculative-config, \'{"model": "/srv/draft"}\']}\n',
     "another launcher's model": PLAIN.replace("owner/plain", "/srv/model"),
 }
-INSIDE = NATIVE + "speculative: {mtp: {model: '{model}/mtp'}}\n"
 
 
 @pytest.mark.parametrize("text", FOLDERS.values(), ids=FOLDERS.keys())
 def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_import(
     text: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keep(state, {"local": text, "inside": INSIDE})
+    keep(state, {"local": text})
 
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"recipe": "local@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state))
     assert lacking(caught.value.message, "a folder", "recipes import local@eugr") == []
     assert len(as_json(capsys, "import", "local@eugr")["risks"]) == (2 if "trust-remote-code" in text else 1)
-    assert as_json(capsys, "import", "inside@eugr")["risks"] == []
-    assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=RecipeLibrary(None, {}, state)).model == "owner/plain"
 
 
 def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(state: Path, tmp_path: Path) -> None:
@@ -54,7 +51,7 @@ def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(state: Pat
     "text",
     [
         PLAIN,
-        NATIVE + "settings: {extra_args: [--trust-remote]}\n",
+        NATIVE + "settings: {extra_args: [--trust-remote-code]}\n",
     ],
 )
 def test_trust_in_a_models_code_is_told_first_and_apart(text: str, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +81,7 @@ def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt-oss-120b@eugre", ("already", "'eugre'", " eugr?")),
+        ("gpt-oss-120b@eugre", ("'eugre'", " eugr?")),
         ("nothing.yaml", ("nothing.yaml", "be read")),
     ],
 )

@@ -81,3 +81,10 @@ def test_the_size_of_a_cache() -> None:
     spec = entry()
     assert engine_args(spec, {"VLLM_CPU_KVCACHE_SPACE": "5"}).given_cache("cpu") == {"bytes": 5 * GIB}
     assert engine_args(spec, {"VLLM_CPU_KVCACHE_SPACE": "5"}).given_cache("cuda") is None
+
+
+def test_a_recipes_draft_is_turned_off_by_none() -> None:
+    recipe = {"recipe": "qwen3.6-35b-a3b-nvfp4"}
+    for keys, drafts in (({}, True), ({"extra_args": ["--speculative-config", "None"]}, False)):
+        args = engine_args(parse_model("m", recipe | keys, over_admin=False), {})
+        assert (args.drafts, args.draft is not None) == (drafts, drafts)

@@ -58,7 +58,7 @@ CHANGES_ENGINE = {
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
     "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4", "kv_cache": "auto",
-    "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram", "sampling": {"temperature": 0.2},
+    "kv_margin_gib": 2, "sampling": {"temperature": 0.2},
 }  # fmt: skip
 CHANGES_NOTHING = {
     "default": True,
@@ -75,7 +75,7 @@ def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
     hashes = {key: config_hash(model(**{key: value}), EngineSettings()) for key, value in CHANGES_ENGINE.items()}
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
-    # Of a recipe, only what it brings: tests/sparkd/recipes/test_expand.py.
+    # Of a recipe, only what it brings: tests/sparkd/recipes/test_merge.py.
     assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields), NAMED_ABOVE
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():
@@ -181,7 +181,7 @@ def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: s
     json.dumps(fields, allow_nan=False)
 
 
-@pytest.mark.parametrize("args", [["--load-format=auto"], ["-q", "fp8"], ["--model-loader-extra-config", "{}"]])
+@pytest.mark.parametrize("args", [["--load-format=auto"], ["--quantization", "fp8"], ["--model-loader-extra-config", "{}"]])
 def test_two_loaders_exclude_each_other(args: list[str]) -> None:
     assert model(extra_args=["--seed", "1", *args]).extra_args
     with pytest.raises(ConfigError) as caught:
@@ -220,7 +220,7 @@ def test_an_empty_value_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"model": "/m", "name": "n"}, ["models.m.name", "no meaning"]),
+        ({"model": "/m", "name": "n"}, ["models.m.name", "not a key"]),
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
         ({"model": "./m"}, ["absolute path"]),

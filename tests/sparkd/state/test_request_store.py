@@ -1,15 +1,17 @@
-"""The file of finished requests: what it keeps, for how long, and what becomes of a damaged one."""
+"""The table of finished requests: what it keeps, and for how long."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparkd.errors import StateError
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow, RequestStore
+from sparkd.state.store import Store
 
 ROW = RequestRow(
     *(1, "req-1", "tiny", "/v1/chat/completions", "laptop", 1000.0, 200, None, 3.0, 0.5, 1.0, 7, 4, 5),
@@ -24,17 +26,17 @@ def numbered(*numbers: int, **changes: Any) -> list[RequestRow]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RequestStore]:
-    store = RequestStore(tmp_path / "requests.db")
+    store = RequestStore(tmp_path / "state.db")
     yield store
     store.close()
 
 
 def test_what_is_written_is_read_by_the_next_daemon(tmp_path: Path) -> None:
-    store = RequestStore(tmp_path / "requests.db")
+    store = RequestStore(tmp_path / "state.db")
     nothing = RequestRow(2, "r", "", "/score", None, 1.5, None, "bad_request", 0.0, None, None, None, None, None, 0, streamed=False)
     store.write([ROW, nothing])
     store.close()
-    store = RequestStore(tmp_path / "requests.db")
+    store = RequestStore(tmp_path / "state.db")
     assert store.last_number() == 2
     assert store.read() == [nothing, ROW]
     store.close()
@@ -72,28 +74,16 @@ def test_rates() -> None:
     assert set(ROW.body()) == {*RequestRow._fields, "tokens_per_s", "failed"}
 
 
-def damaged(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 8192)
+def test_it_shares_state_db_with_the_supervisor(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "state.db")) as others, closing(RequestStore(tmp_path / "state.db")) as store:
+        others.wishes.save_spec("m", {"model": "o/m"})
+        store.write([ROW])
+        assert (store.read(), others.wishes.specs()) == ([ROW], {"m": {"model": "o/m"}})
+    with closing(Store(tmp_path / "state.db")) as others:
+        assert others.damages == []
 
 
-def of_another_release(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version=700")
-    db.close()
-
-
-@pytest.mark.parametrize("change", [damaged, of_another_release])
-def test_a_file_that_cannot_be_read_is_replaced(tmp_path: Path, change: Any) -> None:
-    path = tmp_path / "requests.db"
-    store = RequestStore(path)
-    store.write(numbered(*range(1, 200)))
-    store.close()
-    change(path)
-
-    store = RequestStore(path)
-    assert (store.last_number(), store.read()) == (0, [])
-    store.write([ROW])
-    store.close()
-    store = RequestStore(path)
-    assert store.read() == [ROW]
-    store.close()
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(StateError, match=r"state\.db"):
+        RequestStore(tmp_path / "state.db")

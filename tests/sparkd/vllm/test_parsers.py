@@ -18,11 +18,13 @@ from sparkd.entry import parser_choice
 from sparkd.entry.hub_check import Remote
 from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
-from sparkd.vllm.installed import full_version_in, parsers_of
+from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask import parser as parser_answers
+from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen
-from sparkd.vllm.unknown_names import unknown_parsers
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
+from workers.vllm.ask import parse_args
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
 THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
@@ -54,7 +56,7 @@ QWEN3_CODER = "{% if tools %}{{ tools }}<tool_call> <function=a> <parameter=b>{%
 )
 def test_words_of_published_templates(words: str, family: str, tool: str | None, reasoning: str | None) -> None:
     template = f"{{% if tools %}}{{{{ tools }}}}{words}{{% endif %}}{{{{ messages }}}}"
-    found = chosen({"model_type": family}, template, *(parsers_of(None) or ()))
+    found = chosen({"model_type": family}, template, template)
 
     assert (found.tool, found.reasoning) == (tool, reasoning)
     assert (found.nearest is None) == (tool is not None)
@@ -75,28 +77,28 @@ def test_words_of_published_templates(words: str, family: str, tool: str | None,
     ],
 )
 def test_families(family: str, template: str | None, tool: str | None, reasoning: str | None) -> None:
-    found = chosen({"model_type": family}, template)
+    found = chosen({"model_type": family}, template, template)
 
     assert (found.tool, found.reasoning) == (tool, reasoning)
 
 
 def test_the_text_model_inside_a_larger_one_counts() -> None:
-    assert chosen({"model_type": "llava", "text_config": {"model_type": "gpt_oss"}}, None).tool == "openai"
+    assert chosen({"model_type": "llava", "text_config": {"model_type": "gpt_oss"}}, None, None).tool == "openai"
 
 
 def test_every_name_is_known_to_the_installed_vllm() -> None:
-    tools, reasonings = parsers_of(None) or (frozenset(), frozenset())
+    lines = [["--tool-call-parser", rule.name] for rule in TOOL_RULES]
+    lines += [["--reasoning-parser", rule.name] for rule in (*REASONING_RULES, *_ALWAYS)]
 
-    assert {name for rule in TOOL_RULES for name in rule.names} <= tools
-    assert {name for rule in (*REASONING_RULES, *_ALWAYS) for name in rule.names} <= reasonings
+    assert parse_args.parse(lines) == [[] for _ in lines]
 
 
-def test_what_an_older_vllm_lacks_is_not_chosen() -> None:
-    glm = "{{ tools }} <arg_key> <tool_call>{function-name}<arg_key>"
-
-    assert chosen({"model_type": "glm4_moe"}, glm, {"glm47", "glm45"}).tool == "glm47"
-    assert chosen({"model_type": "glm4_moe"}, glm, {"glm45"}).tool == "glm45"
-    assert chosen({"model_type": "glm4_moe"}, glm, {"hermes"}).tool is None
+NAMES = {
+    "template": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+    "tokenizer": "tokenizer_config.json",
+    "processor": "chat_template.json",
+}
 
 
 def made(folder: Path, **files: Any) -> Path:
@@ -104,38 +106,48 @@ def made(folder: Path, **files: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (folder / "tokenizer.json").touch()
     for name, content in files.items():
-        path = folder / {"template": "chat_template.jinja", "tokenizer": "tokenizer_config.json", "processor": "chat_template.json"}[name]
+        path = folder / NAMES[name]
+        path.parent.mkdir(exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
 
 
 def decided(folder: Path, **keys: Any) -> tuple[str | None, str | None, Parsers, list[str]]:
-    spec, parsers = with_parsers(parse_model("m", {"model": str(folder), **keys}, over_admin=False), {}, None)
+    spec, parsers = with_parsers(parse_model("m", {"model": str(folder), **keys}, over_admin=False), {})
     return spec.tool_call_parser, spec.reasoning_parser, parsers, spec.vllm_flags()
 
 
-def test_the_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
-    thinks = THINKS + HERMES
-    for files in (
-        {"template": thinks},
-        {"tokenizer": {"chat_template": thinks}},
-        {"processor": {"chat_template": thinks}},
-        {"tokenizer": {"chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": thinks}]}},
-    ):
-        folder = made(tmp_path / str(len(list(tmp_path.iterdir()))), **files)
-        tool, reasoning, parsers, flags = decided(folder)
-        assert (tool, parsers.tool) == ("hermes", "hermes")
-        assert "--enable-auto-tool-choice --tool-call-parser hermes" in " ".join(flags)
-        assert (reasoning, parsers.reasoning) == ("qwen3", "qwen3")
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"template": THINKS + HERMES},
+        {"tokenizer": {"chat_template": THINKS + HERMES}},
+        {"tokenizer": {"chat_template": HERMES}, "processor": {"chat_template": THINKS}},
+        {"tokenizer": {"chat_template": [{"name": "default", "template": THINKS}, {"name": "tool_use", "template": HERMES}]}},
+        {"tokenizer": {"chat_template": {"default": THINKS, "tool_use": HERMES}}},
+        {"tokenizer": {"chat_template": QWEN3_CODER}, "template": THINKS + HERMES},
+        {"tokenizer": {"chat_template": QWEN3_CODER}, "template": THINKS, "tool_use": HERMES},
+    ],
+)
+def test_the_templates_are_those_that_vllm_takes(tmp_path: Path, files: dict[str, Any]) -> None:
+    tool, reasoning, parsers, flags = decided(made(tmp_path / "m", **files))
+    assert (tool, parsers.tool) == ("hermes", "hermes")
+    assert "--enable-auto-tool-choice --tool-call-parser hermes" in " ".join(flags)
+    assert (reasoning, parsers.reasoning) == ("qwen3", "qwen3")
+
+
+def test_a_processors_template_is_not_that_of_tools(tmp_path: Path) -> None:
+    _, reasoning, parsers, _ = decided(made(tmp_path / "m", processor={"chat_template": THINKS + HERMES}))
+    assert (parsers.tool, reasoning) == (None, "qwen3")
 
 
 def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_them(tmp_path: Path) -> None:
     def told(model: str, **keys: Any) -> Parsers | None:
-        return expected(parse_model("m", {"model": model, **keys}, over_admin=False), {"HF_HUB_CACHE": str(tmp_path)}, None)
+        return expected(parse_model("m", {"model": model, **keys}, over_admin=False), {"HF_HUB_CACHE": str(tmp_path)})
 
     folder, without = made(tmp_path / "m", template=QWEN3), made(tmp_path / "n", template="{{ messages }}")
     assert told(str(folder)) == Parsers("hermes", "qwen3")
-    assert told(str(without)) == Parsers(nearest="qwen3_xml")
+    assert told(str(without)) == Parsers(nearest="qwen3_coder")
     assert told(str(without), tool_call_parser="xlam") == Parsers("xlam")
     assert told("owner/absent") is None
     assert told("owner/absent", reasoning_parser="qwen3") is None
@@ -151,23 +163,23 @@ def test_files_that_are_not_all_here_do_not_tell_that_there_is_no_parser(tmp_pat
     (tmp_path / "models--owner--name" / "refs").mkdir()
     (tmp_path / "models--owner--name" / "refs" / "main").write_text("a" * 40)
     spec = parse_model("m", {"model": "owner/name"}, over_admin=False)
-    assert expected(spec, {"HF_HUB_CACHE": str(tmp_path)}, None) is None
+    assert expected(spec, {"HF_HUB_CACHE": str(tmp_path)}) is None
 
 
 def test_a_hub_that_is_silent_now_does_not_tell_that_there_is_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(name: str) -> bytes:
         raise CheckpointError("the hub does not answer")
 
-    remote = Remote(("config.json", "tokenizer_config.json"), silent)
+    remote = Remote("1" * 40, ("config.json", "tokenizer_config.json"), silent)
     monkeypatch.setattr(parser_choice, "looked_at", lambda spec, env: remote)
     monkeypatch.setattr(parser_choice, "_here", lambda spec, env: None)
-    assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}, None) is None
+    assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}) is None
 
 
 def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:
     def told(model: str, recipe: dict[str, Any] | None = None, **keys: Any) -> list[tuple[str | None, str | None]]:
         spec = parse_model("m", {"model": model, **keys}, over_admin=False)
-        rows = explained(spec, {"HF_HUB_CACHE": str(tmp_path)}, None, recipe or {})
+        rows = explained(spec, {"HF_HUB_CACHE": str(tmp_path)}, recipe or {})
         assert in_words(rows)
         return [(rows[kind]["name"], rows[kind]["from"]) for kind in ("tool", "reasoning")]
 
@@ -216,30 +228,26 @@ def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
     assert (tool, reasoning, parsers, flags) == (OFF, OFF, Parsers(nearest="hermes"), [])
 
 
-def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m")
+def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_: Path, lines: list[list[str]]) -> tuple[str, list[tuple[RefusedArg, ...]]]:
+        return "0.32.0", [tuple(map(RefusedArg.of, refusals)) for refusals in parse_args.parse(lines)]
 
-    def unknown(**keys: Any) -> list[str]:
-        spec = parse_model("m", {"model": str(folder), **keys}, over_admin=False)
-        return list(unknown_parsers(spec.vllm_flags(), dict.fromkeys(spec.env, ""), None))
+    monkeypatch.setattr(parser_answers, "asked", answer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, file = made(tmp_path / "m"), tmp_path / "sparkd.yaml"
 
-    (tool,) = unknown(tool_call_parser="hermess")
-    assert lacking(tool, "tool_call_parser", "hermess", "hermes") == []
-    assert len(unknown(tool_call_parser="hermess", reasoning_parser="qwen4")) == 2
-    assert len(unknown(extra_args=["--tool-call-parser=hermess"])) == 1
-    for keys in (
-        {},
-        {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
-        {"tool_call_parser": "none"},
-        {"tool_call_parser": "own", "extra_args": ["--tool-parser-plugin", "/own.py"]},
-        {"tool_call_parser": "own", "env": {"VLLM_PLUGINS": "own"}},
-    ):
-        assert unknown(**keys) == []
+    def told(keys: str) -> list[str]:
+        file.write_text(f"state_dir: {tmp_path}\nmodels: {{m: {{model: {folder}, {keys}}}}}")
+        return [problem.message for problem in check(file, {}) if "no such parser" in problem.message]
+
+    (tool,) = told("tool_call_parser: hermess")
+    assert lacking(tool, "tool_call_parser", "hermes?") == []
+    assert len(told("tool_call_parser: hermess, reasoning_parser: qwen4")) == 2
+    assert len(told("extra_args: ['--tool-call-parser=hermess']")) == 1
+    assert told("tool_call_parser: hermes, reasoning_parser: qwen3") == told("tool_call_parser: none") == []
+    assert told("tool_call_parser: own, env: {VLLM_PLUGINS: own}") == []
     spec = parse_model("m", {"model": str(folder), "tool_call_parser": "hermess"}, over_admin=False)
-    assert len(said_to(spec, load_config(None, environ={}), full_version_in(None)).refused) == 1
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(f"models: {{m: {{model: {folder}, tool_call_parser: hermess}}}}")
-    assert len([problem for problem in check(file, {}) if lacking(problem.message, "hermess", "hermes") == []]) == 1
+    assert len(said_to(spec, load_config(file, environ={}), full_version_in(None)).refused) == 1
 
 
 def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ def test_every_flag_of_the_release_has_its_place() -> None:
     for kind, spellings in flags:
         for spelling in spellings:
             long = spelling.startswith("--")
-            parts = ("--" + spelling[2:].replace("-", "_"), f"{spelling}.key=1", f"{spelling}.list+=1") if long else ()
-            for attempt in (spelling, f"{spelling}=x", *parts):
-                assert owned(["--seed=0", attempt]) == (kind == "owned"), attempt
+            for attempt in (spelling, f"{spelling}=x", *(("--" + spelling[2:].replace("-", "_"),) if long else ())):
+                assert owned(["--seed=0", attempt]) == (kind == "owned" or not long), attempt
+            for attempt in (f"{spelling}.key=1", f"{spelling}.list+=1", f"{spelling}+=1"):
+                assert owned(["--seed=0", attempt]), attempt
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_every_flag_of_the_release_has_its_place() -> None:
         ["-n2"],
         ["--ssl-a-flag-of-tomorrow"],
         ["--seed", "0", "--"],
+        ["--seed=0", "evil/model"],
     ],
 )
 def test_refused(args: list[str]) -> None:
@@ -62,8 +64,23 @@ def test_passes(args: list[str]) -> None:
     check_args(args)
 
 
-@pytest.mark.parametrize("arg", ["--trust_remote_code", "--trust", "--trust-remote-code.x=1"])
-def test_trust_in_code_is_found_in_any_spelling(arg: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "full"),
+    [
+        ("-sc", "--speculative-config"),
+        ("-O3", "--optimization-level"),
+        ("-q=fp8", "--quantization"),
+        ("-cc.mode", "--compilation-config"),
+        ("--limit-mm-per-prompt.image", '--limit-mm-per-prompt and one JSON object, {"image": ..}'),
+    ],
+)
+def test_a_flag_that_is_not_in_full_is_refused_with_what_to_write(word: str, full: str) -> None:
+    ((_, message),) = owned_args(["--seed", "0", word])
+    assert full in message
+
+
+@pytest.mark.parametrize("arg", ["--trust_remote_code", "--trust-remote-code"])
+def test_trust_in_code_is_found(arg: str) -> None:
     assert trusts_code(["--seed", "0", arg])
     assert not trusts_code(["--seed", "0", "--no-trust-remote-code", "--trust-request-chat-template", "trust-remote-code"])
 

@@ -30,8 +30,8 @@ from sparkd.cluster.read_memory import reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.pressure import told_of
 from sparkd.control.record import Attempt
-from sparkd.engine.upstream import ServedModels, Upstream, served_models
 from sparkd.errors import Unavailable
+from sparkd.gateway.upstream import ServedModels, Upstream, served_models
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.stub import stub_engine
 from tests.support import memory_hog

@@ -1,6 +1,6 @@
 """Questions about models to the vLLM beside this Python, which it answers without a weight and without a GPU. Never loads a model.
 
-`python -P -m workers.vllm.ask.model_answer` with `workers` to import; sparkd/inquiry/model_answers.py runs it. stdin gets one JSON object:
+`python -P -m workers.vllm.ask.model_answer` with `workers` to import; sparkd/vllm/ask/model.py runs it. stdin gets one JSON object:
 
     {"platform": "own" or "cuda:12.1",  # own: the runtime's; else what stands in for such a GPU where the runtime has no CUDA
      "seconds": 60.0,                   # for each question

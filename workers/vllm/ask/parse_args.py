@@ -2,11 +2,14 @@
 
 stdin gets {"lines": [[argument, ..], ..]}. stdout gets a line with {"vllm": its version, "refused": [[{"flag", "reason"}, ..] for each
 line]}. flag: as it is written, without its value; "" where none is at fault. reason: vLLM's words, without what the arguments say.
+
+A flag is written in full: one that vLLM would complete is refused with the names that it may mean.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -21,6 +24,7 @@ UNRECOGNIZED = "unrecognized argument"
 # A shorter value is no secret, and its characters stand in other words of the sentence.
 _LEAST_CHARS = 3
 _MOST_CHARS = 300
+_MOST_NEAR = 3
 
 
 class _Refused(Exception):
@@ -51,11 +55,17 @@ def parser_here() -> Any:
             given, rest = super().parse_known_args(args, namespace)
             flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
             if flags:
-                raise _Refused(*((flag, UNRECOGNIZED) for flag in flags))
+                raise _Refused(*((flag, self._unknown(flag)) for flag in flags))
             if rest:
                 before = [word for word in args[: args.index(rest[0])] if word.startswith("-")]
                 raise _Refused(("".join(before[-1:]).partition("=")[0], f"there is an {UNRECOGNIZED} behind it"))
             return given, rest
+
+        def _unknown(self, flag: str) -> str:
+            names = [name for name in self._option_string_actions if name.startswith("--")]
+            meant = [name for name in names if name.startswith(flag)] if flag.startswith("--") else []
+            meant = meant or difflib.get_close_matches(flag, names, _MOST_NEAR)
+            return f"{UNRECOGNIZED}; did you mean {' or '.join(meant[:_MOST_NEAR])}?" if meant else UNRECOGNIZED
 
         def error(self, message: str) -> NoReturn:
             fault = sys.exc_info()[1]
@@ -63,18 +73,30 @@ def parser_here() -> Any:
             name = next((each for each in names.split("/") if each.startswith("--")), names)
             raise _Refused((name, _reason(fault, getattr(fault, "message", message))))
 
-    return symbol("make_arg_parser")(Parser(prog="vllm serve"))
+    return symbol("make_arg_parser")(Parser(prog="vllm serve", allow_abbrev=False))
 
 
 def _refusals(parser: Any, line: Sequence[str]) -> Sequence[tuple[str, str]]:
     try:
-        parser.parse_args(["model", *line])
+        return [*_unregistered(parser.parse_args(["model", *line]))]
     except _Refused as refused:
         return refused.refusals
     except (Exception, SystemExit) as error:  # noqa: BLE001
         # One line must not keep the others from an answer: plugins and validators raise what they like, and --version ends.
         return [("", type(error).__name__)]
-    return []
+
+
+def _unregistered(given: Any) -> Iterator[tuple[str, str]]:
+    """A refusal for each parser of tool calls and of reasoning that this vLLM lacks, which its server refuses too
+    (entrypoints/launchers/launcher.py, validate_api_server_args)."""
+    for name, manager, plugin in (
+        ("tool_call_parser", "ToolParserManager", given.tool_parser_plugin),
+        ("reasoning_parser", "ReasoningParserManager", given.reasoning_parser_plugin),
+    ):
+        value, known = getattr(given, name, None), symbol(manager).list_registered()
+        if value and not plugin and value not in known:
+            near = difflib.get_close_matches(value, known, 1)
+            yield f"--{name.replace('_', '-')}", "there is no such parser" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _reason(fault: BaseException | None, message: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.inquiry.model_answers import OWN, SPARK, InquiryRuntime, ModelAnswer, ModelQuestion, ask
+from sparkd.vllm.ask.answers import OWN, SPARK, ModelAnswer, ModelQuestion
+from sparkd.vllm.ask.model import InquiryRuntime, ask
 from tests.conftest import VllmAnswers
 from tests.support.checkpoints import write
 from tests.support.kept_answer import kept
@@ -38,10 +39,6 @@ QUESTIONS = {
     "dense, four ranks": published("llama-3.1-8b", tensor_parallel=2, pipeline_parallel=2),
     "dense, FP8 cache": published("llama-3.1-8b", args=("--kv_cache_dtype", "fp8", "--block_size=32")),
     "two layers": published("llama-3.1-8b", args=("--hf-overrides", '{"num_hidden_layers": 2, "max_position_embeddings": 65536}')),
-    "two layers, by keys": published(
-        "llama-3.1-8b",
-        args=("-O2", "--hf-overrides.num_hidden_layers", "2", "--hf_overrides.max_position_embeddings=65536", "--response_role=x"),
-    ),
     "three ranks": published("llama-3.1-8b", tensor_parallel=3),
     "windows": published("gpt-oss-20b"),
     "states": published("qwen3-next-80b-a3b-instruct"),
@@ -52,7 +49,7 @@ QUESTIONS = {
 }
 # Asked under `make test-all`, with `drafts`.
 MORE = {
-    "FP8 of vLLM's own": published("llama-3.1-8b", args=("-q", "fp8")),
+    "FP8 of vLLM's own": published("llama-3.1-8b", args=("--quantization", "fp8")),
     "experts in FP8": published("qwen3-30b-a3b-fp8"),
     "images": published("gemma-4-26b-a4b"),
     "FP8 cache of its own": published("nemotron-3-super-120b-a12b-nvfp4"),
@@ -145,8 +142,8 @@ def test_an_fp8_cache_takes_half(answers: dict[str, ModelAnswer]) -> None:
 
 
 def test_an_override_of_the_configuration_is_followed(answers: dict[str, ModelAnswer]) -> None:
-    for two in (answers["two layers"], answers["two layers, by keys"]):
-        assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
+    two = answers["two layers"]
+    assert (*bytes_of(two), two.facts["max_model_len"]) == (SMALL_BYTES, 2 * 4096, 0, 65_536)
 
 
 @pytest.mark.rest

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving, kv_layout
+from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving
+from sparkd.checkpoint.shape import Attention
 from sparkd.errors import MissingSymbol
-from sparkd.models.shape import Attention, Mixer, RecurrentState, Shape, shape_of
-from tests.support.checkpoints import dense
 from tests.support.late import Late
 from tests.support.waiting import HUNG_S
 from workers.kv.arithmetic import CacheCosts
@@ -210,9 +208,10 @@ def test_a_release_without_a_group_of_ranks_is_left_to_the_sizing():
 
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
-STATE = RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
+STATE = specs_of.RecurrentState(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
 LENGTH = 65_536
-SHAPES: dict[str, list[Mixer]] = {
+Layers = list[Attention | specs_of.RecurrentState]
+SHAPES: dict[str, Layers] = {
     "full": [FULL] * 8,
     "window": [FULL, *[WINDOW] * 5] * 2,
     "window alone": [WINDOW] * 8,
@@ -221,22 +220,21 @@ SHAPES: dict[str, list[Mixer]] = {
 }
 
 
-def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> CacheCosts:
+def need(layers: Layers, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> CacheCosts:
     """By vLLM's own counting, as the worker asks it."""
     serving = Serving(max_model_len, max_num_batched_tokens=2048)
     config = specs_of.vllm_config(serving)
     config.cache_config.block_size = BLOCK_TOKENS["cuda"]
-    states = [one for one in shape.mixers if isinstance(one, RecurrentState)]
-    attentions = [one for one in shape.mixers if isinstance(one, Attention)]
+    states = [one for one in layers if isinstance(one, specs_of.RecurrentState)]
+    attentions = [one for one in layers if isinstance(one, Attention)]
     if states and attentions:
         specs_of.aligned(config, attentions[0], states[0], serving, monkeypatch)
     block, padded = config.cache_config.block_size, config.cache_config.mamba_page_size_padded
     specs = {
         f"layers.{number}": specs_of.state_spec(one, serving, block, padded)
-        if isinstance(one, RecurrentState)
+        if isinstance(one, specs_of.RecurrentState)
         else specs_of.attention_spec(one, serving, block)
-        for number, one in enumerate(shape.mixers)
-        if one is not None
+        for number, one in enumerate(layers)
     }
     found = need_of(config, specs)
     assert found is not None
@@ -246,12 +244,10 @@ def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_request_of_fewer_tokens_is_what_vllm_takes_for_it(kind, monkeypatch):
-    shape = replace(shape_of(dense(max_position_embeddings=LENGTH)), layers=len(SHAPES[kind]), mixers=tuple(SHAPES[kind]))
-    layout = kv_layout(shape, Serving(LENGTH, max_num_batched_tokens=2048))
-    whole = need(shape, LENGTH, monkeypatch)
+    layers = SHAPES[kind]
+    whole = need(layers, LENGTH, monkeypatch)
     taken = {tokens: whole.request(tokens) for tokens in (512, 8192, 16_384, LENGTH)}
-    assert taken == {tokens: need(shape, tokens, monkeypatch).per_request for tokens in taken}
-    assert taken == {tokens: layout.cost(tokens).per_request for tokens in taken}
+    assert taken == {tokens: need(layers, tokens, monkeypatch).per_request for tokens in taken}
     shares = {tokens: round(bytes_ / whole.per_request, 3) for tokens, bytes_ in taken.items()}
     if kind == "full":
         assert shares[8192] == 0.125

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,23 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.models.shape import Attention, RecurrentState
+from sparkd.checkpoint.shape import Attention
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """A state of fixed size for each request: a convolution's last inputs and a matrix for every head, of Mamba-2 or a gated delta net."""
+
+    channels: int
+    taps: int
+    heads: int
+    rows: int
+    columns: int
+    groups: int = 0
+    group_size: int = 0
+    key_heads: int = 0
+    matrix_dtype: str | None = None
+
 
 DTYPES = {"float32": torch.float32, None: torch.bfloat16}
 

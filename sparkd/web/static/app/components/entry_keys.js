@@ -5,9 +5,9 @@ import { html } from "../lib.js";
 import { shown, typed } from "../yaml.js";
 import { Field } from "./form.js";
 
-/** The keys that an added model may have: those of sparkd/recipes/admin_policy.py. */
+/** The keys that an added model may have: those of TuningKeys (model.py). */
 export const KEYS = [
-  "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
+  "name", "recipe", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
   "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
   "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
   "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",

@@ -1,6 +1,6 @@
 // Owns the page of requests: those in flight, and those that have ended; never a prompt.
 
-import { ADMIN, get, remove, request } from "../api.js";
+import { ADMIN, get, remove } from "../api.js";
 import { Word } from "../components/state.js";
 import { Table } from "../components/table.js";
 import { act, sentence } from "../components/toast.js";
@@ -55,8 +55,8 @@ const FINISHED = [
   { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
 ];
 
-/** @param {string} model @param {string} [outcome] `answered` or `failed` */
-const queryOf = (model, outcome) => new URLSearchParams({ ...(model && { model }), ...(outcome && { state: outcome }) });
+/** @param {string} model */
+const queryOf = (model) => new URLSearchParams(model && { model });
 
 export function Requests() {
   const [model, setModel] = useState("");
@@ -96,11 +96,6 @@ export function Requests() {
     const page = await act(() => get(`${ADMIN}/requests?limit=${PAGE}&before=${next}&${queryOf(model)}`));
     if (page) (setFinished((before) => [...before, ...page.finished]), setNext(page.next));
   };
-  const csv = () =>
-    act(async () => {
-      const answer = await request("GET", `${ADMIN}/requests?${queryOf(model, outcome)}`, { headers: { accept: "text/csv" } });
-      saved(await answer.blob(), "requests.csv");
-    });
   const rows = useMemo(() => finished.filter((one) => outcome === "" || (outcome === "failed") === one.failed), [finished, outcome]);
   return html`<section class="page">
     <div class="page-head"><h1>Requests</h1>
@@ -115,18 +110,8 @@ export function Requests() {
     <section><h2>Finished</h2>
       <${Table} label="Finished requests" rows=${rows} columns=${FINISHED} rowKey=${(/** @type {any} */ one) => one.number} search="Search requests" empty="No request has ended yet." limit=${2000}
         more=${html`<select class="slim" aria-label="Outcome" value=${outcome} onChange=${(/** @type {any} */ event) => setOutcome(event.currentTarget.value)}>
-          <option value="">Any outcome</option><option value="answered">Answered</option><option value="failed">Failed</option></select>
-          <button type="button" onClick=${csv} title="The finished requests of this model and this outcome">Save as CSV</button>`} />
+          <option value="">Any outcome</option><option value="answered">Answered</option><option value="failed">Failed</option></select>`} />
       ${next !== null && html`<div class="actions"><button type="button" onClick=${more}>Older requests</button></div>`}
     </section>
   </section>`;
-}
-
-/** @param {Blob} content @param {string} name */
-export function saved(content, name) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(content);
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }

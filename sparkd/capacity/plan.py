@@ -1,0 +1,270 @@
+"""The plan of a model: every format and split over the nodes that fits its entry, best first, and the start of the best.
+
+A model without an entry has one made for it (sparkd.capacity.planned_entry). The choice is the daemon's for such an entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparkd.capacity.account import Evidence, needed_gib, serving_of
+from sparkd.capacity.advice import advice, advised, refusal, share_too_large
+from sparkd.capacity.auto_resolve import resolved, room_of
+from sparkd.capacity.calibration import kept_in
+from sparkd.capacity.candidates import candidates_of
+from sparkd.capacity.consultation import Answers, Ask, nobody
+from sparkd.capacity.fit import (
+    CONFIGURED,
+    FitRequest,
+    Option,
+    choose,
+    doubt_in_short,
+    format_notes,
+    gib,
+    quality_of,
+    rank,
+    recipes,
+    refuse_uncounted,
+    splits,
+    unread,
+)
+from sparkd.capacity.footprint import MeasuredPeaks
+from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.plan_report import to_json
+from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.planned_entry import PlannedEntry, overlaid
+from sparkd.capacity.planned_start import start_of
+from sparkd.capacity.vllm_figures import GUESS
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint.quantization import SourceQuantization
+from sparkd.config.config import ModelConfig
+from sparkd.hardware import GIB, Hardware
+from sparkd.schema.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
+from sparkd.schema.quantize import AUTO, is_open
+from sparkd.vllm.unaccounted_args import OTHER, measured
+from workers.kv.profiles import profiles_in
+from workers.quantization.best_wish import BEST
+from workers.quantization.recipe import QuantizationRecipe
+
+# (folder or hub id, headers) -> the same for quantized copies of the model.
+Copies = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Everything that the options of one plan follow from. plain: args with the checkpoint as stored in place of `auto`."""
+
+    args: EngineArgs
+    plain: EngineArgs
+    headers: Headers
+    hardware: Hardware
+    evidence: Evidence
+    wish: FitRequest
+    copies: Mapping[str, Checkpoint]
+    read: Callable[[str], Checkpoint]
+
+    @property
+    def is_open(self) -> bool:
+        return is_open(self.args.quantize)
+
+
+def plan(
+    request: PlanRequest,
+    entry: PlannedEntry,
+    checkpoint: Checkpoint,
+    hardware: Hardware,
+    *,
+    read: Callable[[str], Checkpoint] = read_checkpoint,
+    unlinked: Mapping[int, str] | None = None,
+    copies: Copies | None = None,
+    ask: Ask = nobody,
+) -> dict[str, Any]:
+    """The plan of an entry as plain JSON. Blocks.
+
+    request: overrides the entry.
+    checkpoint: the headers of the entry's model.
+    read: reads the headers of a draft.
+    unlinked: see sparkd.capacity.fit.FitRequest.
+    copies: called for `quantize: auto`.
+    ask: asks vLLM about the model.
+
+    Raises ConfigError and CheckpointError.
+    """
+    written = entry.spec.tensor_parallel
+    entry = overlaid(entry, request, read)
+    spec, args = entry.spec, engine_args(entry.spec, entry.env)
+    if args.recipe is None:
+        recipe_of(spec)  # raises ConfigError, which says why
+    headers, plain = Headers.of(args, checkpoint, read), args.undecided()
+    nodes = max(request.nodes or 1, args.tensor_parallel or 1)
+    ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
+    answers, draft = Answers(ask), headers.drafting.draft if headers.drafting is not None else None
+    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
+    kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
+    wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
+    asked = replace(wish, quantize=None if is_open(spec.quantize) else args.recipe)
+    consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
+    completed, asked = consultation.informed(headers.model, asked)
+    refuse_uncounted(completed, asked)
+    headers, wish = replace(headers, model=completed), replace(wish, exact=asked.exact)
+    beside = dict(copies(spec.model, checkpoint)) if copies is not None and spec.quantize == AUTO else {}
+    ranked = _options(_Question(args, plain, headers, hardware, evidence, wish, beside, read))
+    most_gib = max(1, _free(hardware) // GIB)
+    if share := share_too_large(args, needed_gib(args, hardware, most_gib), hardware, most_gib, "a node"):
+        ranked = [(replace(option, reason=share.reason, cause="memory") if option.fits else option, args) for option, args in ranked]
+    options = [option for option, _ in ranked]
+    best = ranked[0] if ranked and options[0].fits else None
+    notes = [*_format_notes(spec, headers, args, options, beside)]
+    # The refusal of a format names those that fit.
+    if best is None and not is_open(spec.quantize) and not all(option.cause == "format" for option in options):
+        notes.append(_advice(args, hardware))
+    if written != spec.tensor_parallel:
+        notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
+    unknown, doubt = serving_of(plain, headers, hardware).unknown, consultation.doubt()
+    if unknown and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options):
+        notes.append(_guessed(spec, args, unknown, doubt))
+    notes += unread(headers.model, options, None if unknown else doubt)
+    if flags := list(dict.fromkeys(measured(spec.extra_args))):
+        notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
+    start = None if best is None else start_of(entry, best[0], decided(spec, best[1]), hardware)
+    refused = share or refusal(options, headers.model, asked)
+    return {
+        **to_json(spec.model, headers.model, hardware, asked, options, refused, start),
+        "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
+        "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
+    }
+
+
+def _options(question: _Question) -> list[tuple[Option, EngineArgs]]:
+    """Each option with its own entry, best first.
+
+    At each split that is the daemon's choice. Where the format is open, the other formats show why no better one was chosen, and the
+    alternatives.
+    """
+    headers, hardware, wish = question.headers, question.hardware, question.wish
+    candidates = candidates_of(question.args, headers, beside=wish.nodes == 1 and bool(question.copies))
+    options: list[tuple[Option, EngineArgs]] = []
+    for ways in wish.ways or ():
+        at = replace(wish, ways=(ways,))
+        args = resolved(candidates, hardware, _free(hardware), ways, question.evidence).args if candidates else question.plain
+        chosen = _chosen(question, args, at)
+        options.append((chosen, args))
+        if question.is_open:
+            options += ((option, args) for option, args in _formats(question, args, at) if _is_beside(option, chosen))
+    return sorted(options, key=lambda each: rank(each[0]))
+
+
+def _chosen(question: _Question, args: EngineArgs, wish: FitRequest) -> Option:
+    """The option of a resolved entry, which may name a quantized copy of the model."""
+    headers, hardware = question.headers, question.hardware
+    unknown = serving_of(question.plain, headers, hardware).unknown
+    length = None if unknown and args.max_model_len == AUTO else _length(args, headers)
+    wish = replace(wish, quantize=args.recipe, max_model_len=length)
+    if args.model in question.copies:
+        copy = Headers.of(args, question.copies[args.model], question.read)
+        # The sizes of this checkpoint are computed here: vLLM was asked about the other one only.
+        own = replace(_wish(args, args, copy, hardware, question.evidence), ways=wish.ways, quantize=wish.quantize)
+        quantization = copy.model.checkpoint.quantization
+        option = choose(copy.model, hardware, own).options[0]
+        return replace(option, copy=args.model, method=None if quantization is None else quantization.method)
+    option = choose(headers.model, hardware, wish).options[0]
+    return replace(option, format=BEST) if question.is_open and option.format == CONFIGURED else option
+
+
+def _formats(question: _Question, args: EngineArgs, wish: FitRequest) -> Iterator[tuple[Option, EngineArgs]]:
+    """Every single format of the model that was asked for, each with its entry and, without a configured length, its own longest."""
+    for _, recipe in recipes(question.headers.model, None):
+        option = choose(question.headers.model, question.hardware, replace(wish, quantize=recipe)).options[0]
+        own = replace(args, model=question.args.model, revision=question.args.revision).quantized(recipe)
+        length = option.serving.max_model_len if question.args.max_model_len == AUTO else question.args.max_model_len
+        yield option, replace(own, max_model_len=length)
+
+
+def _is_beside(option: Option, chosen: Option) -> bool:
+    """Whether the option has another format that is no better than the chosen one."""
+    return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
+
+
+def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardware, evidence: Evidence) -> FitRequest:
+    """The numbers that all formats and splits share. plain: args with the checkpoint as stored in place of `auto`."""
+    serving = serving_of(plain, headers, hardware)
+    room, limit = room_of(args, hardware, _free(hardware)), None
+    if args.share is not None:
+        limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {args.share:g}")
+    elif args.memory_gib is not None:
+        limit = (int(args.memory_gib * GIB), f"the memory_gib of {args.memory_gib:g} in its entry")
+    cache = args.given_cache(hardware.platform)
+
+    def learned(recipe: QuantizationRecipe, at: Serving) -> MeasuredPeaks | None:
+        timed = plain if args.max_model_len is None else replace(plain, max_model_len=at.max_model_len)
+        formatted = timed.quantized(recipe) if is_open(args.quantize) else timed
+        return evidence.learned(formatted, headers, (at.tensor_parallel, at.pipeline_parallel), hardware)
+
+    return FitRequest(
+        max_model_len=None if args.max_model_len == AUTO else serving.max_model_len,
+        requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
+        serving=serving,
+        drafting=headers.drafting,
+        eager=args.enforce_eager,
+        margin_bytes=0 if args.share is not None else args.margin_bytes,
+        cache=cache,
+        cache_limit=room.cache,
+        limit=limit,
+        # As vLLM allows it (vllm/config/model.py).
+        beyond=args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or args.other_config,
+        learned=learned,
+    )
+
+
+def _format_notes(
+    spec: ModelConfig, headers: Headers, args: EngineArgs, options: list[Option], beside: Mapping[str, Checkpoint]
+) -> Iterator[str]:
+    source = headers.model.checkpoint.quantization
+    if source is not None and not source.requantizable and is_open(spec.quantize):
+        yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
+    taken = {option.copy for option in options}
+    for name, other in beside.items():
+        if other.quantization is not None:
+            yield _copy_note(name, other.quantization, f"rather than quantize {spec.model} here" if name in taken else None)
+    yield from headers.model.unmet(args.recipe) if args.recipe is not None else ()
+    yield from format_notes(options[0] if options and options[0].fits else None)
+
+
+def _copy_note(name: str, quantization: SourceQuantization, taken: str | None) -> str:
+    how = f"{name} is on this machine: the same model, quantized already ({quantization.method})"
+    if taken is not None:
+        return f"{how}. sparkd serves it {taken}."
+    return f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize one here."
+
+
+def _advice(args: EngineArgs, hardware: Hardware) -> str:
+    """The choices that would fit over as many nodes as the entry asks for, or else on one."""
+    free, here = max(0, room_of(args, hardware, _free(hardware)).engine), headers_here(args)
+    smaller = advised(advice(args, here, hardware, free, args.split))
+    if smaller or args.split == (1, 1):
+        return smaller
+    return advised(advice(args, here, hardware, free, instead_of=math.prod(args.split)))
+
+
+def _length(args: EngineArgs, headers: Headers) -> int:
+    """The length of a resolved entry, or the model's own where `auto` found no length that fits."""
+    return args.max_model_len if isinstance(args.max_model_len, int) else headers.model.shape.max_len
+
+
+def _free(hardware: Hardware) -> int:
+    return hardware.memory_bytes - hardware.system_bytes
+
+
+def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt: str | None) -> str:
+    """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
+    what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
+    cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
+    if doubt is not None:
+        cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
+    elif OTHER in unknown:
+        cure = "a start measures it"
+    return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."

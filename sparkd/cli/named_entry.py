@@ -1,0 +1,91 @@
+"""The entry that a user of a command line means by MODEL, where no daemon is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkd.capacity.planned_entry import made_for
+from sparkd.checkpoint.source import CONFIG_PATH, source_of
+from sparkd.config.config import Config, ModelConfig, load_config, parse_model
+from sparkd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEntry:
+    """A model's entry and the configuration around it. origin: the file or recipe that it is of; None where it was made for MODEL."""
+
+    spec: ModelConfig
+    config: Config
+    origin: str | None = None
+
+
+def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> NamedEntry | None:
+    """The entry of a sparkd.yaml, or that of a folder; None where the name is neither. Raises ConfigError."""
+    source, path = source_of(model), config_path(config_file, environ)
+    if source.startswith("/"):
+        config = Config()
+        # A folder needs no configuration, and is planned where that has an error.
+        with suppress(ConfigError):
+            config = load_config(path, environ=environ)
+        return NamedEntry(made_for(source), config)
+    config = load_config(path, environ=environ)
+    spec = config.lookup(model)
+    return None if spec is None else NamedEntry(spec, config, str(path))
+
+
+def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) -> NamedEntry | None:
+    """The entry that names this recipe and nothing else. Raises ConfigError."""
+    if "/" in model and "@" not in model:
+        return None
+    config = load_config(config_path(config_file, environ), environ=environ)
+    book = config.book()
+    if not book.has(model):
+        return None
+    name = model.replace("@", ":")
+    return NamedEntry(parse_model(name, {"recipe": model}, over_admin=False, book=book), config, f"the recipe {model}")
+
+
+def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> NamedEntry | None:
+    """The entry of a hub id; None for a name that is none. Raises ConfigError."""
+    if "/" not in model:
+        return None
+    return NamedEntry(made_for(model), load_config(config_path(config_file, environ), environ=environ))
+
+
+def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
+    """The refusal of a name that nothing has. asked: whether a daemon answered."""
+    if asked:
+        return ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
+    path = config_path(config_file, environ)
+    hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
+    where = f"in {path}" if path is not None else hidden
+    cure = "give a folder, a hub id (owner/name), a configured name, or --config FILE"
+    return ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.")
+
+
+def config_path(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The system's file has keys in it and may be sparkd's alone: a user who may not read it asks the daemon."""
+    if path is not None or environ.get("SPARKD_CONFIG"):
+        return path or Path(environ["SPARKD_CONFIG"])
+    return CONFIG_PATH if os.access(CONFIG_PATH, os.R_OK) else None
+
+
+def value_of(text: str) -> Any:
+    """`nvfp4`, or a mapping as YAML or JSON has it. Raises ConfigError."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "it is no YAML"
+        raise ConfigError(
+            f"--quantize: {problem}; a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected."
+        ) from None
+    if value is not None and not isinstance(value, (str, Mapping)):
+        raise ConfigError(f"--quantize {text}: a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected.")
+    return value

@@ -1,1 +1,0 @@
-"""HTTP to one engine: connections, addresses, metrics."""

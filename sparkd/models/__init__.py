@@ -1,1 +1,0 @@
-"""A model's source, its shape and its files on the hub."""

@@ -1,0 +1,119 @@
+"""What vLLM's parser was asked once is kept for the same arguments, and asked anew when its environment changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask import cache as answer_cache
+from sparkd.vllm.ask import parser as parser_answers
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.parser import answers, refused
+from tests.sparkd.vllm.test_installed import environment
+
+
+def python(folder: Path, script: str, *packages: str) -> Path:
+    """An environment whose interpreter is this program."""
+    made = environment(folder, *(packages or ("vllm-0.32.0.dist-info",)))
+    made.unlink()
+    made.write_text(f"#!/bin/sh\necho asked >> {folder}/asked\n{script}\n")
+    made.chmod(0o755)
+    return made
+
+
+UNKNOWN = {"flag": "--one", "reason": "unrecognized argument"}
+SAYS = "echo '" + json.dumps({"vllm": "0.32.0", "refused": [[UNKNOWN]]}) + "'"
+ONE = [["--one", "1"]]
+REFUSAL = RefusedArg(**UNKNOWN)
+
+
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_cache, "_unkept", {})
+    monkeypatch.setattr(parser_answers, "_silent", set())
+
+
+def asked(folder: Path) -> int:
+    return len((folder / "asked").read_text().splitlines()) if (folder / "asked").exists() else 0
+
+
+def test_it_is_asked_once_for_the_same_arguments_and_again_after_something_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, env = tmp_path / "kept", tmp_path / "env"
+    runtime = python(env, SAYS)
+    assert answers(ONE, runtime, [kept], ask=False) == [None]
+    assert asked(env) == 0
+    for _ in range(2):
+        assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+        monkeypatch.setattr(answer_cache, "_unkept", {})  # as another process
+    assert answers([*ONE, *ONE], runtime, [kept], ask=False) == [(REFUSAL,)] * 2
+    assert asked(env) == 1
+    assert answers([["--max-num-seqs", "8"]], runtime, [kept], ask=True) == [(REFUSAL,)]
+    for line in (["--max-num-seqs", "9"], ["--max-num-seqs", "16"]):
+        assert answers([line], runtime, [kept], ask=False) == [(REFUSAL,)], "a plain number is no new question"
+    assert answers([["--max-num-seqs", "0"]], runtime, [kept], ask=False) == [None]
+    assert answers([["--max-num-seqs=9"]], runtime, [kept], ask=False) == [(REFUSAL,)]
+    assert asked(env) == 2
+    (runtime.parent.parent / "lib/python3.12/site-packages/vllm_plugin-1.0.dist-info").mkdir()
+    assert answers(ONE, runtime, [kept], ask=False) == [None]
+    assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 3
+
+
+@pytest.mark.parametrize("script", ["exit 1", """echo '{"refused": [[{"flag": "a"}]]}'"""])
+def test_one_that_does_not_answer_costs_nothing_but_its_try(tmp_path: Path, script: str) -> None:
+    env = tmp_path / "env"
+    runtime = python(env, script)
+    for _ in range(2):
+        assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
+    assert asked(env) == 1
+    assert not (tmp_path / "kept").exists()
+    assert refused(["--wrong"], {}, runtime, tmp_path, ask=True) == ()
+
+
+def test_one_that_hangs_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = python(tmp_path / "env", "sleep 3600")
+    monkeypatch.setattr(parser_answers, "TIMEOUT_S", 0.1)
+    assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
+    monkeypatch.setattr(parser_answers, "asked", lambda *_: pytest.fail("it is asked again"))
+    assert answers(ONE, runtime, [tmp_path / "kept"], ask=True) == [None]
+
+
+def test_a_kept_answer_that_is_damaged_is_asked_for_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, kept = tmp_path / "env", tmp_path / "kept"
+    runtime = python(env, SAYS)
+    answers(ONE, runtime, [kept], ask=True)
+    (file,) = kept.iterdir()
+    file.write_text("{")
+    monkeypatch.setattr(answer_cache, "_unkept", {})
+    assert answers(ONE, runtime, [kept], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = tmp_path / "env"
+    (tmp_path / "file").write_text("")
+    assert answers(ONE, python(env, SAYS), [tmp_path / "file" / "kept", tmp_path / "kept"], ask=True) == [(REFUSAL,)]
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
+    for _ in range(2):
+        assert answers(ONE, env / "bin" / "python", [], ask=True) == [(REFUSAL,)]
+    assert asked(env) == 2, "what no folder keeps this process keeps"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own, of_root = tmp_path / "cache" / "sparkd" / "vllm-answers", Path("/var/cache/sparkd/vllm-answers")
+    assert places(tmp_path) == [tmp_path / "vllm-answers", own, of_root]
+    assert places(tmp_path / "gone") == [own, of_root]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert places(tmp_path) == [tmp_path / "vllm-answers", of_root], "what root keeps is where every user looks"
+
+
+def test_no_vllm_is_not_asked(tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    assert answers(ONE, python(env, SAYS, "numpy-2.0.dist-info"), [tmp_path], ask=True) == [None]
+    assert asked(env) == 0
+    assert os.listdir(tmp_path) == ["env"]
