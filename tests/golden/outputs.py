@@ -293,7 +293,6 @@ BROKEN = (
 )
 WRONG_WORDS = (
     "lod",
-    "stop m",
     "load",
     "load m --timeout -1",
     "load m --timeout soon",
