@@ -60,7 +60,7 @@ from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute, error_body
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
@@ -270,7 +270,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def recipe(name: str) -> dict[str, Any]:
         book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
-            raise UnknownRecipe(name)
+            raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
     @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")

@@ -18,7 +18,7 @@ from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import Conflict, SparkdError, StateError, UnknownStored
+from sparkd.errors import Conflict, NotFound, SparkdError, StateError
 from sparkd.state.nouns import ModelState, Operation, OperationState, Progress
 from sparkd.unexpected import unexpected
 from workers.host.hub_cache import cache_places
@@ -65,10 +65,10 @@ class Disk:
         return {"entries": entries, "folders": folders}
 
     async def remove(self, kind: str, name: str, node: str | None) -> dict[str, Any]:
-        """Raises Conflict where a model that is not at rest may use it or a pull runs, UnknownStored where the node does not list it."""
+        """Raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
         node = node or self._cluster.node_ip
         if not any((entry["kind"], entry["id"], entry["node"]) == (kind, name, node) for entry in (await self.listing())["entries"]):
-            raise UnknownStored(kind, name, node)
+            raise NotFound(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
         if self._journal.operations.runs("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():

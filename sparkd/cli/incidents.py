@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sparkd.cli.options import argument
 from sparkd.cli.session import Session, verb
-from sparkd.errors import UnknownIncident
+from sparkd.errors import NotFound
 from sparkd.render import models as show
 from sparkd.render.table import Table
 
@@ -61,7 +61,7 @@ def show_one(
 
     if not INCIDENT_ID.fullmatch(incident):
         # Else a part of a path might be asked for.
-        raise UnknownIncident(incident)
+        raise NotFound(f"There is no incident {incident[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
     bundle = session.client.get(f"/incidents/{quote(incident, safe='')}")
     if session.json:
         show.say_json(bundle)

@@ -232,7 +232,7 @@ class Cluster:
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
         except ClusterError as error:
-            self._upkeep_trouble = Condition(type(error).__name__, error.message)
+            self._upkeep_trouble = Condition(error.reason, error.message)
             return isinstance(error, NodeRefused)
         self._upkeep_trouble = None
         return True
@@ -252,7 +252,7 @@ class Cluster:
                 await asyncio.to_thread(self._head.keep_closed)
         except (ClusterError, OSError) as error:
             fault = error if isinstance(error, ClusterError) else refused_by(error, "This node")
-            trouble = Condition(type(fault).__name__, fault.message)
+            trouble = Condition(fault.reason, fault.message)
             if self._trouble != trouble:
                 log.error("%s", fault.message)
             self._trouble = trouble

@@ -22,7 +22,7 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.entry.trusted_commits import pinned
-from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom, RankError
+from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes, Stages
@@ -238,7 +238,7 @@ class Siting:
         if flags.refused:
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."
-            raise FlagRefused(f"{refused}: {flags.refused[0]}", client_message=client_message)
+            raise RankError(f"{refused}: {flags.refused[0]}", reason="FlagRefused", client_message=client_message)
         return replace(need, said=flags, nodes=where.only)
 
     def _only(self, need: Requirement) -> str | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from sparkd import metrics
+from sparkd.cluster.compatibility import UNLINKED
 from sparkd.cluster.launcher import StartId
 from sparkd.control import gauges
 from sparkd.control.endings import Endings
@@ -32,7 +33,6 @@ from sparkd.errors import (
     NoRoom,
     RankError,
     SparkdError,
-    Unlinked,
     refused_by,
 )
 from sparkd.fabric.transport import in_order, moved, told_of
@@ -48,7 +48,7 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
 # A model that has served is retried as usual: a single request may have needed a part that its build lacks.
 LASTING_S = 3600.0
-FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError, Unlinked)}
+FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
 Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
@@ -117,7 +117,7 @@ class Actions:
             fault = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.attempt = replace(record.attempt, rank_id=None)
             lasts = isinstance(fault, DoesNotFit) and fault.lasts
-            self.fail(record, type(fault).__name__, fault.message, lasts=lasts, client_message=fault.client_message)
+            self.fail(record, fault.reason, fault.message, lasts=lasts, client_message=fault.client_message)
             return
         record.attempt = replace(record.attempt, handles=handles)
         for handle in handles:
@@ -331,7 +331,7 @@ class Actions:
         if record.attempt.adopted and record.state in STARTING:
             record.attempt = replace(record.attempt, message=error.message)
         elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
-            reason = type(error).__name__ if isinstance(error, NodeRefused) else "InternalError"
+            reason = error.reason if isinstance(error, NodeRefused) else "InternalError"
             self.fail(record, reason, error.message)
 
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -13,7 +13,7 @@ from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.checkpoint.hub import Hub
 from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
-from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
+from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, HubUnreachable, ModelUnusable
 from sparkd.schema.model import ModelConfig
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
@@ -78,7 +78,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
     try:
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing()
-    except HubSilent as error:
+    except CheckpointUnread as error:
         return HubUnreachable, f"{spec.model} is not on this machine, and its hub does not answer. {error.explanation}"
     except (CheckpointError, ConfigError) as error:
         # Errors of Hub name the repository, its host and what to set: nothing of this machine.

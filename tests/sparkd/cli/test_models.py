@@ -171,7 +171,7 @@ def test_what_goes_wrong_is_an_object_with_json(
         ["ps", "--no-such-option"],
         ["recipes", "show", "none"],
     ):
-        assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "recipe_not_found")
+        assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "not_found")
     monkeypatch.setattr(show, "resident", None)
     answers.say(200, {"models": []})
     monkeypatch.setattr(show, "say_json", None)

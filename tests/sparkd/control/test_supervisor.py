@@ -29,18 +29,17 @@ from sparkd.errors import (
     DoesNotFit,
     Draining,
     EngineError,
-    FlagRefused,
     LoadRefused,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
+    NotFound,
     NoToolParser,
     RankError,
     RouteNotServed,
     TooManyRequests,
     Unavailable,
     UnknownModel,
-    UnknownOperation,
 )
 from sparkd.gateway.upstream import ServedModels
 from sparkd.schema.model import ModelConfig
@@ -409,7 +408,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
     """No file is read again for one that came by `sparkd run MODEL -- FLAGS`, and to load it again gives it the same flags."""
     async with stage(tmp_path) as made:
-        made.cluster.place_error = FlagRefused("new cannot be started by the vLLM of its runtime: --no-such-flag")
+        made.cluster.place_error = RankError("new cannot be started by the vLLM of its runtime: --no-such-flag", reason="FlagRefused")
         made.operator.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
         made.supervisor.want("new", Want.RUNNING, "admin")
         await made.tick()
@@ -422,7 +421,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
     ("error", "told"),
     [
         (
-            FlagRefused("m cannot be started: --chat-template: /of/me.", client_message="It has a bad flag."),
+            RankError("m cannot be started: --chat-template: /of/me.", reason="FlagRefused", client_message="It has a bad flag."),
             "It has a bad flag.",
         ),
         (LoadRefused("m cannot be loaded: /models/of me/a.safetensors: o_proj: K=576 is odd. Use nvfp4."), None),
@@ -437,7 +436,7 @@ async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankE
             with pytest.raises(ModelFailed) as raised:
                 await asked
             heard = raised.value.message
-            assert lacking(heard, f"({type(error).__name__})", "`sparkd ps`", *filter(None, [told])) == []
+            assert lacking(heard, f"({error.reason})", "`sparkd ps`", *filter(None, [told])) == []
             assert made.supervisor.registry.find("m").attempt.lasts and "/" not in heard
 
 
@@ -1140,7 +1139,7 @@ async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Pa
 
 async def test_unknown_operations_are_said_to_be_unknown(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        with pytest.raises(UnknownOperation):
+        with pytest.raises(NotFound):
             made.operator.cancel("nope")
 
 

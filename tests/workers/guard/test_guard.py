@@ -30,7 +30,7 @@ from sparkd.cluster.read_memory import reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.pressure import told_of
 from sparkd.control.record import Attempt
-from sparkd.errors import Unavailable, UnknownIncident
+from sparkd.errors import NotFound, Unavailable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.stub import stub_engine
@@ -176,7 +176,7 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
         if path == "/incidents":
             return {"incidents": incidents.summaries(agent.sentry.folder), "silent": []}
         if (bundle := incidents.read(agent.sentry.folder, path.rpartition("/")[2])) is None:
-            raise UnknownIncident(path)
+            raise NotFound(path)
         return bundle
 
     with pytest.MonkeyPatch.context() as patch:
