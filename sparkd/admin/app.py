@@ -57,6 +57,7 @@ from sparkd.capacity.plan_for_node import planned_here, planning_hardware
 from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
+from sparkd.config.refusal import fault
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
@@ -65,7 +66,6 @@ from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.refusal import fault
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected

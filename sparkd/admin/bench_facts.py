@@ -18,11 +18,11 @@ from sparkd.bench.result import BenchResult, BenchSubject, Published
 from sparkd.capacity.learned_rates import LearnedName
 from sparkd.checkpoint.remote_headers import checkpoint_of as headers_of
 from sparkd.checkpoint.source import folder_of
+from sparkd.config.fields import is_name
+from sparkd.config.quantize import recipe
 from sparkd.control.registry import Roster
 from sparkd.errors import BadRequest, ConfigError, UnknownModel
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.schema.fields import is_name
-from sparkd.schema.quantize import recipe
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.reserved_args import loader_flags

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import BadRequest
-from sparkd.schema.yaml_file import MAX_DEPTH
 from workers.host.hub_cache import is_revision
 
 # In a whole body. A long entry with its mix, its variables and its arguments has some hundred.

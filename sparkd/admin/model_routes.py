@@ -21,15 +21,15 @@ from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.remote_headers import checkpoint_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
+from sparkd.config.engine_args import engine_args, recipe_of
+from sparkd.config.model import ModelConfig
+from sparkd.config.overlay import MASK
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
 from sparkd.gateway.scraper import page_of
-from sparkd.schema.engine_args import engine_args, recipe_of
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.overlay import MASK
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED

@@ -11,11 +11,11 @@ from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.checkpoint.source import name_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import config_hash, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.registry import Roster
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
 from sparkd.nearest import nearest
-from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 
 
@@ -120,7 +120,7 @@ class Operator:
         return operation
 
     def operation(self, operation_id: str) -> Operation:
-        """One operation with its progress; UnknownOperation where it is not kept."""
+        """One operation with its progress; NotFound where it is not kept."""
         self._journal.operations.find(operation_id)
         return self._journal.operations.all(self._registry.records)[operation_id]
 

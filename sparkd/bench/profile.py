@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparkd.bench.result import Cell
+from sparkd.config import yaml_file
 from sparkd.errors import ConfigError
-from sparkd.schema import yaml_file
 
 LLAMA_BENCHY = "llama-benchy"
 MOST_CELLS = 1000

@@ -36,8 +36,8 @@ from sparkd.bench.passages import (
 )
 from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.bench.running_bench import RunningBench
+from sparkd.config.quantize import recipe
 from sparkd.errors import BadRequest, EngineError, RankError, SparkdError
-from sparkd.schema.quantize import recipe
 from workers.quantization.formats import Format
 
 FORMATS = ("fp8", "nvfp4", "mxfp4", "int4")

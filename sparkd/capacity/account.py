@@ -18,9 +18,9 @@ from sparkd.capacity.profiles import engine_of, peaks_of
 from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
+from sparkd.config.engine_args import EngineArgs
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
-from sparkd.schema.engine_args import EngineArgs
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import KeptProfile
 from workers.kv.settings import CPU_KV_CACHE_GIB
@@ -163,7 +163,7 @@ def needed_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None =
 
 
 def cache_limit(args: EngineArgs, platform: str) -> int | None:
-    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.schema.kv_cache.sizing_of."""
+    """Most bytes of a cache without a configured size; None without a limit. On a CPU it is that of sparkd.config.kv_cache.sizing_of."""
     if platform != "cpu" or args.cache is not None or args.vllm_sizes:
         return None
     return args.cpu_space_bytes or CPU_KV_CACHE_GIB * GIB

@@ -19,11 +19,11 @@ from sparkd.capacity.parallelism import even_formats, possible_ranks
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint.prequantized import prequantized
 from sparkd.checkpoint.shape import shape_of
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.kv_cache import written
+from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.kv_cache import written
-from sparkd.schema.quantize import is_open
 from workers.quantization.recipe import AS_IT_IS
 
 if TYPE_CHECKING:

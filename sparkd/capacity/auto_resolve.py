@@ -15,10 +15,10 @@ from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
 from sparkd.capacity.footprint import PROCESS_BYTES, margin_of
 from sparkd.capacity.kv_cache import largest
 from sparkd.capacity.parallelism import uneven_groups
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import AUTO
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import AUTO
 
 
 @dataclass(frozen=True, slots=True)

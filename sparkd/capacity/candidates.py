@@ -14,9 +14,9 @@ from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.mixes import mixes_below, mixes_of
 from sparkd.capacity.weights import FormattedModel
 from sparkd.checkpoint.prequantized import prequantized
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import AUTO
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.schema.engine_args import EngineArgs
-from sparkd.schema.quantize import AUTO
 from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS
 

@@ -1,4 +1,4 @@
-"""Owns what a look at a model's files finds wrong with its entry, for `sparkd check` and for a reload. Never asks vLLM."""
+"""Faults of an entry that a model's files show before a start: missing files, formats that its weights cannot have, vLLM's kept refusal."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparkd.capacity.account import Evidence
-from sparkd.capacity.headers import headers_here
+from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.parallelism import uneven_heads
-from sparkd.capacity.unloadable import fault, uneven, unmet
+from sparkd.capacity.mixes import mixes_of
+from sparkd.capacity.parallelism import uneven_groups, uneven_heads
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, engine_args
+from sparkd.config.quantize import AUTO
 from sparkd.entry.trusted_commits import refusal
-from sparkd.errors import CheckpointUncounted, ConfigError
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.schema.engine_args import EngineArgs, engine_args
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import InquiryRuntime, kept_here
+from sparkd.vllm.flags import LOAD_FORMAT
+from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import AS_IT_IS
+
+# The load formats that need every file of a checkpoint; others read no weights here, or files of their own.
+_READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", LOAD_FORMAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,58 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
     if folder_of(spec.model, spec.revision, env) is None:
         return
     args = engine_args(spec, env)
-    if (broken := fault(args)) is not None:
+    if (broken := file_fault(args)) is not None:
         yield EntryFault("model", broken.message, ends_start=not isinstance(broken, CheckpointUncounted))
-    for sentence in unmet(args):
+    draft = None if args.draft is None else args.draft.get("model")
+    if isinstance(draft, str) and draft.startswith("/") and not os.path.isdir(draft):
+        yield EntryFault("extra_args", f"The draft {draft} is not there: correct the path in --speculative-config.", names_key=True)
+    headers = headers_here(args)
+    for sentence in () if headers is None or args.recipe is None else headers.model.unmet(args.recipe):
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
-    if why := uneven(args):
+    if why := format_fault(args):
         yield EntryFault("quantize", why)
     if (why := _refusal(args, InquiryRuntime(runtime, places(config.state_dir)))) is not None:
         yield EntryFault("model" if args.split == (1, 1) else "tensor_parallel", f"vLLM refuses it: {why}.")
+
+
+def file_fault(args: EngineArgs) -> CheckpointError | None:
+    """Why the files of the model here cannot be loaded, as `sparkd plan` refuses them; None where they can, or are not here.
+
+    The missing files of a hub id are fetched by its engine. CheckpointUncounted: of these files only the engine knows.
+    """
+    folder = folder_of(args.model, args.revision, args.env)
+    if folder is None or not os.path.isdir(folder) or (args.load_format is not None and args.load_format not in _READS_SAFETENSORS):
+        return None
+    try:
+        inventory_in(folder)
+    except CheckpointIncomplete as error:
+        return error if args.model.startswith("/") else None
+    except CheckpointError as error:
+        return error
+    except OSError:
+        return None  # this user may not look there
+    return None
+
+
+def format_fault(args: EngineArgs) -> str | None:
+    """Why the loader would refuse the entry's `quantize`: groups that do not divide a weight's columns, a format that
+    QuantizationRecipe.assign refuses, or a size that no mix of formats is as small as. None where it would not, or the headers are not on
+    this machine."""
+    headers, wish = headers_here(args), best_of(args.quantize)
+    if headers is None or args.quantize in (None, AUTO):
+        return None
+    try:
+        if wish is not None:
+            # With the draft and the precision that its flags ask for, as a start counts it.
+            if wish.gib is not None:
+                mixes_of(headers.model, wish, args.tensor_parallel or 1)
+            return None
+        groups = None if args.recipe is None else uneven_groups(headers.model.formatted(args.recipe))
+        return groups and f"{groups}."
+    except ConfigError as error:
+        return error.explanation
+    except CheckpointError as error:
+        return error.message if wish is None else None
 
 
 def _refusal(args: EngineArgs, runtime: InquiryRuntime) -> str | None:

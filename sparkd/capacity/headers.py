@@ -11,8 +11,8 @@ from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.shape import shape_of
 from sparkd.checkpoint.source import folder_of
+from sparkd.config.engine_args import EngineArgs
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.schema.engine_args import EngineArgs
 from workers.kv.profiles import checkpoint_of
 
 

@@ -119,7 +119,7 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
-    """Bytes of a cache whose size an entry gives (sparkd.schema.engine_args) for requests of max_model_len tokens, with the
+    """Bytes of a cache whose size an entry gives (sparkd.config.engine_args) for requests of max_model_len tokens, with the
     block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
     no less for a shorter one."""
     if not isinstance(size, Mapping):

@@ -8,10 +8,10 @@ from typing import Any
 
 from sparkd.capacity.profiles import engine_of
 from sparkd.capacity.requirement import runtime_of
+from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.trusted_commits import commits_of
 from sparkd.hardware import GIB
-from sparkd.schema import kv_cache, quantize
 from sparkd.vllm.translate import Translation
 from workers.rank.command import media_flags
 
@@ -47,12 +47,12 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
 
 
 def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
-    """See sparkd.schema.quantize.loader_of."""
+    """See sparkd.config.quantize.loader_of."""
     limit_gib = config.quantized_cache.limit_gib
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     return quantize.loader_of(spec, str(config.quantized_path), limit_bytes)
 
 
 def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
-    """See sparkd.schema.kv_cache.sizing_of."""
+    """See sparkd.config.kv_cache.sizing_of."""
     return kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)

@@ -42,9 +42,9 @@ from sparkd.capacity.vllm_figures import GUESS
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
+from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST

@@ -28,14 +28,14 @@ from sparkd.checkpoint.prequantized import prequantized
 from sparkd.checkpoint.remote_headers import checkpoint_at, checkpoint_of
 from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
+from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.quantize import AUTO
 from sparkd.vllm.ask.cache import places as answers_in
 from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in

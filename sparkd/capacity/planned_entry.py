@@ -15,10 +15,10 @@ from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import at_any_length
+from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ConfigError, RankError, clause
-from sparkd.schema.engine_args import at_any_length
-from sparkd.schema.quantize import AUTO
 from sparkd.vllm.flags import DRAFTS, parsed, without
 from workers.host.runtime import API_SERVER, probe
 

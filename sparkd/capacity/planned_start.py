@@ -13,12 +13,12 @@ from sparkd.capacity.planned_entry import PlannedEntry
 from sparkd.capacity.profiles import FAMILIES
 from sparkd.capacity.requirement import said_to
 from sparkd.config.config import ModelConfig
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import pinned
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import Translation
 from workers.quantization.recipe import QuantizationRecipe

@@ -26,7 +26,7 @@ _DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
 def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
     """A digest of an entry without any `auto`.
 
-    flags: of sparkd.schema.engine_flags.flags_of. quantize: the value of its key. env: the engine's.
+    flags: of sparkd.config.engine_flags.flags_of. quantize: the value of its key. env: the engine's.
     vllm: its version; None if it is unknown.
     """
     heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}

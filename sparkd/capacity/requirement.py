@@ -17,17 +17,17 @@ from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, m
 from sparkd.capacity.auto_resolve import resolved
 from sparkd.capacity.candidates import Candidate, candidates_of
 from sparkd.capacity.consultation import Answers
+from sparkd.capacity.entry_faults import file_fault, format_fault
 from sparkd.capacity.fit import FitRequest
 from sparkd.capacity.headers import Headers, headers_here
-from sparkd.capacity.unloadable import fault, uneven
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args
-from sparkd.schema.kv_cache import without_cpu_space
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
@@ -192,9 +192,9 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
     if not spec.runs_vllm(config.engine):
         return
     args = engine_args(spec, spec.environment(config.engine))
-    if (broken := fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
+    if (broken := file_fault(args)) is not None and not isinstance(broken, CheckpointUncounted):
         raise ModelUnusable(f"{spec.name} cannot be loaded: {broken.message}")
-    if why := uneven(args):
+    if why := format_fault(args):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 

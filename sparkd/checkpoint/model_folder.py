@@ -11,7 +11,7 @@ from sparkd.errors import ConfigError, ModelUnusable
 from workers.host.hub_cache import hub_cache
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import EngineDefaults, ModelConfig
+    from sparkd.config.model import EngineDefaults, ModelConfig
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sparkd.config import config
+from sparkd.config import config, kv_cache, quantize
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, check_bind
+from sparkd.config.model import ModelConfig
+from sparkd.config.overlay import in_order
+from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
-from sparkd.schema import kv_cache, quantize
-from sparkd.schema.model import ModelConfig
-from sparkd.schema.overlay import in_order
-from sparkd.schema.yaml_file import ConfigProblem, Document
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import amount_of, flags_in, parsed, value_of

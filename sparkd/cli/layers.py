@@ -11,8 +11,8 @@ from sparkd.capacity.mixes import mix_of
 from sparkd.checkpoint.remote_headers import Progress, checkpoint_of
 from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.engine_args import engine_args, recipe_of
 from sparkd.errors import Unavailable
-from sparkd.schema.engine_args import engine_args, recipe_of
 from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import QuantizationRecipe
 

@@ -146,8 +146,8 @@ def planned(
     Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
     from sparkd.cli.named_entry import configured, of_hub, of_recipe, unknown
+    from sparkd.config.quantize import AUTO
     from sparkd.hardware import SPARK, hardware_of
-    from sparkd.schema.quantize import AUTO
 
     machine, name, unheard = SPARK if hardware is None else hardware_of(hardware), request.model, list[str]()
     named = configured(name, config, os.environ)

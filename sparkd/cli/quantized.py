@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import name_of, snapshot_of, source_of
+from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError, ConfigError, Conflict
-from sparkd.schema.quantize import is_open
 from workers.cache import store
 from workers.cache.manifest import CacheManifest, model_name
 
 if TYPE_CHECKING:
     from sparkd.config.config import Config
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
     from workers.quantization.recipe import QuantizationRecipe
 
 _AS_ITS_USER = "Run this as the user that sparkd runs as."

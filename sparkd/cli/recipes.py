@@ -18,8 +18,8 @@ from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
 
 if TYPE_CHECKING:
+    from sparkd.config.yaml_file import ConfigProblem
     from sparkd.recipes.library import RecipeLibrary
-    from sparkd.schema.yaml_file import ConfigProblem
     from sparkd.vllm.arg_check import RefusedArg
 
 
@@ -155,10 +155,10 @@ def import_(
     the head of the recipe. Shell hooks are always left out. A recipe that cannot be used is not written, and the exit code is 2.
     """
     from sparkd.config.recipe_check import unusable, with_risks
+    from sparkd.config.yaml_file import parse
     from sparkd.recipes.file import is_foreign
     from sparkd.recipes.importer import Imported, imported
     from sparkd.recipes.library import AsWritten
-    from sparkd.schema.yaml_file import parse
 
     raw, shown, origin = _raw(file)
     document = parse(raw, shown, AsWritten())

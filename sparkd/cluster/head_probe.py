@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sparkd import __version__
 from sparkd.cluster.ray_head import VERSION_LABEL, is_here, node_environment
+from sparkd.config.fields import split_address
 from sparkd.errors import ConfigError, RayUnavailable
-from sparkd.schema.fields import split_address
 from workers.agent.ray_probe import CLOCK_S
 from workers.agent.version import VERSION
 from workers.host.interpreter import inherited_environment, module_command

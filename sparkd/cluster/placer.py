@@ -19,6 +19,7 @@ from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Places
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.quantize import AUTO
 from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.entry.trusted_commits import pinned
@@ -26,7 +27,6 @@ from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankE
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes, Stages
-from sparkd.schema.quantize import AUTO
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SecretStr
 
+from sparkd.config.fields import AbsolutePath, Section, one_or_many
+from sparkd.config.yaml_file import ConfigProblem
 from sparkd.errors import ConfigError
-from sparkd.schema.fields import AbsolutePath, Section, one_or_many
-from sparkd.schema.yaml_file import ConfigProblem
 from workers.host import regular_file
 
 SHORT_KEY = 16

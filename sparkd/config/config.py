@@ -21,15 +21,9 @@ from pydantic import (
 )
 
 from sparkd.checkpoint.model_folder import places_of
+from sparkd.config import kv_cache, quantize, yaml_file
 from sparkd.config.api_keys import KeySettings, load_keys
-from sparkd.config.groups import GroupSettings, known_or_nearest
-from sparkd.config.memory import MemorySettings
-from sparkd.errors import ConfigError
-from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
-from sparkd.recipes.library import RecipeLibrary
-from sparkd.recipes.merge import book_of, merge_recipe
-from sparkd.schema import kv_cache, quantize, yaml_file
-from sparkd.schema.fields import (
+from sparkd.config.fields import (
     AbsolutePath,
     Address,
     Count,
@@ -48,8 +42,10 @@ from sparkd.schema.fields import (
     no_bool,
     split_address,
 )
-from sparkd.schema.model import ModelConfig, config_hash
-from sparkd.schema.overlay import (
+from sparkd.config.groups import GroupSettings, known_or_nearest
+from sparkd.config.memory import MemorySettings
+from sparkd.config.model import ModelConfig, config_hash
+from sparkd.config.overlay import (
     error_of,
     in_order,
     overlay_environ,
@@ -58,7 +54,11 @@ from sparkd.schema.overlay import (
     rename_aliases,
     shown,
 )
-from sparkd.schema.yaml_file import ConfigProblem, Document
+from sparkd.config.yaml_file import ConfigProblem, Document
+from sparkd.errors import ConfigError
+from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
+from sparkd.recipes.library import RecipeLibrary
+from sparkd.recipes.merge import book_of, merge_recipe
 from workers.host import regular_file
 from workers.host.hub_cache import cache_places
 

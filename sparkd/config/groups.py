@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from sparkd.config.fields import Names, Section
 from sparkd.nearest import nearest
-from sparkd.schema.fields import Names, Section
 
 
 @dataclass(frozen=True, slots=True)

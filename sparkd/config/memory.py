@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sparkd.schema.fields import Gib, PositiveSeconds, Section, no_bool
+from sparkd.config.fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
     from workers.host.memory_limits import MemoryLimits

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config.config import ModelConfig, parse_model
+from sparkd.config.yaml_file import MAX_BYTES, ConfigProblem, parse
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe
 from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
-from sparkd.schema.yaml_file import MAX_BYTES, ConfigProblem, parse
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.flags import draft_method, speculative_config
 from sparkd.vllm.installed import release_in

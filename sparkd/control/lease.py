@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.residency import PROMISE_S
@@ -30,7 +31,6 @@ from sparkd.errors import (
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Shared
 from sparkd.gateway.upstream import Upstream
-from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
 from sparkd.vllm.parsers import Parsers, of_handle

@@ -10,10 +10,10 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.config.config import Config, config_hash, parse_model
+from sparkd.config.fields import is_name
+from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
-from sparkd.schema.fields import is_name
-from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.rows import DAMAGES_SHOWN, Damage
 from sparkd.state.store import Store

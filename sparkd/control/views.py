@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.config.config import Config
+from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
 from sparkd.control.request_queue import RequestQueue
-from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import STARTING, ModelState, Progress
 from sparkd.state.snapshot import ModelView
 

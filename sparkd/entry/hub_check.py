@@ -13,8 +13,8 @@ from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.checkpoint.hub import Hub
 from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, HubUnreachable, ModelUnusable
-from sparkd.schema.model import ModelConfig
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0

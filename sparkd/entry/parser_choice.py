@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from sparkd.checkpoint import CONFIG, Folder
 from sparkd.checkpoint.source import folder_of, name_of
+from sparkd.config.model import ModelConfig
 from sparkd.entry.hub_check import looked_at
 from sparkd.errors import CheckpointError
-from sparkd.schema.model import ModelConfig
 from sparkd.vllm.flags import parsed, value_of
 from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
 from workers.host import regular_file

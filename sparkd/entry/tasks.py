@@ -11,8 +11,8 @@ from typing import Any
 from sparkd.checkpoint import CONFIG
 from sparkd.checkpoint.shape import shape_of
 from sparkd.checkpoint.source import folder_of
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
-from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities
 from sparkd.vllm.flags import parsed
 from workers.host import regular_file

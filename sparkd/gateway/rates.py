@@ -31,8 +31,10 @@ _POSITION = re.compile(r'(?:^|,)position="([0-9]+)"')
 class Rates:
     """One engine now. None where that is unknown: no request has ended lately, the engine has no such counter, or it was seen only once.
 
-    kv_usage: the fullest of its caches, 0 to 1. prefix_hit_ratio: of the prompt tokens that were looked up. acceptance: of the drafts, by
-    position. Latencies are in seconds, interpolated within a bucket as Prometheus does.
+    kv_usage: the fullest of its caches, 0 to 1.
+    prefix_hit_ratio: of the prompt tokens that were looked up.
+    *_p50_s, *_p95_s: interpolated within a bucket, as Prometheus does.
+    acceptance: of the drafts, by position.
     """
 
     prompt_tokens_per_s: float | None = None

@@ -27,11 +27,12 @@ _FOREIGN_BYTES = 64 * 1024
 
 
 class Relay:
-    """The sink of one exchange. `over` becomes None when the answer is complete, or the error if the engine broke it off.
+    """The sink of one exchange.
 
-    The head leaves together with the first bytes of the body, in one write.
-    If the exchange's heartbeat has begun the client's answer, the engine's continues it: a stream as it comes, anything else, such as an
-    error, as one event that tells the failure.
+    The head leaves together with the first bytes of the body, in one write. If the exchange's heartbeat has begun the client's answer, the
+    engine's continues it: a stream as it comes, anything else, such as an error, as one event that tells the failure.
+
+    over: None when the answer is complete, or the error if the engine broke it off.
     """
 
     __slots__ = (
@@ -101,8 +102,10 @@ class Relay:
             connection.abort()
 
     def break_off(self, error: SparkdError) -> None:
-        """End an answer that has begun so that no client takes it for complete: an event stream between two events by an error event; after
-        half an event, and in any other answer, there is no place for one."""
+        """End an answer that has begun so that no client takes it for complete.
+
+        An event stream that stands between two events gets an error event; any other answer is cut.
+        """
         self._exchange.code = error.code
         if self._stands_between_events(self._tail):
             self._client.fail(error_event(error, self._exchange, self._first, self._tail), cut=is_cut(self._exchange))

@@ -33,8 +33,12 @@ Key = tuple[str, str]  # model, node
 
 
 class Scraper:
-    """`targets()` gives (model, node, upstream) of the engines that are up; `text()` is what to append to our own exposition, `rates()`
-    what each model does now. watched: whether the rates are looked at each second."""
+    """Fetches the engines' pages while `run` runs. `text` and `rates` answer at once, from the last pages.
+
+    targets: gives (model, node, upstream) of the engines that are up.
+    clock: monotonic seconds.
+    watched: whether the rates are looked at each second.
+    """
 
     def __init__(
         self,

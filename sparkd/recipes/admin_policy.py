@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparkd.config.model import ModelConfig, TuningKeys
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-from sparkd.schema.model import ModelConfig, TuningKeys
 
 KEYS = frozenset(TuningKeys.model_fields)
 # The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin. instanttensor is missing:

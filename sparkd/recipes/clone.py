@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparkd.config import yaml_file
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.schema import yaml_file
 from workers.host.interpreter import program_environment
 
 CLONE_S = 120.0

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from sparkd.config import yaml_file
+from sparkd.config.fields import Metadata, PositiveCount, Section, Word, no_bool
+from sparkd.config.overlay import in_order, problems_of, rename_settings
+from sparkd.config.refusal import refuse
+from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
-from sparkd.schema import yaml_file
-from sparkd.schema.fields import Metadata, PositiveCount, Section, Word, no_bool
-from sparkd.schema.overlay import in_order, problems_of, rename_settings
-from sparkd.schema.refusal import refuse
-from sparkd.schema.yaml_file import ConfigProblem, Document
 from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.reserved_args import trusts_code
 from workers.host import regular_file

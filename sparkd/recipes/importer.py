@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from sparkd.config import yaml_file
+from sparkd.config.overlay import error_of
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import is_foreign
 from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
-from sparkd.schema import yaml_file
-from sparkd.schema.overlay import error_of
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without
 from sparkd.vllm.parsers import OFF

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint.source import FOLDER_SIGNS
+from sparkd.config.yaml_file import ConfigProblem, parse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
-from sparkd.schema.yaml_file import ConfigProblem, parse
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile

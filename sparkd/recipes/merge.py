@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparkd.config import yaml_file
+from sparkd.config.engine_flags import contradictions
+from sparkd.config.yaml_file import Document
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.schema import yaml_file
-from sparkd.schema.engine_flags import contradictions
-from sparkd.schema.yaml_file import Document
 
 # A key of the entry that says the same as these keys of the recipe in another way.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {

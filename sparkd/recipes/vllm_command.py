@@ -7,10 +7,11 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from sparkd.config.engine_flags import SWITCHES, value_flags
+from sparkd.config.model import ModelConfig
 from sparkd.errors import ConfigError
-from sparkd.schema.engine_flags import SWITCHES, VALUE_FLAGS
 from sparkd.vllm.flags import SHORT, Value, amount, flags_in, is_value, json_object, parsed, value_of, words
 from sparkd.vllm.reserved_args import owned_args
 
@@ -24,30 +25,23 @@ _SHORT_WORD = re.compile(r"(-[A-Za-z]+)(\d*)")
 _GIB = "gpu-memory-utilization-gb"
 
 
-def _as_is(text: str) -> Any:
-    return text
-
-
 def _number(text: str) -> Any:
-    """The value of a number flag: an int for plain digits; a text such as 128K stays, because the key accepts it."""
-    return int(text) if re.fullmatch(r"\d+", text) else text
+    """The value of a number's flag; a text such as 128K stays, because the key accepts it."""
+    return int(text) if text.isdecimal() else float(text) if _NUMBER.fullmatch(text) else text
 
 
-def _share(text: str) -> Any:
-    return float(text) if _NUMBER.fullmatch(text) else text
+def _is_number(kind: Any) -> bool:
+    return kind in (int, float) or any(map(_is_number, get_args(kind)))
 
 
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "max_model_len": _number,
-    "max_num_seqs": _number,
-    "max_num_batched_tokens": _number,
-    "gpu_memory_utilization": _share,
-}
 # Flag -> (key, function that reads its value). Any other flag stays a flag.
 _KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    **{key.replace("_", "-"): (key, _READERS.get(key, _as_is)) for key in VALUE_FLAGS},
+    **{
+        key.replace("_", "-"): (key, _number if _is_number(ModelConfig.model_fields[key].annotation) else str)
+        for key in value_flags(ModelConfig)
+    },
     "tensor-parallel-size": ("tensor_parallel", _number),
-    "tool-call-parser": ("tool_call_parser", _as_is),
+    "tool-call-parser": ("tool_call_parser", str),
 }
 _SWITCHES = {key.replace("_", "-"): key for key in SWITCHES}
 # The flag that the key tool_call_parser sets again.
@@ -123,7 +117,7 @@ def read_arguments(arguments: Sequence[str], command: Command) -> None:
         elif name == "kv-cache-memory-bytes" and isinstance(value, str):
             command.settings["kv_cache"] = {"bytes": amount(value) or value}
         elif name == _GIB and isinstance(value, str):
-            command.settings["memory_gib"] = _share(value)
+            command.settings["memory_gib"] = _number(value)
         else:
             flags[name] = value
     if owned:

@@ -15,11 +15,16 @@ _MOST_NUMBER = (1 << 63) - 1  # SQLite's integers
 
 
 class RequestRow(NamedTuple):
-    """One request. Times are in seconds: started_s of the wall clock, the others from its arrival. None: not known, or not yet.
+    """One request. None: not known, or not yet.
 
-    number: counts the finished ones, None in flight. model: a configured name, "unknown" or "". key: the key's name. code: of its error.
-    ttft_s: to the first byte of a stream. phase: queued, forwarded, streaming or done. pieces: of a stream in flight, those that went to
-    the client so far: an engine sends one for each token, or for the few that it had at once.
+    number: counts the finished ones; None in flight.
+    model: a configured name, "unknown" or "".
+    key: the name of the client's key.
+    started_s: of the wall clock. The other times are seconds from the arrival.
+    code: of the error that ended it.
+    ttft_s: to the first byte of a stream.
+    phase: queued, forwarded, streaming or done.
+    pieces: of a stream in flight, those that the client got so far. An engine sends one for each token, or for the few that it had at once.
     """
 
     number: int | None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from sparkd.schema.yaml_file import check_depth
+from sparkd.config.yaml_file import check_depth
 
 SHOWN_CHARACTERS = 80
 # Rows that an event or the conditions name.

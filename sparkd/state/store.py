@@ -11,8 +11,8 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparkd.config.fields import check_name
 from sparkd.errors import StateError
-from sparkd.schema.fields import check_name
 from sparkd.state.nouns import Desired, Event, Operation, RankHandle
 from sparkd.state.rows import Damage, noun_of, object_in, text_or_bytes
 from workers.host.private_files import private_file

@@ -13,7 +13,7 @@ from sparkd.vllm.flags import DRAFTS, Value, amount_of, parsed, value_of
 from sparkd.vllm.reserved_args import OWN_WORKERS
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
 # (sparkd.capacity.consultation).

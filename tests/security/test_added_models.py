@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from sparkd.config import quantize
 from sparkd.config.config import load_config, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.control import registry
 from sparkd.control.registry import Roster
 from sparkd.errors import ConfigError, Conflict
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.schema import quantize
-from sparkd.schema.model import ModelConfig
 from sparkd.state.store import Store
 from sparkd.vllm.reserved_args import check_args
 

@@ -17,9 +17,9 @@ import pytest
 from sparkd.admin.app import PREFIX
 from sparkd.admin.bodies import MOST_MARKS
 from sparkd.config.config import load_config, parse_model
+from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import MOST_MESSAGE_CHARS, ConfigError
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
-from sparkd.schema.yaml_file import MAX_DEPTH
 from tests.sparkd.admin.test_app import Admin, _plans_of_this_process, admin_of  # noqa: F401 - a fixture
 
 # Just within what an entry may have.

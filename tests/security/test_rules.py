@@ -62,7 +62,7 @@ def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, cap
 # Where a pattern that is no literal is compiled, and why no client can have written it.
 _MADE_HERE = {
     "sparkd/recipes/registry.py": "four constant keys",
-    "sparkd/schema/yaml_file.py": "constants of YAML's core schema",
+    "sparkd/config/yaml_file.py": "constants of YAML's core schema",
     "workers/quantization/rules.py": "globs, whose patterns of fnmatch's own never go back",
     "workers/rank/log_parser.py": "constants of the table beside it",
     "workers/rank/signatures.py": "constants of its data file",

@@ -34,7 +34,7 @@ from sparkd.errors import ClusterError, SparkdError
 from sparkd.execution import bounded_call
 from sparkd.recipes import clone
 from sparkd.vllm.ask import model as model_answers
-from sparkd.vllm.ask import parser_answers
+from sparkd.vllm.ask import parser as parser_answers
 from tests.support.architectures import PRESETS, write_qwen3_moe
 from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
-from sparkd.capacity import auto_resolve, unloadable
+from sparkd.capacity import auto_resolve, entry_faults
 from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
 from sparkd.capacity.candidates import candidate_of, candidates_of
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
 from sparkd.checkpoint.shape import Shape
+from sparkd.config.engine_args import decided, engine_args
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
-from sparkd.schema.engine_args import decided, engine_args
-from sparkd.schema.model import ModelConfig
 
 Env = Mapping[str, str]
 
@@ -79,4 +79,4 @@ def kv_cost(shape: Shape, serving: Serving) -> KvCost:
 
 
 def fault(spec: ModelConfig, env: Env) -> CheckpointError | None:
-    return unloadable.fault(engine_args(spec, env))
+    return entry_faults.file_fault(engine_args(spec, env))

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.capacity import plan_for_node
+from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.recipes.registry import Registry
-from sparkd.schema.model import ModelConfig
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.sparkd.gateway.fakes import soon

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.admin.model_routes import engine_settings
-from sparkd.schema.overlay import MASK
+from sparkd.config.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
 from tests.support.checkpoints import write_folder
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparkd.bench.load_bench import quantized_of
-from sparkd.schema.quantize import recipe
+from sparkd.config.quantize import recipe
 
 
 @pytest.mark.parametrize(

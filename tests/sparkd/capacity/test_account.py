@@ -14,12 +14,12 @@ import yaml
 from sparkd.capacity.account import Account, machine
 from sparkd.capacity.requirement import requirement_of, said_to
 from sparkd.config.config import Config, parse_model
+from sparkd.config.kv_cache import kv_cache, spelled
+from sparkd.config.model import ModelConfig
 from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.kv_cache import kv_cache, spelled
-from sparkd.schema.model import ModelConfig
 from sparkd.vllm.flags import without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large

@@ -13,15 +13,15 @@ import pytest
 from sparkd.capacity import auto_resolve
 from sparkd.capacity.account import account, machine
 from sparkd.capacity.candidates import candidates_of
+from sparkd.capacity.entry_faults import format_fault
 from sparkd.capacity.fit import FORMATS
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.mixes import mixes_below, mixes_of, unit_list
 from sparkd.capacity.requirement import refuse_unloadable
-from sparkd.capacity.unloadable import uneven
 from sparkd.config.config import load_config, parse_model
+from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import GIB, SPARK, Hardware
-from sparkd.schema.engine_args import EngineArgs, engine_args
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors
@@ -80,11 +80,11 @@ def test_a_mix_of_a_given_size_has_it(folder: Path, gib: float) -> None:
 def test_a_size_below_the_smallest_mix_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantize\.gib"):
         chosen(folder, 100, {"format": "best", "gib": 1})
-    refused = uneven(asked(folder, {"format": "best", "gib": 1}))
+    refused = format_fault(asked(folder, {"format": "best", "gib": 1}))
     assert refused is not None
     least = float(facts(refused).split()[1])
-    assert uneven(asked(folder, {"format": "best", "gib": least})) is None, "the size that the refusal names is enough"
-    assert uneven(asked(folder, "best")) is None
+    assert format_fault(asked(folder, {"format": "best", "gib": least})) is None, "the size that the refusal names is enough"
+    assert format_fault(asked(folder, "best")) is None
 
 
 def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", config, [*own, ("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ahead])
     mtp = {"extra_args": ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']}
     plain, drafted = (asked(folder, {"format": "best", "gib": 0.001}, **keys) for keys in ({}, mtp))
-    least, with_draft = (float(facts(uneven(args) or "").split()[1]) for args in (plain, drafted))
+    least, with_draft = (float(facts(format_fault(args) or "").split()[1]) for args in (plain, drafted))
     assert with_draft > least
     entry = {"model": str(folder), "max_model_len": 4096, "quantize": {"format": "best", "gib": least}, **mtp}
     config = load_config(None, flags={"models": {"m": entry}}, environ={})
@@ -103,7 +103,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
     enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
     headers = headers_here(enough)
     assert headers is not None and len(candidates_of(enough, headers)) == 1
-    assert uneven(enough) is None
+    assert format_fault(enough) is None
 
 
 def test_more_memory_gives_a_larger_mix_and_enough_the_stored_model(folder: Path) -> None:

@@ -27,12 +27,12 @@ from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import Engines, StartId
 from sparkd.config.config import Config, load_config, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.schema.model import ModelConfig
 from sparkd.vllm.flags import Value, parsed, speculative_config
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large

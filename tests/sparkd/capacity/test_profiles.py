@@ -15,8 +15,8 @@ from sparkd.capacity.launch_spec import rank_fields
 from sparkd.capacity.requirement import said_to
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.hardware import GIB
-from sparkd.schema.model import ModelConfig
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of

@@ -15,9 +15,9 @@ from sparkd.capacity.speculative import drafting, of_config
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.shape import shape_of
+from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.schema.model import ModelConfig
 from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans

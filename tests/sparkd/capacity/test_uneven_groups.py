@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.entry_faults import format_fault
 from sparkd.capacity.layers import layers_of
-from sparkd.capacity.unloadable import uneven
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config, load_config
-from sparkd.schema.engine_args import engine_args
+from sparkd.config.engine_args import engine_args
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
 from tests.support.checkpoints import dense, write
@@ -52,7 +52,7 @@ def only_names(fits: str, sentence: str | None) -> bool:
 def test_the_same_formats_are_named_everywhere(spelling: str, fits: str, folder: Path) -> None:
     config = configured(folder, spelling)
     (spec,) = config.models.values()
-    assert only_names(fits, uneven(engine_args(spec, {})))
+    assert only_names(fits, format_fault(engine_args(spec, {})))
 
     plans = [
         planned(entry_with(spec, config)),

@@ -17,7 +17,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.cli.config_check import check
-from sparkd.schema.yaml_file import ConfigProblem
+from sparkd.config.yaml_file import ConfigProblem
 from tests.support.checkpoints import dense, write
 from tests.support.parser_batch import ask_at_once
 from tests.support.published_tensors import tensors_of

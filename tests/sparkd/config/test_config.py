@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import Config, ModelConfig, load_config
+from sparkd.config.overlay import _ENTRY_ALIASES, _TOP_ALIASES
 from sparkd.errors import ConfigError
-from sparkd.schema.overlay import _ENTRY_ALIASES, _TOP_ALIASES
 from tests.support.facts import lacking
 
 KEY = "sk-canary-0123456789"

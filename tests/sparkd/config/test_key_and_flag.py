@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import parse_model, read
+from sparkd.config.engine_flags import contradictions
 from sparkd.errors import ConfigError
-from sparkd.schema.engine_flags import contradictions
 
 DIFFERENT: list[tuple[str, Any, list[str]]] = [
     ("max_model_len", "8K", ["--max-model-len=8000"]), ("enforce_eager", True, ["--no-enforce-eager"]),

@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from sparkd.cli.config_check import check
+from sparkd.config import yaml_file
 from sparkd.config.config import Config, ModelConfig, load_config
-from sparkd.schema import yaml_file
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 KEY = "sk-canary-0123456789"

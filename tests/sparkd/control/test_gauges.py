@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import __version__, metrics
 from sparkd.config.memory import MemorySettings
+from sparkd.config.quantize import recipe
 from sparkd.control import gauges
-from sparkd.schema.quantize import recipe
 from sparkd.state.nouns import ModelState, Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view

@@ -18,6 +18,7 @@ from sparkd.admin.readings import log_of
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
 from sparkd.config.config import parse_model
+from sparkd.config.model import ModelConfig
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
@@ -42,7 +43,6 @@ from sparkd.errors import (
     UnknownModel,
 )
 from sparkd.gateway.upstream import ServedModels
-from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
 from sparkd.vllm.parsers import Parsers, of_handle

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from sparkd.config.config import ModelConfig, parse_model
 from sparkd.entry import hub_check
@@ -27,7 +28,9 @@ GONE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known() -> Iterator[None]:
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # huggingface_hub reads the variable once, at its import: perhaps in a test that had set it.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub_check._answers.clear()
     yield
     hub_check._answers.clear()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sparkd.config.model import ModelConfig
 from sparkd.entry.tasks import abilities_of, tasks_of
-from sparkd.schema.model import ModelConfig
 from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, RequestNeeds
 
 LLAMA = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.config.fields import environment as checked
 from sparkd.fabric.environment import ADDRESS, DEVICES, LINK, Setting, environment, expected, settings
 from sparkd.fabric.interfaces import OTHER, Fabric
 from sparkd.hardware import JIT_CAPS
-from sparkd.schema.fields import environment as checked
 from tests.sparkd.fabric.test_interfaces import SCENARIOS, nodes_of
 from workers.host.network import VARIABLES
 from workers.rank.command import build_environment

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import parse_model
-from sparkd.schema.engine_args import at_any_length
-from sparkd.schema.kv_cache import WORKERS, vllm_sizes
-from sparkd.schema.model import ModelConfig
+from sparkd.config.engine_args import at_any_length
+from sparkd.config.kv_cache import WORKERS, vllm_sizes
+from sparkd.config.model import ModelConfig
 from sparkd.vllm.unaccounted_args import (
     _FLAGS,
     CACHE,

@@ -67,7 +67,7 @@ CHANGES_NOTHING = {
     "send_loading_state": True, "allow_missing_weights": True,
 }  # fmt: skip
 
-NAMED_ABOVE = "each key is in CHANGES_ENGINE (then config_hash in sparkd/schema/model.py has it) or in CHANGES_NOTHING, with a value"
+NAMED_ABOVE = "each key is in CHANGES_ENGINE (then config_hash in sparkd/config/model.py has it) or in CHANGES_NOTHING, with a value"
 
 
 def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:

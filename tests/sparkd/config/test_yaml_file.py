@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.schema.yaml_file import Location, parse
+from sparkd.config.yaml_file import Location, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:

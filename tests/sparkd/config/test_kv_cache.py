@@ -13,8 +13,8 @@ from sparkd.capacity.auto_resolve import room_of
 from sparkd.capacity.launch_spec import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config.engine_args import engine_args
 from sparkd.errors import ConfigError
-from sparkd.schema.engine_args import engine_args
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
 from workers.host.memory_limits import spare

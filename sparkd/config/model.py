@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationInfo, model_validator
 
-from sparkd.schema import fields as kinds
-from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema import quantize as quantizing
-from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.fields import (
+from sparkd.config import fields as kinds
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config import quantize as quantizing
+from sparkd.config.engine_flags import flags_of
+from sparkd.config.fields import (
     AbsolutePath,
     Arguments,
     Count,
@@ -29,9 +29,10 @@ from sparkd.schema.fields import (
     PositiveSeconds,
     Seconds,
     Section,
+    VllmFlag,
     Word,
 )
-from sparkd.schema.refusal import refuse
+from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import trusts_code
@@ -156,7 +157,7 @@ class TuningKeys(Section):
     # The recipe, whose keys sparkd.recipes.merge has already put below the entry's own.
     recipe: Word | None = None
     model: Annotated[str, AfterValidator(_model)]
-    revision: Annotated[Word | None, AfterValidator(_revision)] = None
+    revision: Annotated[Word | None, AfterValidator(_revision), VllmFlag()] = None
 
     aliases: Names = ()
     served_model_name: Names = ()
@@ -185,17 +186,17 @@ class TuningKeys(Section):
     kv_cache: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(kv_sizing.kv_cache)] = None
     kv_margin_gib: Annotated[Annotated[float, Field(ge=0, le=1e6)] | None, BeforeValidator(kinds.no_bool)] = None
 
-    max_model_len: Length = None
-    max_num_seqs: PositiveCount | None = None
-    max_num_batched_tokens: Tokens = None
-    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_auto_is_none)] = None
-    kv_cache_dtype: Word | None = None
-    dtype: Word | None = None
-    quantization: Word | None = None
-    load_format: Word | None = None
+    max_model_len: Annotated[Length, VllmFlag()] = None
+    max_num_seqs: Annotated[PositiveCount | None, VllmFlag()] = None
+    max_num_batched_tokens: Annotated[Tokens, VllmFlag()] = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_auto_is_none), VllmFlag()] = None
+    kv_cache_dtype: Annotated[Word | None, VllmFlag()] = None
+    dtype: Annotated[Word | None, VllmFlag()] = None
+    quantization: Annotated[Word | None, VllmFlag()] = None
+    load_format: Annotated[Word | None, VllmFlag()] = None
     enforce_eager: bool = False
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
-    reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
+    reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none), VllmFlag()] = None
     sampling: Sampling | None = None
     extra_args: Arguments = ()
 
@@ -225,7 +226,7 @@ class ModelConfig(TuningKeys):
         return self._given.keys
 
     def with_given(self, keys: Mapping[str, Any]) -> ModelConfig:
-        """keys: of sparkd.schema.overlay.shown."""
+        """keys: of sparkd.config.overlay.shown."""
         copy = self.model_copy()
         copy._given = Given(keys)
         return copy
@@ -239,7 +240,7 @@ class ModelConfig(TuningKeys):
         return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
-        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         return flags_of(self)
 
     def environment(self, engine: EngineDefaults) -> dict[str, str]:

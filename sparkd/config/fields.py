@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd.schema.refusal import plain, refuse
+from sparkd.config.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -35,6 +35,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
 # An interface's name may stand behind a link-local address: fe80::1%enP7s7.
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]{1,15})?)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
+
+
+class VllmFlag:
+    """Marks a key of an entry whose value vLLM takes by the flag of the same name: max_num_seqs, --max-num-seqs."""
 
 
 class Section(BaseModel):

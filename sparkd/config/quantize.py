@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.schema.refusal import plain, refuse
 from sparkd.vllm import reserved_args
 from sparkd.vllm.flags import LOAD_FORMAT, parsed, value_of
 from sparkd.vllm.unaccounted_args import unanswered
 from workers.quantization.best_wish import BEST, best_of
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
     from workers.quantization.recipe import QuantizationRecipe
 
 # The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config.engine_flags import flags_of
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
-from sparkd.schema import kv_cache as kv_sizing
-from sparkd.schema.engine_flags import flags_of
-from sparkd.schema.quantize import AUTO, is_open
 from sparkd.vllm.flags import DRAFTS, amount, amount_of, parsed, speculative_config, value_of, without
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
@@ -35,7 +35,7 @@ from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
 
 # Flags by which vLLM reads the longest request from another place than config.json.
 _OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format", "revision"})
@@ -96,7 +96,7 @@ class EngineArgs:
 
     @property
     def flags(self) -> list[str]:
-        """The vLLM flags, see sparkd.schema.engine_flags.flags_of."""
+        """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         flags = [] if self.revision is None else ["--revision", self.revision]
         if self.max_model_len is not None and not self.length_by_flag:
             flags += ["--max-model-len", str(self.max_model_len)]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import parse_model
+from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.model import ModelConfig
 from sparkd.errors import ConfigError
-from sparkd.schema.engine_args import EngineArgs, decided, engine_args
-from sparkd.schema.model import ModelConfig
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 
 GIB = 1 << 30

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sparkd.schema import kv_cache as kv_sizing
+from pydantic import BaseModel
+
+from sparkd.config import kv_cache as kv_sizing
+from sparkd.config.fields import VllmFlag
 from sparkd.vllm.flags import amount, parsed
 from sparkd.vllm.parsers import OFF
 
 if TYPE_CHECKING:
-    from sparkd.schema.model import ModelConfig
+    from sparkd.config.model import ModelConfig
 
-# Keys that are a flag of vLLM: --max-model-len VALUE, and --enforce-eager without one.
-VALUE_FLAGS = (
-    "revision",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "dtype",
-    "quantization",
-    "load_format",
-    "reasoning_parser",
-)
+# Keys that are a switch of vLLM: --enforce-eager.
 SWITCHES = ("trust_remote_code", "enforce_eager")
 _SAMPLING_FLAG = "override-generation-config"
 # Spelling -> the other spelling of the same value.
 _SAME = {"-1": "auto", "False": OFF, "off": OFF}
+
+
+@cache
+def value_flags(entry: type[BaseModel]) -> tuple[str, ...]:
+    """The keys that are a flag of vLLM with a value, in the order of the fields, which the hash of a running engine keeps."""
+    return tuple(key for key, field in entry.model_fields.items() if any(isinstance(each, VllmFlag) for each in field.metadata))
 
 
 def flags_of(model: ModelConfig) -> list[str]:
@@ -38,7 +36,7 @@ def flags_of(model: ModelConfig) -> list[str]:
     The caller adds --model, --served-model-name and the flags of the executor, the ranks and the socket.
     """
     flags: list[str] = []
-    for key in VALUE_FLAGS:
+    for key in value_flags(type(model)):
         value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key)
         if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
@@ -56,8 +54,10 @@ def flags_of(model: ModelConfig) -> list[str]:
 def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
     entry may override a key of its recipe, which is no contradiction."""
+    from sparkd.config.model import ModelConfig
+
     flags = parsed(args)
-    for key in (*VALUE_FLAGS, "tool_call_parser", "sampling"):
+    for key in (*value_flags(ModelConfig), "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
         value, given = written.get(key), flags.get(flag)
         if value is None or not isinstance(given, str) or _is_same(value, given) or (key, value) == ("gpu_memory_utilization", "auto"):

@@ -8,11 +8,11 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from sparkd.config import yaml_file
+from sparkd.config.refusal import expected, reason
+from sparkd.config.yaml_file import ConfigProblem, Document, Location
 from sparkd.errors import ConfigError
 from sparkd.nearest import nearest
-from sparkd.schema import yaml_file
-from sparkd.schema.refusal import expected, reason
-from sparkd.schema.yaml_file import ConfigProblem, Document, Location
 
 SHOWN_PROBLEMS = 20
 MASK = "***"

@@ -1,1 +1,0 @@
-"""The typed keys of sparkd.yaml and of a model's entry."""
