@@ -147,7 +147,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
     )
     async def fabric() -> dict[str, Any]:
-        return await fabric_of(registry, cluster, measures.rates() if measures else ())
+        return await fabric_of(registry, cluster, measures.rates.all() if measures else ())
 
     @api.post(
         "/fabric/measure", **answers(Accepted, 202), summary="Measure the rate between each two nodes, with at most 512 MiB for each pair"

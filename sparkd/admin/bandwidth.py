@@ -5,20 +5,15 @@ one by itself, never while a model uses the nodes unless asked.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Protocol
 
-from sparkd import metrics
 from sparkd.admin.chosen_nodes import chosen_nodes
 from sparkd.config.config import Config
 from sparkd.control.journal import Ledger
@@ -28,7 +23,7 @@ from sparkd.fabric.checks import FAIL
 from sparkd.fabric.environment import environment, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
-from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, proofs
+from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
 from sparkd.state.nouns import RESIDENT, STARTING, Operation, OperationState, Progress
 from sparkd.state.snapshot import Snapshot
 
@@ -60,39 +55,26 @@ class MeasuredNodes(Protocol):
 
 
 class Measures:
-    """path: the file that keeps what was measured."""
-
     def __init__(
         self,
         nodes: MeasuredNodes,
         ledger: Ledger,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],
-        path: Path,
+        rates: RateBook,
         wall: Callable[[], float] = time.time,
         boundary: Boundary | None = None,
     ) -> None:
         self._boundary = boundary or Boundary(time.monotonic)
         self._nodes, self._ledger, self._config, self._snapshot = nodes, ledger, config, snapshot
-        self._path, self._wall = path, wall
-        self._rates = {rate.pair: rate for rate in _read(path)}
+        self.rates, self._wall = rates, wall
         self._tasks: asyncio.TaskGroup | None = None
         self._running: tuple[str, asyncio.Task[None]] | None = None
-        for rate in self._rates.values():
-            _show(rate)
 
     async def run(self) -> None:
         """Until cancelled; then a measurement that is under way ends."""
         async with asyncio.TaskGroup() as self._tasks:
             await asyncio.Event().wait()
-
-    def rates(self) -> list[Rate]:
-        """The last of each pair."""
-        return list(self._rates.values())
-
-    def passed(self) -> frozenset[frozenset[str]]:
-        """Pairs of nodes, by address, between which NCCL's RDMA has been proved."""
-        return proofs(self._rates.values())
 
     def start(self, nodes: Sequence[str] | str, *, force: bool = False, by: str = "admin") -> Operation:
         """Measure between each two of these, one pair after the other. Raises BadRequest for a node that is not there or fewer than two,
@@ -152,7 +134,7 @@ class Measures:
             rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
             judged = finding(rate)
             slow.append(f"{judged.node}: {judged.evidence}")
-            self._keep(rate)
+            self.rates.keep(rate)
             self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
         return slow
 
@@ -222,41 +204,10 @@ class Measures:
         progress = Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total)
         self._ledger.operations.tell(operation_id, which, progress)
 
-    def _keep(self, rate: Rate) -> None:
-        self._rates[rate.pair] = rate
-        _show(rate)
-        try:
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
-            os.replace(fresh, self._path)
-        except OSError as error:
-            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
-
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running = None
         self._ledger.operations.close(operation_id, OperationState.CANCELLED, "The daemon ended.")
-
-
-def _read(path: Path) -> list[Rate]:
-    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        # An older sparkd kept the links, too.
-        known = {field.name for field in fields(Rate)}
-        return [Rate(**{name: row[name] for name in row.keys() & known} | {"idle": tuple(row["idle"])}) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
-def _show(rate: Rate) -> None:
-    pair = sorted(rate.pair)
-    metrics.FABRIC_RATE.labels(*pair).set(rate.gb_s * 1e9)
-    if rate.least_normal_gb_s is not None:
-        metrics.FABRIC_NORMAL_RATE.labels(*pair).set(rate.least_normal_gb_s * 1e9)
-    else:
-        with suppress(KeyError):  # older releases of the library raise it for a series that never was
-            metrics.FABRIC_NORMAL_RATE.remove(*pair)
 
 
 def _other(node: str, pair: Pair) -> str:

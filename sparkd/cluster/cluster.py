@@ -56,11 +56,19 @@ class Cluster:
 
     siting chooses nodes, places books their memory, engines starts and ends ranks, models says what a model's files show.
 
+    proved: see FabricNodes.
+
     The node that the daemon runs on is also looked at directly, by the agent's own code, while Ray is away: engines that outlive Ray stay
     in sight, and a restarted daemon finds them before Ray is connected.
     """
 
-    def __init__(self, config: Config, environ: Mapping[str, str], boundary: Boundary | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        environ: Mapping[str, str],
+        boundary: Boundary | None = None,
+        proved: Callable[[], frozenset[frozenset[str]]] = frozenset,
+    ) -> None:
         self._config = config
         self._boundary = boundary or Boundary(time.monotonic)
         self.node_ip = config.cluster.node_ip or LOOPBACK
@@ -83,7 +91,7 @@ class Cluster:
         self.costs = partial(costs_of, self._head)
         self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
-        self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
+        self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")

@@ -1,13 +1,21 @@
-"""A measured rate between two nodes: how it compares with the normal one, what is lost, and whether it proves that RDMA works."""
+"""The measured rates between nodes: how each compares with the normal one, what is lost, and whether it proves that RDMA works."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from sparkd import metrics
 from sparkd.fabric.checks import BOTH_RAILS, FAIL, OK, Finding
 from sparkd.fabric.nccl_log import SOCKET, judge_rate, least_normal_gb_s
+
+log = logging.getLogger("sparkd.measures")
 
 NCCL, GLOO = "nccl", "gloo"
 # Findings of the ranks that run which a rate has more to say about.
@@ -59,6 +67,33 @@ class Rate:
     def passed(self) -> bool:
         """Whether it proves that NCCL's RDMA works between the two, by every device that was meant to carry it."""
         return self.backend == NCCL and self.rails > 0 and self.network != SOCKET and finding(self).verdict != FAIL
+
+
+class RateBook:
+    """The last rate of each pair of nodes. path: the file that keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rates = {rate.pair: rate for rate in _read(path)}
+        for rate in self._rates.values():
+            _show(rate)
+
+    def all(self) -> list[Rate]:
+        return list(self._rates.values())
+
+    def proved(self) -> frozenset[frozenset[str]]:
+        """Pairs of nodes, by address, between which NCCL's RDMA has been proved."""
+        return proofs(self._rates.values())
+
+    def keep(self, rate: Rate) -> None:
+        self._rates[rate.pair] = rate
+        _show(rate)
+        try:
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
+            os.replace(fresh, self._path)
+        except OSError as error:
+            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
 
 
 def proofs(rates: Iterable[Rate]) -> frozenset[frozenset[str]]:
@@ -114,3 +149,24 @@ def _rails(number: int) -> str:
 def _lost(rate: Rate) -> float:
     """The missing share of the least rate that is normal."""
     return max(0.0, 1 - rate.gb_s / least_normal_gb_s(rate.rails))
+
+
+def _read(path: Path) -> list[Rate]:
+    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        # An older sparkd kept the links, too.
+        known = {field.name for field in fields(Rate)}
+        return [Rate(**{name: row[name] for name in row.keys() & known} | {"idle": tuple(row["idle"])}) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _show(rate: Rate) -> None:
+    pair = sorted(rate.pair)
+    metrics.FABRIC_RATE.labels(*pair).set(rate.gb_s * 1e9)
+    if rate.least_normal_gb_s is not None:
+        metrics.FABRIC_NORMAL_RATE.labels(*pair).set(rate.least_normal_gb_s * 1e9)
+    else:
+        with suppress(KeyError):  # older releases of the library raise it for a series that never was
+            metrics.FABRIC_NORMAL_RATE.remove(*pair)

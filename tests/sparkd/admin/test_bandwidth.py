@@ -22,7 +22,7 @@ from sparkd.config.config import load_config
 from sparkd.control.journal import Ledger
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
 from sparkd.fabric.checks import FAIL, OK, WARN
-from sparkd.fabric.rates import Rate, finding
+from sparkd.fabric.rates import Rate, RateBook, finding
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
@@ -92,7 +92,7 @@ class Scene:
         self.measures = self.again()
 
     def again(self) -> Measures:
-        return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0)
+        return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, RateBook(self.path), lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
@@ -139,8 +139,8 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
         assert made.nodes.of("end_job") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
         assert (FABRIC_RATE.labels(A, B)._value.get(), FABRIC_NORMAL_RATE.labels(A, B)._value.get()) == (21.5e9, 20e9)
-        assert made.measures.passed() == made.again().passed() == {frozenset((A, B))}
-        assert made.again().rates() == made.measures.rates()
+        assert made.measures.rates.proved() == made.again().rates.proved() == {frozenset((A, B))}
+        assert made.again().rates.all() == made.measures.rates.all()
 
 
 async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Path) -> None:
@@ -150,8 +150,7 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         return ring.readings[node]
 
     async with scene(tmp_path, ring) as made:
-        fabric = FabricNodes(read)
-        fabric.passed = made.measures.passed
+        fabric = FabricNodes(read, made.measures.rates.proved)
         chosen, why = await fabric.team([A, B, C], 3, rdma=True)
         assert chosen == () and lacking(why, "NCCL", "`sparkd fabric --measure all`") == []
 
@@ -161,7 +160,7 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         assert ended.message.count("GB/s over") == 3
         assert await fabric.team([A, B, C], 3, rdma=True) == ((A, B, C), "")
         assert await fabric.unlinked([A, B, C], rdma=True) == {}
-        found = report(ring.readings, rates=made.measures.rates())
+        found = report(ring.readings, rates=made.measures.rates.all())
         assert found["tensor_parallel"]["all"] is True
         assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
             (a, b, 21.5, "20 to 24") for a, b in ((A, B), (A, C), (B, C))
@@ -171,9 +170,9 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
 async def test_a_rate_of_an_older_sparkd_which_kept_its_links_counts(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.path.write_text(json.dumps([asdict(GOOD) | {"links": ["enp1s0f0np0"], "sockets": []}]))
-        assert made.again().rates() == [GOOD]
+        assert made.again().rates.all() == [GOOD]
         made.path.write_text("[{}]")
-        assert made.again().rates() == []
+        assert made.again().rates.all() == []
 
 
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said:
         ended = await made.ended(made.measures.start([A, B]))
         assert ended.state is OperationState.FAILED and told in ended.message
         assert len(made.nodes.of("end_job")) == 2
-        assert made.measures.rates() == []
+        assert made.measures.rates.all() == []
 
 
 async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
         made.nodes.moved = {"roceP2p1s0f1": 0}
         ended = await made.ended(made.measures.start([A, B]))
         assert lacking(ended.message, "21.5 GB/s", "2 rails", "20 to 24", "nothing", "roceP2p1s0f1") == []
-        assert finding(made.measures.rates()[0]).verdict == FAIL
+        assert finding(made.measures.rates.all()[0]).verdict == FAIL
 
 
 @pytest.mark.parametrize(
