@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from sparkd.capacity.reservation import offered_gib
-from sparkd.cluster.launcher import UNSERVED_GRACE_S, Engines
+from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
 from sparkd.cluster.node_tracker import (
     NodeObservation,
+    NodeTracker,
     Observation,
-    Sight,
     UnreadableFacts,
     facts_of,
     machine_of,
@@ -25,11 +25,11 @@ from sparkd.cluster.node_tracker import (
     told_of_strangers,
     told_of_unreadable,
 )
-from sparkd.cluster.placer import Siting
+from sparkd.cluster.placer import Placer
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
 from sparkd.cluster.read_memory import reading
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
@@ -97,15 +97,15 @@ class Cluster:
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
         self._upkeep_trouble: Condition | None = None
-        self.places = Places(self.node_ip, self._offered)
+        self.places = Reservations(self.node_ip, self._offered)
 
         def present() -> Config:
             return self._config
 
-        self.siting = Siting(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
-        self.engines = Engines(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
+        self.siting = Placer(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
+        self.engines = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.siting)
-        self._sight = Sight()
+        self._sight = NodeTracker()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}

@@ -48,7 +48,7 @@ class StartId:
         return f"{self.rank_id}-r{rank}" if rank else self.rank_id
 
 
-class Engines:
+class Launcher:
     """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
     node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
 

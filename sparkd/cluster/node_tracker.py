@@ -70,7 +70,7 @@ class UnreadableFacts:
     error: str
 
 
-class Sight:
+class NodeTracker:
     """Remembers nodes that do not answer. Their engines are unknown, not gone: starting one elsewhere would start it twice.
 
     A node counts as gone once it has not answered for NODE_GRACE_S. The time does not run while the daemon cannot observe any node.

@@ -17,7 +17,7 @@ from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.entry.hub_check import is_absent, look
@@ -39,7 +39,7 @@ ALONE: Ways = (1, 1)
 HUB = Threads("hub", 4)
 
 
-class Siting:
+class Placer:
     """Places models. `here` describes the Python environments of this node; `in_sight()` returns the nodes that answer, this one first;
     total_gib is the memory that this node offers. config: returns the present one."""
 
@@ -48,7 +48,7 @@ class Siting:
         config: Callable[[], Config],
         link: RayLink,
         fabric: FabricNodes,
-        places: Places,
+        places: Reservations,
         here: Node,
         in_sight: Callable[[], list[str]],
         total_gib: int,

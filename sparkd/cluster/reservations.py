@@ -8,7 +8,7 @@ from sparkd.errors import MemoryReturns, NoRoom
 from sparkd.state.memory_book import Held, Lack, MemoryBook
 
 
-class Places:
+class Reservations:
     """The reservations of all models. A reservation stays while its node is out of sight, where the rank may live on.
 
     here: the daemon's node.

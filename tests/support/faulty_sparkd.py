@@ -22,9 +22,9 @@ from sparkd.__main__ import main
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.pull import Pulls
 from sparkd.cluster.cluster import Cluster
-from sparkd.cluster.launcher import Engines
+from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.cluster.placer import Siting
+from sparkd.cluster.placer import Placer
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     alone()
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, Engines, Siting, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
+    for seam in (Cluster, Launcher, Placer, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

@@ -12,7 +12,7 @@ from typing import Any
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import ModelConfig
 from sparkd.errors import ClusterError
 from sparkd.gateway.upstream import ServedModels, Upstream
@@ -41,7 +41,7 @@ class MachineCluster(FakeCluster):
 
     def new_daemon(self) -> None:
         """The book of the daemon before is lost."""
-        self._places = Places("n", lambda: {"n": float(NODE_GIB)})
+        self._places = Reservations("n", lambda: {"n": float(NODE_GIB)})
 
     def held_bytes(self) -> int:
         return sum(fact.host_bytes or 0 for fact in self.live.values() if fact.alive)

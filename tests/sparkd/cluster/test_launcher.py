@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Engines, StartId
+from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
 from sparkd.fabric.readings import FabricNodes
@@ -94,7 +94,7 @@ async def started(
     config = Config(state_dir=tmp_path)
     spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2, "env": env, **keys}, over_admin=False)
     placement = Placement(A, "m", 3, platform, "vllm.entrypoints.cli.main", "0.32.0", spec, peers, 1 + len(peers))
-    engines = Engines(lambda: config, agents, FabricNodes(read), agents.call, A, lambda *_: {})  # type: ignore[arg-type]
+    engines = Launcher(lambda: config, agents, FabricNodes(read), agents.call, A, lambda *_: {})  # type: ignore[arg-type]
     return await engines.start(placement, spec, StartId("m-1-abcdef12", 1, "hash"), told.append), told
 
 
@@ -184,7 +184,7 @@ async def test_workers_of_rays_executor_get_a_group_that_ends_with_their_start(t
     async def ask(*_: object, timeout_s: float) -> dict[str, Any]:
         return {"gone": True}
 
-    engines = Engines(Config, agents, FabricNodes(ask), ask, A, lambda *_: {})  # type: ignore[arg-type]
+    engines = Launcher(Config, agents, FabricNodes(ask), ask, A, lambda *_: {})  # type: ignore[arg-type]
     agents.log.clear()
     for handle in handles:
         await engines.destroy(RankFact(handle, True, 1, None, False, Progress()))

@@ -12,8 +12,8 @@ import pytest
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster import placer
-from sparkd.cluster.placer import Siting
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.placer import Placer
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
@@ -87,9 +87,9 @@ class Scene:
         self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": platform}, environ={})
         self.fabric = FakeFabric(linked)
         self.link = FakeLink()
-        self.places = Places(A, lambda: offered)
+        self.places = Reservations(A, lambda: offered)
         self.here = Runtime()
-        self.siting = Siting(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.siting = Placer(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys

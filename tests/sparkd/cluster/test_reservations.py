@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.errors import MemoryReturns, NoRoom
 from sparkd.state.memory_book import Lack, MemoryBook
 from tests.support.facts import lacking
@@ -13,11 +13,11 @@ A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
 @pytest.fixture
-def places() -> Places:
-    return Places(A, lambda: {A: 100.0, B: 100.0})
+def places() -> Reservations:
+    return Reservations(A, lambda: {A: 100.0, B: 100.0})
 
 
-def test_a_start_that_is_refused_leaves_what_was_booked(places: Places) -> None:
+def test_a_start_that_is_refused_leaves_what_was_booked(places: Reservations) -> None:
     """The rank of an earlier start may live on a node out of sight."""
     places.hold("other", 60, [A])
     places.reserve_one("m", 50, only=B)
@@ -31,14 +31,14 @@ def test_a_start_that_is_refused_leaves_what_was_booked(places: Places) -> None:
     assert places.book().held == before
 
 
-def test_a_start_takes_the_place_of_what_its_model_held(places: Places) -> None:
+def test_a_start_takes_the_place_of_what_its_model_held(places: Reservations) -> None:
     places.hold("m", 90, [C])
     places.reserve("m", 80, [A, B])
 
     assert [places.reserved_gib(node) for node in (A, B, C)] == [80, 80, 0]
 
 
-def test_nodes_that_another_model_took_meanwhile_are_refused(places: Places) -> None:
+def test_nodes_that_another_model_took_meanwhile_are_refused(places: Reservations) -> None:
     """The nodes of a team are asked questions between their choice and their reservation."""
     chosen = places.with_room("m", 60)
     places.reserve_one("faster", 60)
@@ -48,14 +48,14 @@ def test_nodes_that_another_model_took_meanwhile_are_refused(places: Places) -> 
     assert lacking(caught.value.message, "60", "2 nodes", "faster") == []
 
 
-def test_memory_that_is_not_back_yet_is_waited_for(places: Places) -> None:
+def test_memory_that_is_not_back_yet_is_waited_for(places: Reservations) -> None:
     places.shut(frozenset(), {A: 10.0, B: 10.0})
 
     with pytest.raises(MemoryReturns):
         places.reserve_one("m", 60)
 
 
-def test_what_runs_is_booked_whatever_the_book_has_left(places: Places) -> None:
+def test_what_runs_is_booked_whatever_the_book_has_left(places: Reservations) -> None:
     places.hold("m", 80, [A])
     places.hold("adopted", 80, [A])
 
@@ -82,7 +82,7 @@ def test_what_runs_is_booked_whatever_the_book_has_left(places: Places) -> None:
 def test_a_model_goes_where_there_is_room(
     offered: dict[str, float], reserved: list[tuple[str, int]], need_gib: int, nodes: list[str]
 ) -> None:
-    places = Places("a", lambda: offered)
+    places = Reservations("a", lambda: offered)
     places.hold("m", 99, offered)  # its own is not in its way
     for number, (node, gib) in enumerate(reserved):
         places.hold(f"other{number}", gib, [node])

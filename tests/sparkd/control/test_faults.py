@@ -16,9 +16,9 @@ import pytest
 
 from sparkd.admin.readings import fabric_of, log_of
 from sparkd.cluster.cluster import Cluster
-from sparkd.cluster.launcher import Engines
+from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.cluster.placer import Siting
+from sparkd.cluster.placer import Placer
 from sparkd.control.plan import Backoff
 from sparkd.metrics import REGISTRY
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Want
@@ -31,7 +31,7 @@ Faults = tuple[Callable[[], BaseException], ...]
 
 
 # The fake lacks the methods of the cluster that only the daemon uses.
-OF_CLUSTER = [name for seam in (Cluster, Engines, Siting, ModelFiles) for name in public(seam) if hasattr(FakeCluster, name)]
+OF_CLUSTER = [name for seam in (Cluster, Launcher, Placer, ModelFiles) for name in public(seam) if hasattr(FakeCluster, name)]
 STORE_PARTS = {"wishes": StoredWishes, "ranks": StoredRanks, "history": History}
 OF_STORE = [f"{part}.{name}" for part, seam in STORE_PARTS.items() for name in public(seam)]
 
