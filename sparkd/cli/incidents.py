@@ -1,4 +1,4 @@
-"""`sparkd incidents`: ls, show. What the memory guards of all nodes did."""
+"""`sparkd incidents`: ls, show. They show each engine that a memory guard of any node killed, and the reason."""
 
 from __future__ import annotations
 
