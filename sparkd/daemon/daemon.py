@@ -46,10 +46,11 @@ from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
 from sparkd.gateway.pages import origins_of
+from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.scraper import Scraper
-from sparkd.gateway.server import GatewayServer, bind, gateway_server
+from sparkd.gateway.server import bind, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
@@ -150,13 +151,14 @@ class Daemon:
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
         self._registry = Roster(config, store, time.monotonic, time.time, options.models)
         self._journal = Ledger(store, time.time, self._boundary)
+        protocol = bounded_protocol(_limits(config))
         self._supervisor = Supervisor(
             self._registry,
             self._journal,
             self._cluster,
             ask=self._asker.warm,
             boundary=self._boundary,
-            outside=lambda: self._server.condition,
+            outside=protocol.condition,
         )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
@@ -194,7 +196,7 @@ class Daemon:
             probe_token=probe_token,
             requests=self._requests,
         )
-        self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
+        self._server = gateway_server(self._edge, protocol, drain_s=config.unload_timeout_s, boundary=self._boundary)
         self._reloader = Reloader(
             config,
             systemd,
