@@ -1,5 +1,4 @@
-"""Owns the effects of the plan's decisions: each is one task of one model, and what it did is seen by the next observation. Never
-decides."""
+"""Carries out the plan's decisions: each is one task of one model, and the next observation shows what it did."""
 
 from __future__ import annotations
 
@@ -54,10 +53,10 @@ Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
-class Actions:
-    """The supervisor's hands, and the one writer of a model's attempt. `strays` are ranks of unknown models that are being removed."""
+class Effects:
+    """Carries out the plan's actions, and alone writes a model's attempt. `strays` are ranks of unknown models that are being removed."""
 
-    def __init__(self, means: Means, door: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
+    def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
         self._roster = means.registry
         self._ledger = means.journal
         self._cluster = means.cluster
@@ -67,7 +66,7 @@ class Actions:
         self._clock = means.clock
         self._wall = means.journal.wall
         self._rng = means.rng
-        self._door = door
+        self._queue = queue
         self._wishes = wishes
         self._endings = endings
         self._looks = looks
@@ -221,6 +220,7 @@ class Actions:
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
+        record.lost_load_s = 0.0
         self.move(record, ModelState.READY)
         if record.attempt.rank_id and served is None and load_s is not None:
             self._ledger.keep_answered(record.attempt.rank_id, load_s)
@@ -229,7 +229,7 @@ class Actions:
         self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
         gauges.loaded(record.name, took_s, record.attempt.adopted)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
-        self._door.open(record)
+        self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
             self._spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
@@ -259,20 +259,19 @@ class Actions:
         """Wanted again while it drained: it never went away."""
         self.move(record, ModelState.READY)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
-        self._door.open(record)
+        self._queue.open(record)
 
     def rest(self, record: Record) -> None:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
-            record.attempt = replace(record.attempt, load_s=None)
             self._cluster.places.release(record.name)
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
         self._ledger.say("stopped", record.name, message)
         if record.desired.want is Want.STOPPED:
-            self._door.turn_away(record)
+            self._queue.turn_away(record)
         if record.spec is None:
             self._ledger.operations.finish(record, OperationState.CANCELLED, "The model was removed from the configuration.")
             del self._roster.records[record.name]
@@ -284,7 +283,7 @@ class Actions:
         backoff = Backoff(**self._roster.config.backoff.model_dump())
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
-            record.attempt = replace(record.attempt, load_s=self._load_s(record))
+            record.lost_load_s = self._load_s(record)
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
@@ -309,7 +308,7 @@ class Actions:
         if reason in FOR_ITS_OWNER and self._ledger.operations.running(record, "load"):
             self._wishes.answer(record)
         self._ledger.operations.finish(record, OperationState.FAILED, message, kind="load")
-        self._door.turn_away(record, keeps_place=waited)
+        self._queue.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
             self._cluster.places.release(record.name)

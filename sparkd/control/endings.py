@@ -1,4 +1,4 @@
-"""Owns the end of ranks: each is stopped, its memory released, and what would not end is tried again later. Never decides what ends."""
+"""Ends ranks: stops each, releases its memory, and tries again later what would not end."""
 
 from __future__ import annotations
 

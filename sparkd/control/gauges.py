@@ -1,4 +1,4 @@
-"""Shows the supervisor's picture in the metrics. Never measures anything itself."""
+"""Shows the snapshot in the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns whatever must outlive the daemon: wishes, handles, operations, events, written as they happen. Never decides, never acts."""
+"""Writes down whatever must outlive the daemon, as it happens: wishes, handles, operations, events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.control.load_costs import Loads, recalled
 from sparkd.control.operations import OperationBook
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
@@ -140,10 +139,6 @@ class Ledger:
             if event.kind == "failed" and event.model and event.data.get("reason") == reason and age_s < window_s:
                 ages.setdefault(event.model, []).append(age_s)
         return ages
-
-    def loads(self, now_s: float) -> Loads:
-        """The cost of evictions so far, by earlier daemons' events. now_s: this moment, of the clock that the answer goes by."""
-        return recalled(self._store.history.events(0, EVENTS_KEPT), now_s, self.wall())
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""

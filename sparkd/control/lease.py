@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.control.residency import PROMISE_S
+from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
 from sparkd.errors import (
@@ -66,7 +66,7 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
@@ -74,9 +74,9 @@ class Lease:
     parsers: Parsers | None
 
     def __init__(
-        self, door: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
+        self, queue: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
     ) -> None:
-        self._door = door
+        self._queue = queue
         self._name = name
         self._wait_s = wait_s
         self._probe = probe
@@ -86,11 +86,11 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
+        record = self._held = await self._queue.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
             self._held = None
-            self._door.leave(record, answered=False, probe=self._probe)
+            self._queue.leave(record, answered=False, probe=self._probe)
             raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
         self.model, self.upstream = record.name, upstream
         attempt = record.attempt
@@ -99,14 +99,14 @@ class Lease:
 
     async def __aexit__(self, *_: object) -> None:
         if self._held is not None:
-            self._door.leave(self._held, answered=self.answered, probe=self._probe)
+            self._queue.leave(self._held, answered=self.answered, probe=self._probe)
             self._held = None
 
 
 class LeaseQueue:
     """Admits requests to READY models, holds those whose model is starting, and refuses the rest.
 
-    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Actions.
+    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Effects.
     """
 
     def __init__(

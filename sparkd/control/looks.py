@@ -1,4 +1,4 @@
-"""Owns what is known of a model's abilities: from its files, then from its engine. Never begins or ends an engine."""
+"""Learns a model's abilities: from its files, then from its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what every part that acts works with: the shared parts of the daemon, and the tasks that run beside the loop. Never acts itself."""
+"""The shared parts of the daemon that every acting part works with, and the tasks that run beside the loop."""
 
 from __future__ import annotations
 

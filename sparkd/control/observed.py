@@ -1,4 +1,4 @@
-"""Owns what the nodes have shown of one model's ranks, and since when they stand still. No other module changes it. Never decides."""
+"""The last observation of one model's ranks, and since when those stand still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the long actions and how each of them stands, also of earlier daemons. Never begins or ends what they tell of."""
+"""The long actions and how each of them stands, also those of earlier daemons."""
 
 from __future__ import annotations
 

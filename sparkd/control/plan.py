@@ -1,4 +1,4 @@
-"""The pure decision: the next actions, from desired and observed state. Never awaits, logs, reads the clock or keeps state."""
+"""The pure decision: the next actions, from desired and observed state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparkd.control.facts import ModelFacts
-from sparkd.control.scheduler import Turn
+from sparkd.control.scheduler import Schedule
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want, by_cause
 from workers.rank.log_parser import ROOT_CAUSE_WINDOW_S, signal_name
@@ -57,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Take over an engine that an earlier daemon started, with all its ranks alive. rank_id: as in ModelFacts."""
+    """Take over an engine that an earlier daemon started, with all its ranks alive. rank_id: that of rank 0 of the start."""
 
     model: str
     rank_id: str
@@ -125,7 +125,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Remove every rank of a start that cannot be adopted, or that died. rank_id: as in ModelFacts."""
+    """Remove every rank of a start that cannot be adopted, or that died. rank_id: that of rank 0 of the start."""
 
     rank_id: str
     model: str
@@ -136,22 +136,25 @@ Action = Place | Adopt | Move | Ask | Unwant | Yield | Drain | Stop | Rest | Fai
 
 
 def plan(
-    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, turn: Turn | None = None
+    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, schedule: Schedule | None = None
 ) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
-    `strangers` are ranks of models that are not configured. turn: which model may start (sparkd.control.scheduler); None: any. Only one
-    model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that freezes the
-    host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon started.
+    strangers: ranks of models that are not configured.
+    schedule: which model may start (sparkd.control.scheduler); None: any.
+
+    Only one model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that
+    freezes the host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon
+    started.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
     starting = any(facts.starts or facts.ends(now_s) for facts in models.values())
     starting = starting or any(fact.alive for fact in strangers)
-    for name in sorted(models, key=lambda n: (models[n].queued == 0, n)):
+    for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
         facts = models[name]
-        may_start = can_place and not starting and (turn is None or turn.first == name)
-        action = _next(facts, may_start, now_s) or _of_turn(facts, turn, can_place and not starting)
+        may_start = can_place and not starting and (schedule is None or schedule.first == name)
+        action = _next(facts, may_start, now_s) or _of_schedule(facts, schedule, can_place and not starting)
         if action is None:
             continue
         actions.append(action)
@@ -163,26 +166,26 @@ def plan(
 def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     if facts.ranks is None:
         # The node did not answer. A wish to stop or start waits. An engine runs on, but its clients are not kept waiting.
-        return _dark(facts) if facts.world == 1 and not facts.busy else None
-    if facts.busy:
+        return _dark(facts) if facts.record.attempt.world == 1 and not facts.record.busy else None
+    if facts.record.busy:
         # If a rank is broken, the question in progress would wait until the start deadline.
-        return _broken(facts) if facts.busy == "ask" and facts.world > 1 and facts.state in STARTING else None
+        return _broken(facts) if facts.record.busy == "ask" and facts.record.attempt.world > 1 and facts.record.state in STARTING else None
     stray = _stray(facts)
     if stray:
         return stray
-    if facts.want is Want.STOPPED or facts.yields:
+    if facts.record.desired.want is Want.STOPPED or facts.yields:
         return _towards_stopped(facts, now_s)
     return _towards_running(facts, can_start, now_s)
 
 
-def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
+def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Action | None:
     """The action that the scheduler asks of this model. now: a model could be started if it had room."""
-    if turn is None or not now:
+    if schedule is None or not now:
         return None
-    if (refusal := turn.refused.get(facts.name)) is not None:
+    if (refusal := schedule.refused.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
-    to = turn.leave.get(facts.name)
-    return Yield(facts.name, to) if to is not None and facts.want is Want.RUNNING and not facts.yields else None
+    to = schedule.leave.get(facts.name)
+    return Yield(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
@@ -196,14 +199,14 @@ def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
 def _stray(facts: ModelFacts) -> Destroy | None:
     """The removal of a start of this model that is neither the present one nor can be adopted."""
     for start, ranks in _starts(facts).items():
-        if start == facts.rank_id or facts.state is ModelState.STOPPING:
+        if start == facts.record.attempt.rank_id or facts.record.state is ModelState.STOPPING:
             continue
-        if facts.rank_id is None and (_adoptable(facts, ranks) or (facts.unseen and _adoptable(facts, ranks, whole=False))):
+        if facts.record.attempt.rank_id is None and (_adoptable(facts, ranks) or (facts.unseen and _adoptable(facts, ranks, whole=False))):
             continue
-        if any(fact.handle.config_hash != facts.config_hash for fact in ranks):
+        if any(fact.handle.config_hash != facts.record.hash for fact in ranks):
             reason = "its configuration changed"
         elif all(fact.alive for fact in ranks):
-            whole = facts.rank_id is not None or len(ranks) == ranks[0].handle.world
+            whole = facts.record.attempt.rank_id is not None or len(ranks) == ranks[0].handle.world
             reason = "it is not the present rank of its model" if whole else "the other ranks of its start have ended"
         else:
             reason = "it died while no daemon watched it"
@@ -213,22 +216,22 @@ def _stray(facts: ModelFacts) -> Destroy | None:
 
 def _adoptable(facts: ModelFacts, ranks: list[RankFact], *, whole: bool = True) -> bool:
     """Whether these ranks of one start can be adopted. whole: all of its ranks are required; an engine without one answers nothing."""
-    if facts.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in ranks):
+    if facts.record.desired.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in ranks):
         return False
-    if any(fact.handle.config_hash != facts.config_hash for fact in ranks):
+    if any(fact.handle.config_hash != facts.record.hash for fact in ranks):
         return False
     return not whole or sorted(fact.handle.rank for fact in ranks) == list(range(ranks[0].handle.world))
 
 
 def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
-    match facts.state:
+    match facts.record.state:
         case ModelState.STOPPED:
             return None
         case ModelState.READY:
-            return Drain(facts.name) if facts.in_flight else Stop(facts.name)
+            return Drain(facts.name) if facts.record.queue.in_flight else Stop(facts.name)
         case ModelState.DRAINING:
-            expired = now_s - facts.state_since_s >= facts.drain_deadline_s
-            return Stop(facts.name) if facts.in_flight == 0 or expired else None
+            expired = now_s - facts.record.since_s >= facts.drain_deadline_s
+            return Stop(facts.name) if facts.record.queue.in_flight == 0 or expired else None
         case ModelState.FAILED:
             return _end(facts)
         case ModelState.STOPPING:
@@ -245,7 +248,7 @@ def _end(facts: ModelFacts) -> Action | None:
 
 
 def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
-    match facts.state:
+    match facts.record.state:
         case ModelState.STOPPED | ModelState.FAILED:
             return _start(facts, can_start, now_s)
         case ModelState.STOPPING:
@@ -259,11 +262,11 @@ def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action
 
 def _start(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     for start, ranks in _starts(facts).items():
-        if start == facts.rank_id:
+        if start == facts.record.attempt.rank_id:
             return Destroy(start, facts.name, "the attempt it belonged to failed")
         if _adoptable(facts, ranks):
             return Adopt(facts.name, start)
-    if facts.config_hash is None or facts.unseen or not can_start or now_s < facts.backoff_until_s:
+    if facts.record.hash is None or facts.unseen or not can_start or now_s < facts.record.backoff_until_s:
         # Ranks on a node that does not answer may still hold its memory.
         return None
     return Place(facts.name)
@@ -275,28 +278,29 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
     present = _present(facts)
     if not present:
         return None
-    if any(fact.handle.config_hash != facts.config_hash for fact in present):
+    if any(fact.handle.config_hash != facts.record.hash for fact in present):
         return _towards_stopped(facts, now_s)
-    if facts.state in STARTING:
+    if facts.record.state in STARTING:
         return _advance(facts, present, now_s)
-    if facts.state is ModelState.DRAINING:
+    if facts.record.state is ModelState.DRAINING:
         return Move(facts.name, ModelState.READY)
-    idle_s = now_s - facts.last_used_s
-    if facts.ttl_s > 0 and facts.in_flight == 0 and facts.queued == 0 and idle_s >= facts.ttl_s:
+    idle_s = now_s - facts.record.queue.last_used_s
+    if facts.ttl_s > 0 and facts.record.queue.in_flight == 0 and facts.record.queue.waiting == 0 and idle_s >= facts.ttl_s:
         return Unwant(facts.name, idle_s)
     return None
 
 
 def _dark(facts: ModelFacts) -> Fail | None:
     """The failure of a READY model whose only node does not answer."""
-    if facts.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
+    if facts.record.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
         return None
     cause = f"Its node has not answered for {facts.dark_s:.0f} s"
     return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts it again when the node is back, or elsewhere if the node is lost.")
 
 
 def _present(facts: ModelFacts) -> list[RankFact]:
-    return sorted((fact for fact in facts.ranks or () if fact.handle.start == facts.rank_id), key=lambda fact: fact.handle.rank)
+    start = facts.record.attempt.rank_id
+    return sorted((fact for fact in facts.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank)
 
 
 def _broken(facts: ModelFacts) -> Fail | None:
@@ -309,15 +313,15 @@ def _broken(facts: ModelFacts) -> Fail | None:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
         first = next(filter(_says_why, by_cause(present)), dead[0])
         return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
-    missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
+    missing = sorted(set(range(facts.record.attempt.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
         numbers = " and ".join(map(str, missing))
-        message = f"Rank {numbers} of {facts.world} has disappeared from its node; sparkd starts all ranks again."
+        message = f"Rank {numbers} of {facts.record.attempt.world} has disappeared from its node; sparkd starts all ranks again."
         return Fail(facts.name, "RankMissing", message)
     if facts.deaf_s >= DEAF_S:
         path = next((fact.handle.socket_path for fact in present if fact.deaf), "")
         return Fail(facts.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
-    if facts.world == 1:
+    if facts.record.attempt.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:
         cause = f"one of its nodes has not answered for {facts.dark_s:.0f} s"
@@ -336,21 +340,21 @@ def _broken(facts: ModelFacts) -> Fail | None:
 
 def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action | None:
     progress = progress_of(present) or Progress()
-    late_s = now_s - facts.attempt_since_s - facts.start_deadline_s
+    late_s = now_s - facts.record.attempt.since_s - facts.start_deadline_s
     spins = late_s >= (LATEST - 1) * facts.start_deadline_s and facts.silent_s >= SILENT_S
     if late_s >= 0 and (facts.still_s >= STILL_S or spins):
         hung = "hung" if facts.still_s >= STILL_S else f"computed for {facts.silent_s:.0f} s without reading a byte or writing a line"
         took_s = facts.start_deadline_s + late_s
-        cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
+        cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.record.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
         return Fail(facts.name, "StartTimeout", cause + cure)
     if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in by_cause(present))), None):
         # The engine may take long to end, or hang, but its load has failed already.
         return Fail(facts.name, *failed)
     phase = _PHASES.get(progress.phase)
-    if phase and _ORDER.index(phase) > _ORDER.index(facts.state):
+    if phase and _ORDER.index(phase) > _ORDER.index(facts.record.state):
         return Move(facts.name, phase)
-    if now_s - facts.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
+    if now_s - facts.record.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
         return Ask(facts.name)
     return None
 

@@ -1,4 +1,4 @@
-"""Owns the supervisor's memory of one model between two ticks. Never decides, never acts; only the supervisor and its door write it."""
+"""The supervisor's memory of one model between two ticks. Only the supervisor and its parts write it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from sparkd.config.config import ModelConfig
 from sparkd.control.observed import Observed
 from sparkd.control.request_queue import RequestQueue
-from sparkd.control.residency import Evicted
 from sparkd.control.wait_reasons import Wait
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
@@ -24,6 +23,20 @@ class Looked:
 
     hash: str | None
     abilities: Abilities
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """How a model's stay ended, if that was for another model.
+
+    to: the other model.
+    by: who had requested the evicted model before.
+    owed: whether the evicted model is loaded again if the other one's load ends without being READY.
+    """
+
+    to: str
+    by: str
+    owed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,7 @@ class Record:
         "last_asked_s",
         "last_failure",
         "looked",
+        "lost_load_s",
         "name",
         "observed",
         "operation",
@@ -88,6 +102,7 @@ class Record:
         "spec",
         "stalls",
         "state",
+        "takes_turns",
         "task",
         "turn",
         "upstream",
@@ -119,8 +134,12 @@ class Record:
         self.wait: Wait | None = None
         # The model for which it goes.
         self.yields_to: str | None = None
-        # How its last stay ended, where it went for another one; None once it is READY again.
+        # None once it is READY again.
         self.evicted: Evicted | None = None
+        # Whether it was evicted for another model, or another for it, since the daemon began.
+        self.takes_turns = False
+        # How long its last load took, if that failed.
+        self.lost_load_s = 0.0
         self.last_asked_s = float("-inf")
         self.failures = 0
         # Why and when the last try failed; a new try does not forget it.
@@ -135,14 +154,30 @@ class Record:
         return self.looked.abilities if self.looked is not None and self.looked.hash == self.hash else None
 
     @property
+    def pinned(self) -> bool:
+        return bool(self.spec and self.spec.pin)
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority if self.spec else 0
+
+    @property
+    def lack(self) -> Lack | None:
+        """The memory that its present entry asked for when there was no room."""
+        return self.attempt.lack if self.attempt.entry_hash == self.hash else None
+
+    @property
     def claims(self) -> bool:
         """Whether other models make room for it: a client waits or was asked to retry, or an operator has requested the model."""
         requested = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
         return requested and self.desired.want is Want.RUNNING
 
     def is_taken_over(self, want: Want, by: str) -> bool:
-        """An operator's wish takes over a request's, which a client that hangs up would take back, and while the model is not there one
-        that others need make no room for. The configuration's takes over a request's, too."""
+        """Whether this wish replaces the present one, although both want the same.
+
+        An operator's wish replaces a request's, which ends when its client hangs up. While the model is not READY it also replaces a wish
+        for which no other model is evicted. The configuration's wish replaces a request's.
+        """
         if by != "admin":
             return by == "config" and self.desired.by == "request"
         away = want is Want.RUNNING and self.state is not ModelState.READY

@@ -1,4 +1,4 @@
-"""Which models there are: the file's and those added while it runs, their names and their records. Never plans, never acts."""
+"""Which models there are: the file's and those added while it runs, their names and their records."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Owns the requests of one model: those that its engine works on, those that wait, and since when the model is requested.
-
-No other module changes them. Never decides which request is admitted.
-"""
+"""Counts the requests of one model: those that its engine works on, those that wait, and since when the model is requested."""
 
 from __future__ import annotations
 
 import asyncio
+
+# Seconds within which a client that was asked to retry must be back: twice the longest Retry-After.
+PROMISE_S = 120.0
 
 
 class RequestQueue:

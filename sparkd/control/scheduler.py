@@ -1,8 +1,10 @@
-"""Owns the order in which waiting models start, and which others are evicted for the first. Pure: never waits, starts or ends one.
+"""Decides the order in which waiting models start, and which others are evicted for the first. Pure.
 
 A model is claimed if a request waits for it or an operator requested it. Claimed models start before others, in the order of their claims.
-The others wait even if there is room, so that small ones do not keep a large one out for ever. sparkd.control.residency decides for how
-long a model stays.
+The others wait even if there is room, so that small ones do not keep a large one out for ever.
+
+A model in use stays for min_residency_s after it was ready, and an idle one yields at once. Two models that take each other's place wait
+for each other at least as long as the load took, so at most half of the time goes into loading (tests/bench/swap.py).
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
-from sparkd.control.residency import Budget
 from sparkd.control.wait_reasons import (
     ASKED_FIRST,
     ENDS,
@@ -32,15 +33,17 @@ from sparkd.state.nouns import ModelState, Want
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
 _AWAY = (ModelState.STOPPED, ModelState.FAILED)
-WHOLE = Budget()
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """first: may be placed once nothing else is started or ended. leave: by model that goes, for whom. waits: why each waits, also the
-    first where it is not placed now. refused: who would wait in vain, and why.
+class Schedule:
+    """The scheduler's decision.
 
-    line: all that wait, in their order.
+    first: the model that is placed once no other model starts or ends.
+    leave: the models to evict, each with the model that needs its place.
+    waits: why each waiting model waits, the first one too unless it is placed now.
+    refused: the models that would wait in vain, and why.
+    line: all waiting models, in their order.
     """
 
     first: str | None = None
@@ -50,51 +53,54 @@ class Turn:
     line: tuple[str, ...] = ()
 
 
-def turn(
-    models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE
-) -> Turn:
+def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None) -> Schedule:
     """The decision for the present facts; equal facts give an equal decision.
 
-    bar: why no model can be placed now. budget: the allowed cost of evictions.
+    bar: why no model can be placed now.
     """
     waiting = [facts for facts in models.values() if _waits(facts, now_s)]
-    waiting.sort(key=lambda facts: (not facts.claims, facts.asked_since_s, facts.name))
+    waiting.sort(key=lambda facts: (not facts.record.claims, _asked_since_s(facts), facts.name))
     waits: dict[str, Wait] = {}
     refused: dict[str, Wait] = {}
     for position, facts in enumerate(waiting):
         name = facts.name
         others = [other.name for other in waiting[position + 1 :]]
         rivals = ties.rivals_of(name) & _present(models, book)
-        lacks = facts.lack is not None and not book.has_room(name, facts.lack)
+        lacks = facts.record.lack is not None and not book.has_room(name, facts.record.lack)
         if not rivals and not lacks:
             waits |= dict.fromkeys(others, Wait(STARTED_FIRST, f"It waits for its turn: {name} is started first.", (name,)))
-            returning = book.returning(name, facts.lack) if facts.lack else None
+            returning = book.returning(name, facts.record.lack) if facts.record.lack else None
             if (wait := bar or _before(models, now_s)) is not None:
                 waits[name] = wait
             elif returning is not None:
-                waits[name] = Wait(RETURNS, returning, lack=facts.lack)
-            return Turn(None if returning else name, {}, waits, refused, _line(waiting, refused))
-        if not facts.claims:
+                waits[name] = Wait(RETURNS, returning, lack=facts.record.lack)
+            return Schedule(None if returning else name, {}, waits, refused, _line(waiting, refused))
+        if not facts.record.claims:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
-        victims = _victims(facts, models, book, ties, rivals, now_s, budget)
+        victims = _victims(facts, models, book, ties, rivals, now_s)
         if isinstance(victims, Wait):
             refused[name] = victims
             continue
-        leave, wait = _leaving(victims, now_s, budget)
+        leave, wait = _leaving(facts, victims, now_s)
         waits[name] = _waits_for(facts, rivals, wait)
-        turn = f"It waits for its turn: {name} was requested first and waits for memory."
-        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, turn, (name,)))
-        return Turn(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
-    return Turn(None, {}, waits, refused, _line(waiting, refused))
+        message = f"It waits for its turn: {name} was requested first and waits for memory."
+        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, message, (name,)))
+        return Schedule(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
+    return Schedule(None, {}, waits, refused, _line(waiting, refused))
+
+
+def _asked_since_s(facts: ModelFacts) -> float:
+    since_s = facts.record.queue.asked_since_s
+    return float("inf") if since_s is None else since_s
 
 
 def _waits(facts: ModelFacts, now_s: float) -> bool:
     """It could be started now, as far as it is concerned."""
-    wanted = facts.want is Want.RUNNING and not facts.yields and facts.config_hash is not None
-    free = facts.state in _AWAY and not facts.busy and facts.ranks == () and not facts.unseen
-    return wanted and free and now_s >= facts.backoff_until_s
+    wanted = facts.record.desired.want is Want.RUNNING and not facts.yields and facts.record.hash is not None
+    free = facts.record.state in _AWAY and not facts.record.busy and facts.ranks == () and not facts.unseen
+    return wanted and free and now_s >= facts.record.backoff_until_s
 
 
 def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
@@ -108,7 +114,7 @@ def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
 
 def _present(models: Mapping[str, ModelFacts], book: MemoryBook) -> set[str]:
     """The models that run, start or end, or still hold memory."""
-    return {name for name, facts in models.items() if facts.state not in _AWAY or facts.ranks} | set(book.held)
+    return {name for name, facts in models.items() if facts.record.state not in _AWAY or facts.ranks} | set(book.held)
 
 
 def _victims(
@@ -118,21 +124,21 @@ def _victims(
     ties: Ties,
     rivals: Collection[str],
     now_s: float,
-    budget: Budget,
 ) -> list[ModelFacts] | Wait:
     """The fewest models to evict, unused ones first; a Wait if evicting every evictable model would not suffice."""
     spared = {asker.name, *ties.companions_of(asker.name)}
-    may_go = [facts for name, facts in models.items() if name not in spared and facts.state in _THERE and not _pinned(facts, models, ties)]
-    passing = {name for name in _present(models, book) if name in models and models[name].state not in _THERE and not models[name].pinned}
+    resident = {name for name, facts in models.items() if facts.record.state in _THERE}
+    may_go = [models[name] for name in sorted(resident - spared) if not _pinned(models[name], models, ties)]
+    passing = {name for name in (_present(models, book) & models.keys()) - resident if not models[name].record.pinned}
     chosen = [facts for facts in may_go if facts.name in rivals]
     names = {facts.name for facts in may_go} | passing
     if staying := sorted(set(rivals) - names):
         pinned = "that is pinned" if len(staying) == 1 else "those are pinned"
         sentence = f"{asker.name} cannot run with {' and '.join(staying)} (groups.exclude), and {pinned}. Unload the pinned model first."
         return Wait(EXCLUDED, sentence, tuple(staying))
-    if asker.lack is None:
+    if asker.record.lack is None:
         return _whole(chosen, models, ties)
-    if not book.has_room(asker.name, asker.lack, names):
+    if not book.has_room(asker.name, asker.record.lack, names):
         keepers = sorted(set(book.held) - names - {asker.name})
         kept_by = " and ".join(keepers) or "no model that sparkd could unload"
         free = book.free_gib({asker.name, *names})
@@ -144,53 +150,57 @@ def _victims(
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
-        return Wait(NO_ROOM, sentence, tuple(keepers), asker.lack)
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s, budget))
-    while not book.has_room(asker.name, asker.lack, passing | {facts.name for facts in chosen}) and spare:
+        return Wait(NO_ROOM, sentence, tuple(keepers), asker.record.lack)
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts, now_s))
+    while not book.has_room(asker.name, asker.record.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
         rest = [other for other in chosen if other is not facts]
-        if not _leaves(facts) and book.has_room(asker.name, asker.lack, passing | {other.name for other in rest}):
+        if not _leaves(facts) and book.has_room(asker.name, asker.record.lack, passing | {other.name for other in rest}):
             chosen = rest
     return _whole(chosen, models, ties)
 
 
-def _missed(facts: ModelFacts, now_s: float, budget: Budget) -> tuple[object, ...]:
+def _missed(asker: ModelFacts, facts: ModelFacts, now_s: float) -> tuple[object, ...]:
     """How much it would be missed if it went, the least first."""
-    stays, busy = _until_s([facts], budget) > now_s, facts.in_flight > 0
-    return not _leaves(facts), stays, busy, facts.priority, facts.last_used_s, facts.name
+    stays, busy = _until_s(asker, [facts]) > now_s, facts.record.queue.in_flight > 0
+    return not _leaves(facts), stays, busy, facts.record.priority, facts.record.queue.last_used_s, facts.name
 
 
 def _whole(chosen: list[ModelFacts], models: Mapping[str, ModelFacts], ties: Ties) -> list[ModelFacts]:
     """With the companions of each, which go with it."""
     names = {name for facts in chosen for name in (facts.name, *ties.companions_of(facts.name))}
-    return [models[name] for name in sorted(names) if name in models and models[name].state in _THERE]
+    return [models[name] for name in sorted(names) if name in models and models[name].record.state in _THERE]
 
 
 def _pinned(facts: ModelFacts, models: Mapping[str, ModelFacts], ties: Ties) -> bool:
-    return facts.pinned or any(models[name].pinned for name in ties.companions_of(facts.name) if name in models)
+    return facts.record.pinned or any(models[name].record.pinned for name in ties.companions_of(facts.name) if name in models)
 
 
 def _leaves(facts: ModelFacts) -> bool:
-    return facts.yields or facts.want is Want.STOPPED
+    return facts.yields or facts.record.desired.want is Want.STOPPED
 
 
-def _until_s(victims: Collection[ModelFacts], budget: Budget) -> float:
-    """Until when these do not go together: the budget covers the loads of all."""
+def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:
+    """Until when these models are not evicted together."""
     stays = [facts.stay for facts in victims if not _leaves(facts)]
-    return max(budget.covers_at_s(sum(stay.load_s for stay in stays)), *(stay.until_s for stay in stays)) if stays else float("-inf")
+    if not stays:
+        return float("-inf")
+    # A load that failed had no stay of its own: the victims' stay covers it too.
+    loads_s = asker.record.lost_load_s + sum(stay.load_s for stay in stays)
+    return max(max(stay.ready_since_s for stay in stays) + loads_s, *(stay.until_s for stay in stays))
 
 
-def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[list[str], Wait]:
+def _leaving(asker: ModelFacts, victims: list[ModelFacts], now_s: float) -> tuple[list[str], Wait]:
     """The models that are evicted now, and the reason for the waiting one. They are evicted together, or none yet."""
     models = tuple(facts.name for facts in victims)
-    names, stay_s = " and ".join(models), _until_s(victims, budget) - now_s
+    names, stay_s = " and ".join(models), _until_s(asker, victims) - now_s
     if not victims:
         return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:
         leaving = [facts.name for facts in victims if _leaves(facts)]
         return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
-    busy = sum(facts.in_flight for facts in victims)
+    busy = sum(facts.record.queue.in_flight for facts in victims)
     requests = f", {busy} request{'' if busy == 1 else 's'} may finish first" if busy else ""
     return list(models), Wait(LEAVE, f"{names} is unloaded for it{requests}", models)
 
@@ -201,13 +211,14 @@ def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
         before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
     else:
         before = f"It waits for memory, {_size(facts)}"
-    return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.lack)
+    return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.record.lack)
 
 
 def _size(facts: ModelFacts) -> str:
-    if facts.lack is None:
+    lack = facts.record.lack
+    if lack is None:
         return "memory"
-    return f"{facts.lack.gib} GiB" if facts.lack.nodes == 1 else f"{facts.lack.gib} GiB on each of {facts.lack.nodes} nodes"
+    return f"{lack.gib} GiB" if lack.nodes == 1 else f"{lack.gib} GiB on each of {lack.nodes} nodes"
 
 
 def _line(waiting: list[ModelFacts], refused: Collection[str]) -> tuple[str, ...]:

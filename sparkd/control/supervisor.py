@@ -1,4 +1,4 @@
-"""The control loop: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or a file."""
+"""The control loop: observes, plans and acts, and offers lease, want and snapshot."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.control import gauges
-from sparkd.control.effects import FOR_ITS_OWNER, Actions, AskFunction, end_backoffs
+from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ENDS_S, ModelFacts
+from sparkd.control.facts import ENDS_S, ModelFacts, Stay
 from sparkd.control.journal import Ledger, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
-from sparkd.control.load_gate import Gate
+from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.control.pressure import told_of
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.control.residency import PROMISE_S, Stay
-from sparkd.control.scheduler import Turn
-from sparkd.control.swap import Swap, bar_of
-from sparkd.control.views import holders, view
-from sparkd.control.watchdog import Pulse
+from sparkd.control.request_queue import PROMISE_S
+from sparkd.control.scheduler import Schedule
+from sparkd.control.swap import Swap
+from sparkd.control.views import guard_hints, holders, view
+from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
@@ -90,7 +89,7 @@ class Supervisor:
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)
         self._wishes = Wishes(self.registry, self.ledger, self._wake, clock, journal.wall)
-        self._door = LeaseQueue(
+        self._queue = LeaseQueue(
             self.registry,
             wishes=self._wishes,
             wake=self._wake,
@@ -100,9 +99,9 @@ class Supervisor:
             look=self._looks.look,
             boundary=self.boundary,
         )
-        self._gate = Gate(
+        self._gate = LoadGate(
             self.ledger,
-            self._door,
+            self._queue,
             self._wishes,
             clock,
             partial(holders, self.registry),
@@ -110,12 +109,12 @@ class Supervisor:
         )
         self._swap = Swap(self.ledger, cluster.places.book, lambda: self.registry.ties, self._wishes, clock)
         self._endings = Endings(means, self._gate.release.left)
-        self._actions = Actions(means, self._door, self._wishes, self._endings, self._looks, ask=ask)
-        self._pulse = Pulse(self.tasks.spawn, ask, clock)
+        self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
+        self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
         self.ledger.operations.take_over(self.registry.records)
-        self._actions.recall(journal.handles())
+        self._effects.recall(journal.handles())
 
     # The three verbs.
 
@@ -129,7 +128,7 @@ class Supervisor:
         Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
         RouteNotServed at once if the model is known not to meet it.
         """
-        return Lease(self._door, name, wait_s, probe, waits, need)
+        return Lease(self._queue, name, wait_s, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
@@ -143,13 +142,15 @@ class Supervisor:
         observation = self._observation
         seen = observation.trouble if observation else None
         own = (self._refused, self.ledger.trouble, *self.registry.conditions)
-        every = (*own, seen, *self._gate.conditions, *self._pulse.conditions, self.boundary.condition, self._outside())
+        every = (*own, seen, *self._gate.conditions, *self._watchdog.conditions, self.boundary.condition, self._outside())
         return Snapshot(
             at_s=self.ledger.wall(),
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={name: view(self.registry, record, now_s, self._pulse.doubt(record)) for name, record in self.registry.records.items()},
+            models={
+                name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
+            },
             nodes=observation.nodes if observation else (),
             operations=self.ledger.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
@@ -171,16 +172,16 @@ class Supervisor:
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
 
-        Engines whose own settings did not change keep running. Models that are new in the preload list are loaded.
+        Engines schedule own settings did not change keep running. Models that are new in the preload list are loaded.
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
         self._wishes.end_removed()
         for name in before.keys() - self.registry.records.keys():
-            self._door.turn_away(before[name])
+            self._queue.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
-        # Models that lacked memory may have it now. A model whose engine hangs or crashes keeps its back-off unless its entry changed.
+        # Models that lacked memory may have it now. A model schedule engine hangs or crashes keeps its back-off unless its entry changed.
         end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
@@ -200,7 +201,7 @@ class Supervisor:
     def drain(self, *, wholly: bool = True) -> None:
         """Shut the queue: end all waits and give no new lease. wholly=False still gives leases of models that are READY."""
         self._draining = True
-        self._door.close(self.registry.records.values(), wholly=wholly)
+        self._queue.close(self.registry.records.values(), wholly=wholly)
 
     async def first_look(self, timeout_s: float) -> None:
         """Wait until the first tick has acted and the models that it adopted answer, or for timeout_s."""
@@ -239,7 +240,7 @@ class Supervisor:
                 with self.boundary.around("tick"), metrics.TICK_SECONDS.time():
                     await self.tick()
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self.registry.records.values())
-                hurry = hurry or bool(self._gate.room_gib)
+                hurry = hurry or bool(self._gate.release.room_gib)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
                         await self._wake.wait()
@@ -254,7 +255,7 @@ class Supervisor:
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
-            self._cluster.tell(told_of(records.values()))
+            self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
             observation = await self._cluster.observe()
@@ -271,26 +272,27 @@ class Supervisor:
         with around("look"):
             self._looks.look_at_new()
         with around("pulse"):
-            self._pulse.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
+            self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
             found = self._found = Found.of(observation, records, steady)
-            with around("gate"):
+            # Without the gate's word no node is open, to a placement in progress either.
+            closed = frozenset(node.node_id for node in observation.nodes)
+            with around("gate", failed=lambda _: self._cluster.places.shut(closed, {})):
                 self._gate.look(observation, records)
-                self._cluster.places.shut(self._gate.shut, self._gate.room_gib)
+                self._cluster.places.shut(self._gate.shut, self._gate.release.room_gib)
                 found = self._found = replace(found, is_open=True)
             for record in records.values():
                 with around("record", record.name):
                     record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
             with around("wishes"):
                 self._wishes.end_removed()
-                self._door.forget_clients()
-                self._swap.count(records)
+                self._queue.forget_clients()
                 self._swap.settle(records)
             with around("plan"):
-                actions, whose = self._plan(found)
+                actions, schedule = self._plan(found)
                 with around("swap"):
-                    self._swap.show(whose, records)
+                    self._swap.show(schedule, records)
                 for action in actions:
                     with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                         self._act(action, observation)
@@ -320,48 +322,48 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
-    def _plan(self, observed: Found) -> tuple[list[Action], Turn]:
-        """The next actions and the scheduler's turn. Changes nothing. If the holders of memory are unknown, the plan starts nothing."""
+    def _plan(self, observed: Found) -> tuple[list[Action], Schedule]:
+        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing."""
         now_s, around = self._clock(), self.boundary.around
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():
             with around("facts", name):
-                facts[name] = observed.facts_of(record, self.registry.config, now_s, self._pulse.frozen)
-        can_place, whose = False, Turn()
-        with around("turn"):
-            bar = bar_of(observed.observation, self._gate, observed.strangers)
-            whose = self._swap.turn(facts, bar)
+                facts[name] = observed.facts_of(record, self.registry.config, now_s, self._watchdog.frozen)
+        can_place, schedule = False, Schedule()
+        with around("schedule"):
+            bar = self._gate.block_reason(observed.observation, observed.strangers)
+            schedule = self._swap.schedule(facts, bar)
             can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, observed.strangers, can_place, now_s, whose), whose
+        return plan(facts, observed.strangers, can_place, now_s, schedule), schedule
 
     def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
-            self._actions.give_up(record, error)
+            self._effects.give_up(record, error)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id) or action.rank_id in self._actions.strays:
+            if self._endings.rests(action.rank_id) or action.rank_id in self._effects.strays:
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
             if record:
-                self._actions.start(record, "destroy", self._actions.destroy(ranks, action.why))
+                self._effects.start(record, "destroy", self._effects.destroy(ranks, action.why))
             else:
-                self.tasks.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.model}")
-                self._actions.strays.add(action.rank_id)
+                self.tasks.spawn(self._effects.destroy(ranks, action.why), f"destroy {action.model}")
+                self._effects.strays.add(action.rank_id)
             return
         record = self.registry.records[action.model]
         match action:
             case Place():
-                self._actions.start(record, "place", self._actions.place(record))
+                self._effects.start(record, "place", self._effects.place(record))
             case Adopt(rank_id=rank_id):
-                self._actions.adopt(record, observation.of_start(rank_id))
+                self._effects.adopt(record, observation.of_start(rank_id))
             case Move(state=ModelState.READY):
-                self._actions.resume(record)
+                self._effects.resume(record)
             case Move(state=state):
-                self._actions.move(record, state)
+                self._effects.move(record, state)
             case Ask():
-                self._actions.start(record, "ask", self._actions.ask(record))
+                self._effects.start(record, "ask", self._effects.ask(record))
             case Unwant(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
@@ -369,20 +371,20 @@ class Supervisor:
                 self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Yield(to=to):
-                self._swap.leave(record, to)
+                self._swap.leave(record, self.registry.records[to])
             case Drain():
-                self._actions.move(record, ModelState.DRAINING)
+                self._effects.move(record, ModelState.DRAINING)
             case Stop():
                 if record.state is not ModelState.STOPPING:
-                    self._actions.move(record, ModelState.STOPPING)
+                    self._effects.move(record, ModelState.STOPPING)
                 elif self._endings.rests(record.name):
                     return
-                self._actions.start(record, "stop", self._actions.stop(record, record.observed.ranks or ()))
+                self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
             case Rest():
-                self._actions.rest(record)
+                self._effects.rest(record)
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
-                self._actions.fail(record, reason, message, client_message=client_message)
+                self._effects.fail(record, reason, message, client_message=client_message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,45 +407,25 @@ class Found:
         return cls(observation, by_model, strangers, steady)
 
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
-        """The plan's facts about a model. frozen: see Pulse.frozen."""
-        ranks, spec = self.ranks_of(record), record.spec
+        """The plan's facts about a model. frozen: see Watchdog.frozen."""
+        spec, observed = record.spec, record.observed
         unseen = self.observation.unseen.intersection(record.attempt.nodes)
         return ModelFacts(
-            name=record.name,
-            want=record.desired.want,
-            generation=record.desired.generation,
-            state=record.state,
-            state_since_s=record.since_s,
-            config_hash=record.hash,
-            rank_id=record.attempt.rank_id,
-            ranks=ranks,
-            world=record.attempt.world,
+            record,
+            self.ranks_of(record),
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
-            halted_s=now_s - record.observed.halted_since_s if record.observed.halted_since_s is not None else 0.0,
-            deaf_s=now_s - record.observed.deaf_since_s if record.observed.deaf_since_s is not None else 0.0,
-            still_s=now_s - record.observed.moved_at_s,
-            silent_s=now_s - record.observed.told_at_s,
+            halted_s=now_s - observed.halted_since_s if observed.halted_since_s is not None else 0.0,
+            deaf_s=now_s - observed.deaf_since_s if observed.deaf_since_s is not None else 0.0,
+            still_s=now_s - observed.moved_at_s,
+            silent_s=now_s - observed.told_at_s,
             frozen=frozen(record),
-            busy=record.busy,
-            in_flight=record.queue.in_flight,
-            queued=record.queue.waiting,
-            last_used_s=record.queue.last_used_s,
-            last_asked_s=record.last_asked_s,
-            attempt_since_s=record.attempt.since_s,
-            backoff_until_s=record.backoff_until_s,
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
             stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
-            claims=record.claims,
-            asked_since_s=now_s if record.queue.asked_since_s is None else record.queue.asked_since_s,
-            lack=record.attempt.lack if record.attempt.entry_hash == record.hash else None,
-            pinned=bool(spec and spec.pin),
-            priority=spec.priority if spec else 0,
             stay=_stay(record, config),
-            yields=record.yields_to is not None,
         )
 
     def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
@@ -464,4 +446,5 @@ def _stay(record: Record, config: Config) -> Stay:
     if record.queue.promised_at_s is not None:
         comes_back_s = record.queue.promised_at_s + PROMISE_S
         idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
-    return Stay(record.attempt.ready_since_s, record.attempt.load_s or 0.0, least_s, idle_at_s)
+    until_s = min(idle_at_s, record.attempt.ready_since_s + least_s)
+    return Stay(record.attempt.ready_since_s, until_s, (record.attempt.load_s or 0.0) if record.takes_turns else 0.0)

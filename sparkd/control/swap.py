@@ -1,44 +1,20 @@
-"""Owns how several models share the nodes: which model loads next, which is evicted for it, and why each waits.
-
-sparkd.control.scheduler decides which model is evicted. Never ends a model itself: it changes the desired state.
-"""
+"""Carries out the scheduler's decisions: shows why each model waits, evicts one for another, and brings it back if that was in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from sparkd import metrics
-from sparkd.cluster.node_tracker import Observation
 from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Ledger
-from sparkd.control.load_gate import Gate
-from sparkd.control.memory_release import MEMORY_RETURNS
-from sparkd.control.record import Record
-from sparkd.control.residency import Evicted
-from sparkd.control.scheduler import Turn, turn
-from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.control.record import Evicted, Record
+from sparkd.control.scheduler import Schedule, make_schedule
+from sparkd.control.wait_reasons import Wait
 from sparkd.control.wishes import Wishes
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import ModelState, RankFact, Want
-
-
-def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:
-    """The reason why no model can load now; None where one can. strangers: ranks of models that are not configured."""
-    if not observation.connected:
-        trouble = observation.trouble
-        if trouble is None:
-            return Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
-        return Wait(trouble.reason, "It waits for Ray to start." if trouble.reason == RAY_STARTS else trouble.message)
-    if not gate.allows:
-        bars = [condition for condition in gate.conditions if condition.reason != MEMORY_RETURNS]
-        if not bars:
-            return Wait(MEMORY, "It waits for memory of a node.")
-        return Wait(bars[0].reason, " ".join(bar.message for bar in bars))
-    if any(fact.alive for fact in strangers):
-        return Wait(LEFT_BEHIND, "It waits for ranks of an earlier daemon to end.")
-    return None
+from sparkd.state.nouns import ModelState, Want
 
 
 class Swap:
@@ -57,44 +33,39 @@ class Swap:
         self._ties = ties
         self._wishes = wishes
         self._clock = clock
-        self._loads = ledger.loads(clock())
 
-    def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
-        """bar: as bar_of says it."""
-        return turn(models, self._book(), self._ties(), self._clock(), bar, self._loads.budget)
+    def schedule(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Schedule:
+        """bar: see LoadGate.block_reason."""
+        return make_schedule(models, self._book(), self._ties(), self._clock(), bar)
 
-    def show(self, whose: Turn, records: Mapping[str, Record]) -> None:
-        """Tell each waiting model why and at which place; a model that would go for none any more need not."""
+    def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
+        """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""
         for record in records.values():
-            place = whose.line.index(record.name) + 1 if record.name in whose.line else None
-            record.turn = place if record.name in whose.waits else None
+            place = schedule.line.index(record.name) + 1 if record.name in schedule.line else None
+            record.turn = place if record.name in schedule.waits else None
             if place is not None:
                 record.queue.ask(self._clock())
-            before, record.wait = record.wait, whose.waits.get(record.name)
+            before, record.wait = record.wait, schedule.waits.get(record.name)
             # Seconds that are left change with every look.
             if record.wait is not None and not record.wait.is_as(before):
                 self._ledger.say("waits", record.name, record.wait.message)
-            if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
+            if (
+                record.yields_to is not None
+                and record.name not in schedule.leave
+                and record.state in (ModelState.READY, ModelState.DRAINING)
+            ):
                 record.yields_to = None
 
-    def leave(self, record: Record, to: str) -> None:
-        """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
-        record.yields_to = to
+    def leave(self, record: Record, other: Record) -> None:
+        """Evict the model for another one. A request for it waits behind that one meanwhile."""
+        record.yields_to = to = other.name
+        record.takes_turns = other.takes_turns = True
         running = record.queue.in_flight
         requests = f"; its {running} request{'' if running == 1 else 's'} may finish first" if running else ""
         record.evicted = Evicted(to, record.desired.by)
-        self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._wishes.want(record.name, Want.STOPPED, "swap")
-
-    def count(self, records: Mapping[str, Record]) -> None:
-        """Take in which models load, and what that has cost since the last look."""
-        self._loads.advance(self._clock(), {record.name for record in records.values() if record.spec is not None and record.spec.pin})
-        for record in records.values():
-            self._loads.stand(record.name, record.state)
-            if record.attempt.load_s is not None and record.state in (ModelState.READY, ModelState.FAILED):
-                self._loads.end(record.name, record.attempt.load_s, record.state)
 
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""

@@ -1,8 +1,9 @@
-"""Owns how a model looks from outside: what the snapshot shows of it, and who holds memory that it lacks. Never changes anything."""
+"""How a model looks from outside: what the snapshot shows, what the guards must know, and which models hold memory that it lacks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,22 @@ def holders(registry: Roster, lacking: Record, now_s: float) -> list[dict[str, A
         }
         for record in sorted(held, key=lambda record: -(record.attempt.memory_gib or 0.0))
     ]
+
+
+def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """By model, what the guards of the nodes must know of it: see workers.guard.guard.Sentry."""
+    return {
+        record.name: {
+            "in_flight": record.queue.in_flight,
+            "priority": record.priority,
+            "pinned": record.pinned,
+            "state": record.state.value,
+            "by": record.desired.by,
+            "predicted_gib": record.attempt.memory_gib,
+        }
+        for record in records
+        if record.attempt.rank_id
+    }
 
 
 def view(registry: Roster, record: Record, now_s: float, doubt: str | None = None) -> ModelView:

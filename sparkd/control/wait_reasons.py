@@ -1,4 +1,4 @@
-"""Owns the reasons for which a model that is to be loaded is not loaded now: a reason to compare, and a message to read."""
+"""Why a model is not loaded now: a reason to compare, and a message to read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ RAY_STARTS, AGENT_SILENT, LEFT_BEHIND, MEMORY = "RayStarting", "AgentSilent", "L
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """reason: one of the above, or of a condition. models: those that it waits for, or that are in its way. lack: of its memory. stay_s:
-    for how long those may stay."""
+    """Why a model is not loaded now.
+
+    reason: one of the above, or that of a condition.
+    models: the models that it waits for, or that are in its way.
+    lack: the memory that it needs.
+    stay_s: for how long those models may stay.
+    """
 
     reason: str
     message: str
@@ -31,5 +36,5 @@ class Wait:
     stay_s: float | None = None
 
     def is_as(self, other: Wait | None) -> bool:
-        """Whether it says the same, but for how long it takes."""
+        """Whether reason and models are the same. The message also tells the seconds that are left, which change."""
         return other is not None and (self.reason, self.models) == (other.reason, other.models)

@@ -1,4 +1,4 @@
-"""Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
+"""Judges whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power.
 
 An engine that has lost a rank without a message (a driver that hangs, packets that are dropped) answers /health with 200 for minutes, while
 its counters stand still at once. An engine that broke while idle counts no request as begun: then the watchdog sends a test question.
@@ -18,22 +18,10 @@ from sparkd.gateway.scraper import page_of, samples
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
-# Seconds without a step while no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
-IDLE_S = 8.0
-# An engine on one node has no link between ranks that could hang, and a longer wait costs no second node.
-ALONE_IDLE_S, ALONE_BUSY_S = 60.0, 300.0
-ALONE_ASK_EVERY_S = 5.0
 # The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
 # for a compiler shows no kernel. The limit is one owner's (eugr's spark-vllm-docker, issue 260): never a proof by itself.
 HANGING_W, HANGING_PERCENT = 30.0, 90.0
-# Ranks that use CPU time may compile a kernel, or wait for a GPU in a loop.
-BUSY_S = 120.0
-# The gateway has requests in flight and the engine counts none. QUESTION_S: seconds until the watchdog sends a test question; ANSWER_S:
-# seconds to answer it. vLLM counts a request after its first step, so an engine that hangs in that step, and one that only waits for a
-# slow client, count none.
-QUESTION_S, ANSWER_S = 3.0, 4.0
-ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
-# The same limit for an engine that uses CPU time in an uncounted first step: it may compile kernels for a shape that is new to it.
+# An engine that uses CPU time in an uncounted first step may compile kernels for a shape that is new to it.
 FIRST_STEP_S = 600.0
 # An answer older than this shows that the daemon was held up (a signal, a machine that slept), not how the engine is.
 HEARD_S = 6.0
@@ -51,7 +39,32 @@ _IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HangLimits:
+    """Seconds until a sign of a hang counts.
+
+    idle_s: without a step while no rank computes.
+    busy_s: without a step while ranks use CPU time: they may compile a kernel, or wait for a GPU in a loop.
+    ask_every_s: between two looks at the engine's counters.
+    question_s: until the watchdog sends a test question to an engine that counts no request although the gateway has some in flight. vLLM
+        counts a request after its first step, so an engine that hangs in that step, and one that only waits for a slow client, count none.
+    answer_s: to answer the question.
+    """
+
+    idle_s: float
+    busy_s: float
+    ask_every_s: float
+    question_s: float
+    answer_s: float
+
+
+# 8 s without a step: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
+TEAM = HangLimits(idle_s=8.0, busy_s=120.0, ask_every_s=0.0, question_s=3.0, answer_s=4.0)
+# An engine on one node has no link between ranks that could hang, and a longer wait costs no second node.
+ALONE = HangLimits(idle_s=60.0, busy_s=300.0, ask_every_s=5.0, question_s=15.0, answer_s=30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
     """The last sign of progress of an engine. steps: sum of its counters, None before the first reading; cpu_s: by rank, at that time."""
 
     steps: float | None
@@ -59,7 +72,7 @@ class Beat:
     cpu_s: Mapping[int, float]
 
 
-class Pulse:
+class Watchdog:
     """`spawn(work, name)` runs a task beside the loop; `ask(model, timeout_s)` is the supervisor's and puts one question to a model;
     `clock` is monotonic, seconds."""
 
@@ -74,7 +87,7 @@ class Pulse:
         self._put = ask
         self._clock = clock
         self._page_of = page_of
-        self._beats: dict[str, Beat] = {}
+        self._beats: dict[str, Heartbeat] = {}
         self._asking: set[str] = set()
         self._asked_at_s: dict[str, float] = {}
         self._heard_at_s: dict[str, float] = {}
@@ -95,8 +108,7 @@ class Pulse:
             self._beats.setdefault(record.name, self._beat(record, None))
             # A request that is answered within seconds never leads to a question.
             asked_at_s = self._asked_at_s.setdefault(record.name, self._clock())
-            due = record.attempt.world > 1 or self._clock() - asked_at_s >= ALONE_ASK_EVERY_S
-            if record.name not in self._asking and due:
+            if record.name not in self._asking and self._clock() - asked_at_s >= _limits(record).ask_every_s:
                 self._asked_at_s[record.name] = self._clock()
                 self._asking.add(record.name)
                 self._spawn(self._ask(record), f"pulse {record.name}")
@@ -111,14 +123,14 @@ class Pulse:
         computes = any(gpu.gpu_power_w >= HANGING_W for gpu in gpus if gpu.gpu_power_w is not None)
         hangs = bool(gpus) and not computes and all((gpu.gpu_busy_percent or 0.0) >= HANGING_PERCENT for gpu in gpus)
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
-        idle_s, busy_s = (IDLE_S, BUSY_S) if record.attempt.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
+        limits = _limits(record)
         quiet = hangs or (is_idle and not computes)
         question_s = self._idle.get(record.name)
-        if silent_s < (idle_s if quiet else busy_s if question_s is None else FIRST_STEP_S):
+        if silent_s < (limits.idle_s if quiet else limits.busy_s if question_s is None else FIRST_STEP_S):
             return None
         if question_s is None and not _is_asked(record):
             return None
-        if question_s is not None and self._clock() - question_s < (ANSWER_S if record.attempt.world > 1 else ALONE_ANSWER_S):
+        if question_s is not None and self._clock() - question_s < limits.answer_s:
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
         sign = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
@@ -185,13 +197,13 @@ class Pulse:
         self._idle.pop(record.name, None)
         record.queue.judge(answered=True)
 
-    def _question(self, record: Record, beat: Beat) -> None:
+    def _question(self, record: Record, beat: Heartbeat) -> None:
         put_at_s = self._idle.setdefault(record.name, math.inf)
-        if put_at_s == math.inf and self._clock() - beat.at_s >= (QUESTION_S if record.attempt.world > 1 else ALONE_QUESTION_S):
+        if put_at_s == math.inf and self._clock() - beat.at_s >= _limits(record).question_s:
             self._idle[record.name] = self._clock()
             self._spawn(self._answered(record, beat), f"question {record.name}")
 
-    async def _answered(self, record: Record, beat: Beat) -> None:
+    async def _answered(self, record: Record, beat: Heartbeat) -> None:
         """Ask the test question. Any answer, an error too, proves that the engine lives. A question that could not be sent is sent again;
         `frozen` judges an unanswered one."""
         try:
@@ -205,8 +217,8 @@ class Pulse:
         if self._beats.get(record.name) is beat:
             self._moves(record, beat.steps)
 
-    def _beat(self, record: Record, steps: float | None) -> Beat:
-        return Beat(steps, self._clock(), _cpu_s(record))
+    def _beat(self, record: Record, steps: float | None) -> Heartbeat:
+        return Heartbeat(steps, self._clock(), _cpu_s(record))
 
 
 def _works(record: Record) -> bool:
@@ -214,6 +226,10 @@ def _works(record: Record) -> bool:
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
     left = record.queue.unanswered and record.state is ModelState.READY
     return serving and (_is_asked(record) or left) and record.upstream is not None
+
+
+def _limits(record: Record) -> HangLimits:
+    return TEAM if record.attempt.world > 1 else ALONE
 
 
 def _is_asked(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""Owns the desired state of each model. Every change is made here and persisted before the loop acts on it."""
+"""Changes the desired state of each model, and persists every change before the loop acts on it."""
 
 from __future__ import annotations
 

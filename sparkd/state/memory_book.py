@@ -1,4 +1,4 @@
-"""Owns what a book of unified memory says: who holds how much on which nodes, and whether something has room. Never changes the book."""
+"""A book of unified memory: which model holds how much on which nodes, and whether another has room."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBook:
-    """offered: node -> GiB that it lends, of the nodes in sight that take something now. held: by model. shut: those that take nothing.
-
-    room_gib: of nodes to which memory of an engine that ended returns, what a load may need that begins there now.
+    """offered: by node that is in sight and open, the GiB that it lends.
+    held: by model.
+    shut: the nodes on which nothing is started now.
+    room_gib: by node to which memory of an ended engine returns, what a load may need that begins there now.
     """
 
     offered: Mapping[str, float] = field(default_factory=dict)

@@ -37,8 +37,8 @@ from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import ModelConfig
-from sparkd.control.residency import Budget, Stay
-from sparkd.control.watchdog import Pulse
+from sparkd.control import scheduler
+from sparkd.control.watchdog import Watchdog
 from sparkd.errors import Unavailable
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
@@ -55,16 +55,12 @@ MODELS = "abcd"
 BAR = 0.5
 
 
-def at_once(stay: Stay) -> float:
+def at_once(*_: object) -> float:
     return float("-inf")
 
 
-def unlimited(budget: Budget, loads_s: float) -> float:
-    return float("-inf")
-
-
-# Until when a model stays, and when the budget covers its load.
-RULES = {"at once": (property(at_once), unlimited), "today": (Stay.until_s, Budget.covers_at_s)}
+# Until when models are not evicted.
+RULES: Mapping[str, Any] = {"at once": at_once, "today": scheduler._until_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +211,11 @@ async def _pass(made: Scene, seconds: float) -> float:
 def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
     outcomes = []
     for pattern in patterns:
-        for rule, (until_s, covers_at_s) in RULES.items():
+        for rule, until_s in RULES.items():
             loop = Loop()
             # The fake engines have no counters that a watchdog could read.
-            unwatched = patch.object(Pulse, "look", lambda *_: None)
-            budget = patch.object(Budget, "covers_at_s", covers_at_s)
-            with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), budget, unwatched:
+            unwatched = patch.object(Watchdog, "look", lambda *_: None)
+            with tempfile.TemporaryDirectory() as folder, patch.object(scheduler, "_until_s", until_s), unwatched:
                 outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
             loop.close()
     return outcomes

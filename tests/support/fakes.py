@@ -250,7 +250,7 @@ class Scene:
     def take_over(self) -> None:
         """The next daemon begins over what runs; of this one nothing is heard any more."""
         tasks, before = self.supervisor.tasks.group, self.supervisor
-        self.supervisor = supervised(self.config, self.store, self.cluster, before._actions._ask, self.clock, before.ledger.wall)
+        self.supervisor = supervised(self.config, self.store, self.cluster, before._effects._ask, self.clock, before.ledger.wall)
         self.supervisor.tasks.group = tasks
 
     @property

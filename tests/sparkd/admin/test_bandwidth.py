@@ -52,7 +52,7 @@ class FakeNodes:
     def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
         self.readings = dict(nodes)
         self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
-        self.said: Any = {"ended": True, "running": False, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
+        self.said: Any = {"ended": True, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
         self.moved: dict[str, int] = {}
         self.waits = False
 
@@ -67,7 +67,7 @@ class FakeNodes:
         assert timeout_s > 0
         self.asked.append((node_ip, method, arguments))
         if method == "job_state" and self.waits:
-            return {"running": True}
+            return {}
         if method == "job_state" and isinstance(self.said, Exception):
             raise self.said
         answers = {"runtime": {"platform": "cuda"}, "free_port": 7000, "rate": f"job {node_ip}"}
@@ -195,7 +195,7 @@ async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], tmp_p
     ("said", "told"),
     [
         (AgentLost("The agent is gone."), "The agent is gone."),
-        ({"error": "unhandled system error", "running": False, "nccl": []}, f": {A}: unhandled system error"),
+        ({"error": "unhandled system error", "nccl": []}, f": {A}: unhandled system error"),
         ({"error": "x", "nccl": ["NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out"]}, "different"),
     ],
 )
@@ -271,8 +271,7 @@ def program(folder: Path, script: str) -> str:
 
 
 def settled(programs: Programs, job: str) -> dict[str, Any]:
-    until(lambda: {"ended", "error"} & programs.job_state(job).keys(), "its end")
-    return programs.job_state(job)
+    return until(lambda: (state := programs.job_state(job)).keys() & {"ended", "error"} and state, "its end")
 
 
 def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

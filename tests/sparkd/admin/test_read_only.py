@@ -80,13 +80,13 @@ async def test_no_get_changes_anything(tmp_path: Path, moment: str) -> None:
                 scene.cluster.ranks[rank_id] = replace(fact, progress=UP, cpu_s=99.0, halted=True)
         paths = await reads(made, operation)
 
-        answers = (await made.ask("GET", "/plan"), await made.ask("GET", "/models"))
+        answers = (await made.ask("GET", "/decision"), await made.ask("GET", "/models"))
         before = picture((scene.supervisor, scene.cluster))
         for path in paths:
             response = await made.client.get(PREFIX + path)
             assert response.status_code in (200, 404, 422, 503), response.text
             assert picture((scene.supervisor, scene.cluster)) == before, path
-        assert (await made.ask("GET", "/plan"), await made.ask("GET", "/models")) == answers
+        assert (await made.ask("GET", "/decision"), await made.ask("GET", "/models")) == answers
 
 
 async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> N
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         await made.scene.tick()
         assert made.scene.state() == "LOADING"
-        assert await made.ask("GET", "/plan") == {"actions": []}
+        assert await made.ask("GET", "/decision") == {"actions": []}
 
 
 READ_VERBS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
+from sparkd.control.load_gate import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Progress, Want
 from tests.support.facts import lacking
@@ -190,20 +190,22 @@ async def test_a_look_in_which_nobody_could_look_sends_nobody_away_and_opens_not
         await asyncio.gather(asking, return_exceptions=True)
 
 
-@pytest.mark.parametrize("part", ["pressure.Pressure.relieve", "memory_release.Release.look"])
+@pytest.mark.parametrize("part", ["load_gate.LoadGate._note_shortage", "memory_release.MemoryRelease.look"])
 async def test_a_look_that_raises_closes_every_node_until_one_succeeds(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError
 
     async with stage(tmp_path, models=models(tmp_path, absent={})) as made:
+        made.cluster.agents = ("n", "o")
         await made.tick(2)
         with monkeypatch.context() as fault:
             fault.setattr(f"sparkd.control.{part}", broken)
             made.supervisor.want("absent", Want.RUNNING, "admin")
             await made.tick(3)
             assert (made.state("absent"), made.supervisor.next_actions()) == ("STOPPED", [])
+            assert made.cluster.shut_nodes == {"n", "o"}, "to a placement in progress too"
         await made.tick(2)
-        assert made.state("absent") == "LOADING"
+        assert (made.state("absent"), made.cluster.shut_nodes) == ("LOADING", frozenset())
 
 
 async def test_who_waits_for_an_engine_that_a_new_daemon_sees_in_part_does_not_end_it(tmp_path: Path) -> None:

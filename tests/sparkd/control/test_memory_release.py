@@ -11,7 +11,7 @@ import pytest
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.control.journal import Ledger
-from sparkd.control.memory_release import GONE_S, LIMIT_S, Release
+from sparkd.control.memory_release import LIMIT_S, MemoryRelease
 from sparkd.state.nouns import RankFact, Reading, Want
 from sparkd.state.snapshot import NodeView
 from sparkd.state.store import Store
@@ -45,7 +45,7 @@ class Gate:
         self.clock = FakeClock()
         self.store = Store(folder / "state.db")
         self.ledger = Ledger(self.store, self.clock)
-        self.release = Release(self.ledger, self.clock)
+        self.release = MemoryRelease(self.ledger, self.clock)
         self.reading = READING
 
     def look(self, available_gib: float, *ranks: RankFact, seconds: float = 1.0, **changes: object) -> bool:
@@ -88,39 +88,30 @@ def test_a_load_may_begin_that_needs_no_more_than_is_free(gate: Gate) -> None:
     gate.look(50, SERVING)
     gate.look(60)
     assert (gate.release.room_gib, gate.release.shut) == ({"n": 54.0}, frozenset()), "60 less the guard's soft limit, 6"
-    gate.look(60, seconds=3)
-    assert gate.release.room_gib == {"n": 56.0}, "it rests: less the hard one"
 
 
-def test_several_engines_that_end_together(gate: Gate) -> None:
+def test_several_engines_that_end_one_after_the_other(gate: Gate) -> None:
     large, small = SERVING, rank("k", 20)
     gate.look(30, large, small)
-    gate.look(30)
-    assert [(one.reason, "m on n, k on n" in one.message) for one in gate.release.conditions] == [("MemoryReturns", True)]
-    gate.look(49)
-    assert "k on n" not in str(gate.release.conditions), "what comes back first counts for the smaller one"
+    gate.look(30, small)
+    assert gate.release.missing_bytes == {"n": 58 * GIB}
+    gate.look(50)
+    assert gate.release.missing_bytes == {"n": 58 * GIB}, "20 of 78 GiB are back"
+    gate.look(60)
+    assert [(one.reason, lacking(one.message, "48.0 of 78.0 GiB of k and m", "n")) for one in gate.release.conditions] == [
+        ("MemoryReturns", [])
+    ]
     assert gate.look(107)
-    small, large = gate.told
-    assert (lacking(small, "19.0 of 20.0 GiB", "n", "1.0 s"), lacking(large, "57.0 of 58.0 GiB", "n", "2.0 s")) == ([], [])
+    assert [lacking(line, "77.0 of 78.0 GiB", "k and m", "n", "2.0 s") for line in gate.told] == [[]]
 
 
 def test_nothing_is_said_to_be_missing_beside_what_nobody_can_weigh(gate: Gate) -> None:
     gate.look(50, SERVING)
     gate.look(75)
     gate.look(60, rank("k", None), seconds=LIMIT_S)
-    assert (gate.told, gate.release.shut, gate.release.room_gib) == ([], frozenset(), {"n": 56.0})
+    assert (gate.told, gate.release.shut, gate.release.room_gib) == ([], frozenset(), {"n": 54.0})
     gate.look(60, rank("k", 15), seconds=1)
     assert gate.release.shut == {"n"}
-
-
-@pytest.mark.parametrize(("left_gib", "shut"), [(8.0, frozenset()), (33.0, frozenset({"n"}))])
-def test_nobody_waits_for_little_once_another_load_had_enough(gate: Gate, left_gib: float, shut: frozenset[str]) -> None:
-    """An H200: 1.3 of 2.0 GiB were said to be missing while the next model loaded beside them."""
-    gate.look(50, SERVING)
-    gate.look(108 - left_gib)
-    gate.look(108 - left_gib - 10, rank("k", 10))
-    gate.look(108 - left_gib - 10, rank("k", 10), seconds=LIMIT_S)
-    assert (bool(gate.told), gate.release.shut, gate.release.room_gib) == (bool(shut), shut, {})
 
 
 def test_a_dead_rank_whose_processes_live_still_holds(gate: Gate) -> None:
@@ -129,41 +120,21 @@ def test_a_dead_rank_whose_processes_live_still_holds(gate: Gate) -> None:
     assert not gate.look(50, replace(SERVING, alive=False, processes=0))
 
 
-@pytest.mark.parametrize(
-    ("left_gib", "allowed", "told"),
-    [
-        (33.0, False, ["33.0 of 58.0 GiB", "n", "90 s", "restarted"]),
-        (8.0, True, ["8.0 of 58.0 GiB", "n", "90 s", "no load waits"]),
-    ],
-)
-def test_after_a_limit_it_says_what_is_missing(gate: Gate, left_gib: float, allowed: bool, told: list[str]) -> None:
+@pytest.mark.parametrize(("left_gib", "allowed"), [(33.0, False), (8.0, True)])
+def test_after_a_limit_it_says_what_is_missing_unless_that_is_little(gate: Gate, left_gib: float, allowed: bool) -> None:
     gate.look(50, SERVING)
     gate.look(108 - left_gib)
     assert not gate.look(108 - left_gib, seconds=LIMIT_S - 2)
     assert gate.look(108 - left_gib, seconds=2) is allowed
     assert gate.look(108 - left_gib) is allowed
-    assert [lacking(line, *told) for line in gate.told] == [[]]
-    assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == left_gib * GIB
+    assert gate.release.shut == (frozenset() if allowed else {"n"})
+    assert [lacking(line, "33.0 of 58.0 GiB", "n", "90 s", "`sparkd doctor`", "restart n") for line in gate.told] == (
+        [] if allowed else [[]]
+    )
     if not allowed:
-        assert gate.reasons == [("MemoryNotReleased", "n")] and "restarted" in str(gate.release.conditions)
+        assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == left_gib * GIB
+        assert gate.reasons == [("MemoryNotReleased", "n")] and "33.0 of 58.0 GiB" in str(gate.release.conditions)
         assert gate.look(108), "late, and back all the same"
-
-
-@pytest.mark.parametrize(
-    ("unaccounted_gib", "driver_gib", "cure"),
-    [(34.0, 32.8, "restarted"), (2.0, 0.8, "`sparkd doctor`")],
-    ids=["the driver's", "somebody else's"],
-)
-def test_who_has_what_did_not_come_back(gate: Gate, unaccounted_gib: float, driver_gib: float, cure: str) -> None:
-    gate.reading = replace(READING, unaccounted_bytes=int(53.2 * GIB))
-    gate.look(50, SERVING)
-    gate.reading = replace(READING, unaccounted_bytes=int(unaccounted_gib * GIB))
-    gate.look(75)
-    assert not gate.look(75, seconds=LIMIT_S)
-    assert [lacking(line, "33.0 of 58.0 GiB", "n", "90 s", f"{driver_gib}", "driver", cure) for line in gate.told] == [[]]
-    assert gate.reasons == [("MemoryNotReleased", "n")] and cure in str(gate.release.conditions)
-    assert (gate.release.shut, gate.release.room_gib) == ({"n"}, {}), "other nodes wait for that"
-    assert gate.look(120)
 
 
 @pytest.mark.parametrize(
@@ -186,31 +157,11 @@ def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate
     here, there = READING, THERE
     gate.look(110, FAR, nodes=seen(here, there))
     assert not gate.look(110, nodes=seen(here, there))
-    gate.look(110, nodes=seen(here))
-    assert (gate.release.room_gib, gate.release.shut) == ({"o": 0.0}, frozenset()), "others wait for it"
-    gate.look(110, nodes=seen(here), seconds=LIMIT_S)
-    assert (gate.release.room_gib, gate.release.shut) == ({}, {"o"})
-    assert gate.reasons == [("MemoryNotReleased", "o")] and "unreachable" in str(gate.release.conditions)
-    gate.look(110, nodes=seen(here, there))
-    assert [lacking(line, "58.0 of 58.0 GiB", "o", "92 s", "restarted") for line in gate.told] == [[]]
-    assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB))), "restarted"
-
-
-def test_a_node_that_was_retired_is_told_of_no_more_and_shut_again_where_it_comes_back(gate: Gate) -> None:
-    here, there = READING, THERE
-    gate.look(110, FAR, nodes=seen(here, there))
-    gate.look(110, nodes=seen(here, there))
-    gate.look(110, nodes=seen(here, there), seconds=LIMIT_S)
-    assert {node: lacking(line, "o", "restarted", "memory") for node, line in gate.release.told.items()} == {"o": []}
-    gate.look(110, nodes=seen(here))
-    gate.look(110, nodes=seen(here), seconds=GONE_S - 1)
-    assert (gate.release.told, gate.release.shut) == ({"o": "o is unreachable"}, {"o"})
     assert gate.look(110, nodes=seen(here))
-    assert (gate.reasons, gate.release.room_gib) == ([], {})
-
+    assert (gate.look(110, nodes=seen(here), seconds=LIMIT_S), gate.reasons) == (True, []), "it may have been retired"
     assert not gate.look(110, nodes=seen(here, there))
-    assert gate.release.shut == {"o"} and gate.reasons == [("MemoryNotReleased", "o")]
-    assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB)))
+    assert (gate.release.shut, gate.reasons) == ({"o"}, [("MemoryNotReleased", "o")]), "it is back, and its memory is not"
+    assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB))), "restarted"
 
 
 def file(path: str, size: int, why: str = "") -> dict[str, object]:
@@ -225,19 +176,6 @@ def test_what_it_left_is_told_with_its_size(gate: Gate) -> None:
     removal, stays = gate.told
     assert "/dev/shm/psm_0, /dev/shm/psm_1, /dev/shm/psm_2 and 1 more (2.0 GiB)" in removal
     assert "/dev/shm/notes (3.0 MiB) on n" in stays and "nobody saw it" in stays and "`rm /dev/shm/notes` on n" in stays
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["it stays", "an end after it left nothing"])
-def test_what_stays_is_named_where_memory_does_not_come_back(gate: Gate, again: bool) -> None:
-    gate.look(50, SERVING)
-    gate.release.left(SERVING.handle, [file("/dev/shm/psm_1", 5 * GIB, "other users may open it")])
-    if again:
-        gate.release.left(SERVING.handle, [])
-    gate.look(100)
-    assert gate.look(100, seconds=LIMIT_S), "8 of 58 GiB are no reason for a restart"
-
-    assert lacking(gate.told[-1], "8.0 of 58.0 GiB", "n", "90 s") == []
-    assert lacking(gate.told[-1], "/dev/shm/psm_1", "5.0 GiB") == (["/dev/shm/psm_1", "5.0 GiB"] if again else [])
 
 
 async def made_ready(made: Scene, model: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
+from tests.support.model_facts import changed, facts_of
 
 NOW_S = 1000.0
 HASH = "0123456789abcdef"
@@ -41,33 +42,33 @@ CHANGED = replace(UP, handle=replace(HANDLE, config_hash="ffffffffffffffff"))
 
 SOCKET_LOST = Fail("m", "SocketLost", "Its socket /run/x.sock was removed, so no request reaches it; sparkd starts it again.")
 
-RUNNING = ModelFacts("m", Want.RUNNING, 1, S.STOPPED, NOW_S - 5, HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
-STOPPED = replace(RUNNING, want=Want.STOPPED)
+RUNNING = facts_of("m", state_since_s=NOW_S - 5, config_hash=HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
+STOPPED = changed(RUNNING, want=Want.STOPPED)
 
 
 def running(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
-    return replace(RUNNING, state=state, ranks=ranks, rank_id="r1", **changes)
+    return changed(RUNNING, state=state, ranks=ranks, rank_id="r1", **changes)
 
 
 def stopped(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
-    return replace(STOPPED, state=state, ranks=ranks, rank_id="r1", **changes)
+    return changed(STOPPED, state=state, ranks=ranks, rank_id="r1", **changes)
 
 
 TABLE = {
     # towards running
     "a stopped model that is wanted is placed": (RUNNING, [Place("m")]),
     "a stopped model that nobody wants rests": (STOPPED, []),
-    "a living rank of an earlier daemon is adopted": (replace(RUNNING, ranks=(ALIVE,)), [Adopt("m", "r1")]),
+    "a living rank of an earlier daemon is adopted": (changed(RUNNING, ranks=(ALIVE,)), [Adopt("m", "r1")]),
     "a rank that was told to stop is not adopted": (
-        replace(RUNNING, ranks=(replace(ALIVE, stop_ordered=True),)),
+        changed(RUNNING, ranks=(replace(ALIVE, stop_ordered=True),)),
         [Destroy("r1", "m", "it is not the present rank of its model")],
     ),
     "a rank of another configuration is destroyed": (
-        replace(RUNNING, ranks=(OUTDATED,)),
+        changed(RUNNING, ranks=(OUTDATED,)),
         [Destroy("r0", "m", "its configuration changed")],
     ),
     "the remains of a rank are cleared away first": (
-        replace(RUNNING, ranks=(DEAD,)),
+        changed(RUNNING, ranks=(DEAD,)),
         [Destroy("r1", "m", "it died while no daemon watched it")],
     ),
     "a second rank beside the present one is destroyed": (
@@ -75,22 +76,22 @@ TABLE = {
         [Destroy("r0", "m", "it is not the present rank of its model")],
     ),
     "a living rank that nobody wants is destroyed": (
-        replace(STOPPED, ranks=(ALIVE,)),
+        changed(STOPPED, ranks=(ALIVE,)),
         [Destroy("r1", "m", "it is not the present rank of its model")],
     ),
-    "nothing is decided where nobody could look": (replace(RUNNING, state=S.READY, rank_id="r1", ranks=None), []),
-    "one action at a time": (replace(RUNNING, busy="place", state=S.PLANNED), []),
-    "a failed model waits for its back-off": (replace(RUNNING, state=S.FAILED, backoff_until_s=NOW_S + 1), []),
-    "then it is placed again": (replace(RUNNING, state=S.FAILED, backoff_until_s=NOW_S), [Place("m")]),
+    "nothing is decided where nobody could look": (changed(RUNNING, state=S.READY, rank_id="r1", ranks=None), []),
+    "one action at a time": (changed(RUNNING, busy="place", state=S.PLANNED), []),
+    "a failed model waits for its back-off": (changed(RUNNING, state=S.FAILED, backoff_until_s=NOW_S + 1), []),
+    "then it is placed again": (changed(RUNNING, state=S.FAILED, backoff_until_s=NOW_S), [Place("m")]),
     "the rank of a failed attempt is removed": (
         running(S.FAILED, ALIVE, backoff_until_s=NOW_S + 9),
         [Destroy("r1", "m", "the attempt it belonged to failed")],
     ),
     "a placement that was lost is tried again": (
-        replace(RUNNING, state=S.PLANNED),
+        changed(RUNNING, state=S.PLANNED),
         [Fail("m", "PlacementLost", "The placement ended without a result; it is tried again.")],
     ),
-    "an unconfigured model is never placed": (replace(RUNNING, config_hash=None), []),
+    "an unconfigured model is never placed": (changed(RUNNING, config_hash=None), []),
     "an engine whose socket was removed is started again": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
     "also one that was adopted": (running(S.LOADING, replace(UP, deaf=True), deaf_s=DEAF_S), [SOCKET_LOST]),
     "one that has just removed it may be ending": (running(S.READY, replace(UP, deaf=True), deaf_s=DEAF_S - 0.1), []),
@@ -121,10 +122,10 @@ TABLE = {
     "not for ever": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 60), [Stop("m")]),
     "drained": (stopped(S.DRAINING, UP), [Stop("m")]),
     "a load is cancelled": (stopped(S.LOADING, ALIVE), [Stop("m")]),
-    "a placement is cancelled": (replace(STOPPED, state=S.PLANNED), [Stop("m")]),
+    "a placement is cancelled": (changed(STOPPED, state=S.PLANNED), [Stop("m")]),
     "stopping goes on until nothing is left": (stopped(S.STOPPING, DEAD), [Stop("m")]),
     "then it rests": (stopped(S.STOPPING), [Rest("m")]),
-    "a failed one rests at once": (replace(STOPPED, state=S.FAILED), [Rest("m")]),
+    "a failed one rests at once": (changed(STOPPED, state=S.FAILED), [Rest("m")]),
     "a failed one with remains is stopped first": (stopped(S.FAILED, ALIVE), [Stop("m")]),
 }
 
@@ -211,10 +212,10 @@ def test_a_rank_without_any_trace_is_a_failure() -> None:
 def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60, last_asked_s=NOW_S)
 
-    assert plan({"m": replace(facts, still_s=59.0)}, (), True, NOW_S) == []
-    latest = replace(facts, still_s=0.0, attempt_since_s=NOW_S - 180)
-    assert plan({"m": replace(latest, silent_s=299.0)}, (), True, NOW_S) == []
-    for late in (replace(facts, still_s=60.0), replace(latest, silent_s=300.0)):
+    assert plan({"m": changed(facts, still_s=59.0)}, (), True, NOW_S) == []
+    latest = changed(facts, still_s=0.0, attempt_since_s=NOW_S - 180)
+    assert plan({"m": changed(latest, silent_s=299.0)}, (), True, NOW_S) == []
+    for late in (changed(facts, still_s=60.0), changed(latest, silent_s=300.0)):
         (action,) = plan({"m": late}, (), True, NOW_S)
         assert isinstance(action, Fail) and action.reason == "StartTimeout"
 
@@ -224,7 +225,7 @@ def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> N
     [(S.READY, 9.9, None, False), (S.READY, 10.0, None, True), (S.READY, 60.0, "stop", False), (S.LOADING, 60.0, None, False)],
 )
 def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dark_s: float, busy: str | None, fails: bool) -> None:
-    found = plan({"m": replace(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True, NOW_S)
+    found = plan({"m": changed(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True, NOW_S)
 
     assert [action.reason for action in found if isinstance(action, Fail)] == (["NodeLost"] if fails else [])
     assert len(found) == fails
@@ -240,30 +241,30 @@ def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> N
 
 
 def test_only_one_model_starts_at_a_time_and_one_that_is_waited_for_goes_first() -> None:
-    models = {"a": replace(RUNNING, name="a"), "b": replace(RUNNING, name="b", queued=3)}
+    models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", queued=3)}
 
     assert plan(models, (), True, NOW_S) == [Place("b")]
 
 
 def test_nothing_is_placed_while_another_model_loads() -> None:
-    models = {"a": replace(RUNNING, name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+    models = {"a": changed(RUNNING, name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 
     assert plan(models, (), True, NOW_S) == []
 
 
 # Ways in which an engine may yet take memory that another would count as free.
 TAKES_MEMORY = {
-    "it is being placed": replace(RUNNING, state=S.PLANNED, busy="place", ranks=None),
-    "it is being placed again after a crash": replace(RUNNING, state=S.FAILED, busy="place", ranks=None),
+    "it is being placed": changed(RUNNING, state=S.PLANNED, busy="place", ranks=None),
+    "it is being placed again after a crash": changed(RUNNING, state=S.FAILED, busy="place", ranks=None),
     "it loads": running(S.LOADING, ALIVE),
     "its server is asked": running(S.SIZING, UP, busy="ask"),
     "it loads on two nodes, one of which is not seen": running(S.LOADING, ALIVE, world=2, unseen=True),
-    "it loads on a node that is not seen": replace(running(S.LOADING), ranks=None),
-    "it is adopted in this moment": replace(RUNNING, ranks=(ALIVE,)),
-    "an earlier daemon started it and nobody wants it": replace(STOPPED, ranks=(ALIVE,)),
+    "it loads on a node that is not seen": changed(running(S.LOADING), ranks=None),
+    "it is adopted in this moment": changed(RUNNING, ranks=(ALIVE,)),
+    "an earlier daemon started it and nobody wants it": changed(STOPPED, ranks=(ALIVE,)),
     "it failed and a rank of its start lives": running(S.FAILED, ALIVE),
     "a rank of an earlier start lives beside it": running(S.READY, UP, OTHER),
-    "what is left of it is being removed": replace(running(S.FAILED), busy="destroy", ranks=None),
+    "what is left of it is being removed": changed(running(S.FAILED), busy="destroy", ranks=None),
     "it gives way and its load is being ended": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 59),
     "its engine may take longer to end": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 320, stop_deadline_s=330),
     "it is no longer configured": None,
@@ -273,21 +274,21 @@ TAKES_MEMORY = {
 @pytest.mark.parametrize("other", TAKES_MEMORY.values(), ids=TAKES_MEMORY)
 def test_two_engines_never_size_from_the_same_free_memory(other: ModelFacts | None) -> None:
     """Whichever comes first in the plan, and whichever nodes they share: each counts as free what the other is about to take."""
-    strangers, wanted = (ALIVE,) if other is None else (), {"b": replace(RUNNING, name="b", queued=3)}
+    strangers, wanted = (ALIVE,) if other is None else (), {"b": changed(RUNNING, name="b", queued=3)}
     for name in ("a", "c"):
-        beside = {} if other is None else {name: replace(other, name=name, last_asked_s=NOW_S)}
+        beside = {} if other is None else {name: changed(other, name=name, last_asked_s=NOW_S)}
         assert not [action for action in plan(wanted | beside, strangers, True, NOW_S) if isinstance(action, Place)]
-        assert plan(wanted | {name: replace(running(S.READY, UP), name=name)}, (), True, NOW_S) == [Place("b")]
+        assert plan(wanted | {name: changed(running(S.READY, UP), name=name)}, (), True, NOW_S) == [Place("b")]
 
 
 def test_a_load_does_not_keep_others_from_stopping() -> None:
-    models = {"a": replace(stopped(S.READY, UP), name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+    models = {"a": changed(stopped(S.READY, UP), name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 
     assert plan(models, (), True, NOW_S) == [Stop("a")]
 
 
 def test_nothing_is_placed_while_ray_is_away_but_adoption_goes_on() -> None:
-    models = {"a": replace(RUNNING, name="a"), "b": replace(RUNNING, name="b", ranks=(ALIVE,))}
+    models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", ranks=(ALIVE,))}
 
     assert plan(models, (), False, NOW_S) == [Adopt("b", "r1")]
 

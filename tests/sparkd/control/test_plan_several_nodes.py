@@ -11,6 +11,7 @@ from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import ModelState, Progress, RankFact, Want
 from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
 from tests.support.facts import lacking
+from tests.support.model_facts import changed
 from workers.rank.signatures import Diagnosis
 
 S = ModelState
@@ -24,7 +25,7 @@ STALE = replace(SECOND, handle=replace(SECOND.handle, rank_id="r0-r1", attempt="
 
 
 def team(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
-    return replace(RUNNING, state=state, ranks=ranks, rank_id="r1", world=2, **changes)
+    return changed(RUNNING, state=state, ranks=ranks, rank_id="r1", world=2, **changes)
 
 
 def failed(*ranks: RankFact, state: ModelState = S.READY, **changes: object) -> tuple[str, str]:
@@ -46,18 +47,18 @@ TABLE = {
         [Destroy("r1", "m", "the attempt it belonged to failed")],
     ),
     "nothing starts while a node of it is out of sight": (
-        replace(team(S.FAILED, unseen=True), rank_id=None, backoff_until_s=NOW_S - 1),
+        changed(team(S.FAILED, unseen=True), rank_id=None, backoff_until_s=NOW_S - 1),
         [],
     ),
-    "nor is it stopped for good": (replace(team(S.STOPPING, unseen=True), want=Want.STOPPED), []),
-    "what is seen of it is": (replace(team(S.STOPPING, UP, unseen=True), want=Want.STOPPED), [Stop("m")]),
-    "a node that comes back finds no other start": (replace(team(S.STOPPING), want=Want.STOPPED), [Rest("m")]),
-    "then it starts again": (replace(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
+    "nor is it stopped for good": (changed(team(S.STOPPING, unseen=True), want=Want.STOPPED), []),
+    "what is seen of it is": (changed(team(S.STOPPING, UP, unseen=True), want=Want.STOPPED), [Stop("m")]),
+    "a node that comes back finds no other start": (changed(team(S.STOPPING), want=Want.STOPPED), [Rest("m")]),
+    "then it starts again": (changed(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
     "a stale rank is fenced": (team(S.READY, UP, SIZED, STALE), [Destroy("r0", "m", "it is not the present rank of its model")]),
-    "whole, it is adopted": (replace(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
-    "a part of it is not": (replace(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start have ended")]),
-    "a part waits for the node that is out of sight": (replace(RUNNING, ranks=(UP,), unseen=True), []),
-    "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while no daemon watched it")]),
+    "whole, it is adopted": (changed(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
+    "a part of it is not": (changed(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start have ended")]),
+    "a part waits for the node that is out of sight": (changed(RUNNING, ranks=(UP,), unseen=True), []),
+    "with a dead rank it is not adopted": (changed(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while no daemon watched it")]),
     "a short silence is waited for": (team(S.READY, UP, unseen=True, dark_s=5.0), []),
     "one look at a rank that is stopped too": (team(S.READY, UP, HELD, halted_s=0.5), []),
     "a question under way does not hide nothing": (team(S.SIZING, UP, SIZED, busy="ask"), []),
@@ -128,7 +129,7 @@ def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> N
     reason, message = failed(UP, state=state, unseen=True, no_raylet="o")
     assert (reason, "on o " in message, "`executor: ray`" in message) == ("NodeLost", True, True)
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
-    alone = replace(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
+    alone = changed(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
     assert plan({"m": alone}, (), True, NOW_S) == [Fail("m", "EngineFrozen", "Nothing moves.")]
 
 

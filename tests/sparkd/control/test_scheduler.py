@@ -14,11 +14,10 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
-from sparkd.control.facts import ModelFacts
-from sparkd.control.load_gate import Gate
-from sparkd.control.residency import EARNED_S, PROMISE_S, Budget, Stay
-from sparkd.control.scheduler import WHOLE, Turn, turn
-from sparkd.control.swap import bar_of
+from sparkd.control.facts import ModelFacts, Stay
+from sparkd.control.memory_release import Ended
+from sparkd.control.request_queue import PROMISE_S
+from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import (
     AGENT_SILENT,
     ASKED_FIRST,
@@ -36,11 +35,12 @@ from sparkd.control.wait_reasons import (
 )
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.state.memory_book import Lack, MemoryBook
-from sparkd.state.nouns import ModelState, OperationState, Want
+from sparkd.state.nouns import ModelState, OperationState, Reading, Want
 from sparkd.state.snapshot import NodeView
 from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking
-from tests.support.fakes import READING, Scene, stage
+from tests.support.fakes import READING, Scene, scene, stage
+from tests.support.model_facts import facts_of
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}
@@ -48,22 +48,21 @@ NAMES = {name: name for name in "abcdef"}
 
 def there(name: str, **changes: Any) -> ModelFacts:
     """A model that serves."""
-    given: dict[str, Any] = {"want": Want.RUNNING, "generation": 1, "state": ModelState.READY, "state_since_s": 0.0, "config_hash": "h"}
-    return ModelFacts(name, **(given | changes))
+    return facts_of(name, **({"state": ModelState.READY} | changes))
 
 
 def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> ModelFacts:
     lack = None if gib is None else Lack(gib)
     given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "asked_since_s": asked_since_s}
-    return there(name, **(given | changes))
+    return facts_of(name, **(given | changes))
 
 
-def decided(*models: ModelFacts, ties: Ties | None = None, budget: Budget = WHOLE, offered: float = 20, **held: int) -> Turn:
+def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Schedule:
     book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S, budget=budget)
+    return make_schedule({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
 
 
-def reason(whose: Turn, name: str) -> tuple[str, tuple[str, ...], float | None]:
+def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | None]:
     wait = whose.waits[name]
     return wait.reason, wait.models, wait.stay_s
 
@@ -84,7 +83,7 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
         ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
         ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
         ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
-        ([there("a", stay=Stay(NOW_S, 0, 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", stay=Stay(NOW_S, NOW_S + 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
         ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
     ],
     ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
@@ -97,29 +96,35 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
 
 @pytest.mark.parametrize("stay_s", [42, 0.5])
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, stay_s)), a=16)
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, NOW_S + stay_s)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
     assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
 
 
-def test_an_idle_model_goes_once_the_budget_covers_its_load() -> None:
-    idle = there("a", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    assert dict(decided(waits("c"), idle, budget=Budget(78, 39, NOW_S), a=16).leave) == {"a": "c"}
-    early = decided(waits("c"), idle, budget=Budget(78, 79, NOW_S), a=16)
-    assert reason(early, "c") == (STAY, ("a",), pytest.approx(40 / EARNED_S))
+@pytest.mark.parametrize(
+    ("ready_s_ago", "load_s", "lost_load_s", "stay_s"),
+    [(1, 0, 0, None), (1, 39, 0, 38), (39, 39, 0, None), (39, 39, 154, 154), (193, 39, 154, None)],
+    ids=["no turns yet", "its load took longer", "it has stayed as long", "the other's load failed", "it has stayed for both"],
+)
+def test_an_idle_model_goes_at_once_unless_two_take_each_others_place(
+    ready_s_ago: float, load_s: float, lost_load_s: float, stay_s: float | None
+) -> None:
+    idle = there("a", stay=Stay(NOW_S - ready_s_ago, NOW_S, load_s))
+    found = decided(waits("c", lost_load_s=lost_load_s), idle, a=16)
+    assert dict(found.leave) == ({"a": "c"} if stay_s is None else {})
+    assert reason(found, "c") == (LEAVE if stay_s is None else STAY, ("a",), stay_s)
 
 
-@pytest.mark.parametrize(("spent_s", "leave"), [(0, ["a", "b"]), (1, []), (39, [])])
-def test_two_go_together_once_the_budget_covers_the_loads_of_both(spent_s: float, leave: list[str]) -> None:
-    idle = [there(name, stay=Stay(NOW_S - 10, 39, 60, NOW_S)) for name in "ab"]
-    assert sorted(decided(waits("c", 20), *idle, budget=Budget(78, spent_s, NOW_S), a=10, b=10).leave) == leave
+@pytest.mark.parametrize(("ready_s_ago", "leave"), [(77, []), (78, ["a", "b"])])
+def test_two_that_go_together_stay_for_the_loads_of_both(ready_s_ago: float, leave: list[str]) -> None:
+    idle = [there(name, stay=Stay(NOW_S - ready_s_ago, NOW_S, 39)) for name in "ab"]
+    assert sorted(decided(waits("c", 20), *idle, a=10, b=10).leave) == leave
 
 
-def test_who_leaves_already_needs_no_budget() -> None:
-    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    stays = there("b", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    assert sorted(decided(waits("c", 20), leaves, stays, budget=Budget(78, 39, NOW_S), a=10, b=10).leave) == ["a", "b"]
+def test_a_model_that_is_leaving_already_holds_nothing_up() -> None:
+    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S, NOW_S + 60, 39))
+    assert sorted(decided(waits("c", 20), leaves, there("b"), a=10, b=10).leave) == ["a", "b"]
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
@@ -131,9 +136,9 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
-    found = turn(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
-    elsewhere = turn(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert elsewhere.first == "c"
 
 
@@ -166,9 +171,9 @@ def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
 def test_over_several_nodes() -> None:
     book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
-    assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
+    assert dict(make_schedule(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    refusal = turn(models, book, Ties(), NOW_S).refused["c"]
+    refusal = make_schedule(models, book, Ties(), NOW_S).refused["c"]
     assert (refusal.reason, refusal.lack) == (NO_ROOM, Lack(12, 2))
     assert lacking(refusal.message, "12 GiB", "2 nodes") == []
 
@@ -293,45 +298,33 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         assert shown("b")[1:] == (None, None) and made.state("b") != "STOPPED"
 
 
-class Bars:
-    """What a Pressure and a Release say of it."""
-
-    is_news = False
-
-    def __init__(self, reason: str | None = None, shut: frozenset[str] = frozenset()) -> None:
-        self.conditions, self.shut = (Condition(reason, f"{reason}."),) if reason else (), shut
-        self.allows = reason is None or bool(shut)
-
-    def look(self, *_seen: object) -> None:
-        """They have."""
-
-    relieve = look
+SHORT = replace(READING, level="tight")
 
 
 @pytest.mark.parametrize(
-    ("connected", "trouble", "pressure", "release", "reason"),
+    ("connected", "trouble", "reading", "stuck", "reason"),
     [
-        (True, None, Bars(), Bars(), None),
-        (False, None, Bars(), Bars(), AGENT_SILENT),
-        (False, "RayStarting", Bars(), Bars(), RAY_STARTS),
-        (False, "RayUnavailable", Bars("MemoryShort"), Bars(), "RayUnavailable"),
-        (True, "GpuSilent", Bars("MemoryShort"), Bars(), "MemoryShort"),
-        (True, None, Bars(), Bars("MemoryReturns"), None),
-        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"n"})), "MemoryNotReleased"),
-        (True, None, Bars(), Bars("MemoryNotReleased", frozenset({"o"})), None),
+        (True, None, READING, (), None),
+        (False, None, READING, (), AGENT_SILENT),
+        (False, "RayStarting", READING, (), RAY_STARTS),
+        (False, "RayUnavailable", SHORT, (), "RayUnavailable"),
+        (True, "GpuSilent", SHORT, (), "MemoryShort"),
+        (True, None, READING, ("n",), "MemoryNotReleased"),
+        (True, None, READING, ("o",), None),
     ],
 )
 def test_what_keeps_every_load_from_beginning(
-    connected: bool, trouble: str | None, pressure: Any, release: Any, reason: str | None
+    connected: bool, trouble: str | None, reading: Reading, stuck: tuple[str, ...], reason: str | None, tmp_path: Path
 ) -> None:
-    node = NodeView("n", "n", True, True, READING, 100.0, 0.0)
-    observation = Observation((), READING, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
-    unused: Any = None
-    gate = Gate(unused, unused, unused, unused, unused)
-    gate.pressure, gate.release = pressure, release
+    made = scene(tmp_path)
+    node = NodeView("n", "n", True, True, reading, 100.0, 0.0)
+    observation = Observation((), reading, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
+    gate = made.supervisor._gate
+    gate.release._ended = {node: Ended(("m",), 58 << 30, 108 << 30, 0.0, 33 << 30, stuck=True) for node in stuck}
     gate.look(observation, {})
-    bar = bar_of(observation, gate, ())
-    assert (None if bar is None else bar.reason) == reason
+    block = gate.block_reason(observation, ())
+    assert (None if block is None else block.reason) == reason
+    made.store.close()
 
 
 async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
@@ -393,7 +386,7 @@ async def change(made: Scene, to: str, load_s: int = 40) -> list[str]:
     return [early, made.state(to)]
 
 
-async def test_one_client_may_change_its_mind_and_models_in_turns_wait_for_the_budget(tmp_path: Path) -> None:
+async def test_the_first_change_is_made_at_once_and_then_two_models_wait_for_each_other(tmp_path: Path) -> None:
     """Each is used for 10 s, far less than its load takes."""
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=60, backoff__initial_s=300) as made:
         made.cluster.offered = {"n": 15}
@@ -401,22 +394,20 @@ async def test_one_client_may_change_its_mind_and_models_in_turns_wait_for_the_b
         await made.tick(40)
         await make_ready(made, "a")
         await made.tick(10)
-        assert await change(made, "b") == ["LOADING", "READY"], "no client used a"
-        assert await change(made, "a") == ["LOADING", "READY"], "back at once"
-        assert await change(made, "b") == ["STOPPED", "STOPPED"]
-        assert made.state("a") == "READY"
-        await made.tick(60)
-        assert await change(made, "b") == ["LOADING", "READY"]
+        assert await change(made, "b") == ["LOADING", "READY"], "a was idle"
+        assert await change(made, "a") == ["STOPPED", "STOPPED"], "b has not stayed as long as its load took"
+        await made.tick(40)
+        assert await change(made, "a") == ["LOADING", "READY"]
 
 
-async def test_loads_for_which_no_model_goes_cost_the_budget_nothing(tmp_path: Path) -> None:
+async def test_models_that_run_beside_each_other_take_no_turns(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path)) as made:
         for name in ("a", "b"):
             made.supervisor.want(name, Want.RUNNING, "config")
             await made.tick(40)
             await make_ready(made, name)
         await made.tick(1)
-        assert made.supervisor._swap._loads.budget.spent_s == 0
+        assert not any(record.takes_turns for record in made.supervisor.registry.records.values())
 
 
 @pytest.mark.parametrize("when", ["it drains", "it ends", "b is placed", "b loads"])

@@ -110,7 +110,7 @@ async def test_a_question_that_a_dead_rank_never_answers_is_given_up(tmp_path: P
         async def ask(model: str, timeout_s: float) -> None:
             await never.wait()
 
-        scene.supervisor._actions._ask = ask
+        scene.supervisor._effects._ask = ask
         scene.supervisor.want("m", Want.RUNNING, "admin")
         await scene.tick(2)
         scene.cluster.names = ["m"]

@@ -15,19 +15,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S
 from sparkd.config.config import Config
 from sparkd.control.record import Attempt, Record
-from sparkd.control.watchdog import (
-    ALONE_ANSWER_S,
-    ALONE_ASK_EVERY_S,
-    ALONE_BUSY_S,
-    ALONE_IDLE_S,
-    ALONE_QUESTION_S,
-    ANSWER_S,
-    BUSY_S,
-    FIRST_STEP_S,
-    IDLE_S,
-    QUESTION_S,
-    Pulse,
-)
+from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Watchdog
 from sparkd.errors import EngineError, Unavailable
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
@@ -55,7 +43,7 @@ class Scene:
         self.way.set()
         # What the engine says to a question; None: nothing, for as long as it is waited for.
         self.answer: Callable[[], None] | None = lambda: None
-        self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
+        self.pulse = Watchdog(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
 
     async def ask(self, model: str, timeout_s: float) -> None:
         self.asked.append(self.clock())
@@ -94,17 +82,17 @@ async def test_an_engine_whose_counters_stand_still_while_no_rank_computes_is_fr
 
     assert await scene.after(0) is None
     assert await scene.after(5, page=page(2)) is None
-    assert await scene.after(IDLE_S - 1) is None
+    assert await scene.after(TEAM.idle_s - 1) is None
     told = await scene.after(1)
     assert told is not None
-    assert lacking(told, "2 requests", f"{IDLE_S:.0f} s", "no token", "none") == []
+    assert lacking(told, "2 requests", f"{TEAM.idle_s:.0f} s", "no token", "none") == []
 
 
 async def test_one_that_says_nothing_is_no_better() -> None:
     scene = Scene()
 
     await scene.after(0)
-    assert await scene.after(IDLE_S, page=None) is not None
+    assert await scene.after(TEAM.idle_s, page=None) is not None
 
 
 async def test_a_rank_that_computes_has_longer() -> None:
@@ -112,7 +100,7 @@ async def test_a_rank_that_computes_has_longer() -> None:
     await scene.after(0)
     scene.cpu(100.0)
 
-    assert await scene.after(BUSY_S - 1) is None
+    assert await scene.after(TEAM.busy_s - 1) is None
     assert await scene.after(1) is not None
 
 
@@ -130,19 +118,19 @@ async def test_what_has_nothing_in_hand_is_asked_a_question_and_lives_if_it_answ
     scene = Scene()
     scene.record.attempt = replace(scene.record.attempt, world=world)
     scene.answer = answer
-    question_s = ALONE_QUESTION_S if world == 1 else QUESTION_S
+    question_s = ALONE.question_s if world == 1 else TEAM.question_s
     await scene.after(0, page=IDLE_PAGE)
-    await scene.after(ALONE_ASK_EVERY_S)
+    await scene.after(ALONE.ask_every_s)
     for rounds in range(1, 4):
         await scene.after(question_s)
-        assert await scene.after(ALONE_ASK_EVERY_S) is None
+        assert await scene.after(ALONE.ask_every_s) is None
         assert len(scene.asked) >= rounds
     assert await scene.after(1000) is None, "a daemon that was held up for long has asked nothing yet"
 
 
 @pytest.mark.parametrize(
     ("world", "question_s", "answer_s", "idle_s"),
-    [(1, ALONE_QUESTION_S, ALONE_ANSWER_S, ALONE_IDLE_S), (2, QUESTION_S, ANSWER_S, IDLE_S)],
+    [(1, ALONE.question_s, ALONE.answer_s, ALONE.idle_s), (2, TEAM.question_s, TEAM.answer_s, TEAM.idle_s)],
     ids=["one node", "two nodes"],
 )
 async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_not_answer(
@@ -153,16 +141,16 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     if world == 1:
-        await scene.after(ALONE_ASK_EVERY_S)
+        await scene.after(ALONE.ask_every_s)
     assert (await scene.after(question_s - 1), scene.asked) == (None, [])
-    assert (await scene.after(ALONE_ASK_EVERY_S), len(scene.asked)) == (None, 1)
+    assert (await scene.after(ALONE.ask_every_s), len(scene.asked)) == (None, 1)
     assert await scene.after(answer_s - 1) is None
     told = await scene.after(idle_s)
     assert told is not None and lacking(told, "question") == []
     assert len(scene.asked) == 1
 
 
-@pytest.mark.parametrize(("world", "looks"), [(2, 1), (1, 1 + round(ALONE_QUESTION_S / ALONE_ASK_EVERY_S))])
+@pytest.mark.parametrize(("world", "looks"), [(2, 1), (1, 1 + round(ALONE.question_s / ALONE.ask_every_s))])
 async def test_while_its_question_is_not_answered_it_is_doubted(world: int, looks: int) -> None:
     scene = Scene()
     scene.record.attempt = replace(scene.record.attempt, world=world)
@@ -171,23 +159,23 @@ async def test_while_its_question_is_not_answered_it_is_doubted(world: int, look
     for _ in range(looks):
         assert scene.asked == []
         assert scene.pulse.doubt(scene.record) is None
-        assert await scene.after(ALONE_ASK_EVERY_S) is None
+        assert await scene.after(ALONE.ask_every_s) is None
     assert scene.asked
     assert await scene.after(1) is None
     silent_s = scene.clock() - scene.pulse._beats["m"].at_s
-    assert silent_s > QUESTION_S and lacking(scene.pulse.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []
+    assert silent_s > TEAM.question_s and lacking(scene.pulse.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []
     # A step, and it is doubted no more.
-    await scene.after(ALONE_ASK_EVERY_S, page=page(2, running=0))
+    await scene.after(ALONE.ask_every_s, page=page(2, running=0))
     assert scene.pulse.doubt(scene.record) is None
 
 
 async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)
-    await scene.after(QUESTION_S)
+    await scene.after(TEAM.question_s)
     assert len(scene.asked) == 1 and scene.pulse.doubt(scene.record) is None
     scene.answer = None
-    await scene.after(QUESTION_S)
+    await scene.after(TEAM.question_s)
     assert len(scene.asked) == 2 and scene.pulse.doubt(scene.record) is not None
     scene.record.state = ModelState.STOPPING
     assert scene.pulse.doubt(scene.record) is None
@@ -196,7 +184,7 @@ async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
 async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record, pulse = made.supervisor.registry.find("m"), made.supervisor._pulse
+        record, pulse = made.supervisor.registry.find("m"), made.supervisor._watchdog
         assert made.supervisor.snapshot().models["m"].doubt is None
         record.queue.in_flight = 1
         pulse.look([record])
@@ -215,7 +203,7 @@ async def test_an_engine_that_says_nothing_more_is_not_waited_for_with_a_questio
     await scene.after(0, page=IDLE_PAGE)
     await scene.after(1)
     await scene.after(1, page=None)
-    assert await scene.after(IDLE_S) is not None
+    assert await scene.after(TEAM.idle_s) is not None
     assert scene.asked == []
 
 
@@ -225,9 +213,9 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
     await scene.after(0, page=IDLE_PAGE)
     await scene.after(1)
     scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
-    assert await scene.after(QUESTION_S) is None
+    assert await scene.after(TEAM.question_s) is None
     assert len(scene.asked) == 1
-    assert await scene.after(IDLE_S) is not None
+    assert await scene.after(TEAM.idle_s) is not None
 
 
 async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
@@ -243,10 +231,10 @@ async def test_a_first_step_that_computes_may_compile_for_long() -> None:
     scene = Scene()
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
-    await scene.after(QUESTION_S)
+    await scene.after(TEAM.question_s)
     scene.cpu(10 * FIRST_STEP_S)
     assert len(scene.asked) == 1
-    assert await scene.after(FIRST_STEP_S - QUESTION_S - 1) is None
+    assert await scene.after(FIRST_STEP_S - TEAM.question_s - 1) is None
     assert await scene.after(1) is not None
 
 
@@ -258,11 +246,11 @@ async def test_a_question_that_the_gateway_had_no_room_for_is_put_again() -> Non
     scene.answer = full
     await scene.after(0, page=IDLE_PAGE)
     for _ in range(3):
-        assert await scene.after(IDLE_S) is None, "nobody knows whether it lives"
+        assert await scene.after(TEAM.idle_s) is None, "nobody knows whether it lives"
     assert len(scene.asked) == 3
     scene.answer = None
     await scene.after(1)
-    assert await scene.after(ANSWER_S) is not None
+    assert await scene.after(TEAM.answer_s) is not None
 
 
 async def test_one_that_counts_nothing_is_never_asked_nor_suspected() -> None:
@@ -270,8 +258,8 @@ async def test_one_that_counts_nothing_is_never_asked_nor_suspected() -> None:
     scene = Scene()
     await scene.after(0, page="process_cpu_seconds_total 1\n")
     await scene.after(1)
-    assert await scene.after(BUSY_S) is None
-    assert await scene.after(BUSY_S) is None
+    assert await scene.after(TEAM.busy_s) is None
+    assert await scene.after(TEAM.busy_s) is None
     assert scene.asked == []
 
 
@@ -281,19 +269,19 @@ async def test_a_count_that_stands_still_with_nobody_waiting_is_asked_about() ->
     await scene.after(0)
     await scene.after(1)
     scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
-    assert await scene.after(QUESTION_S) is None
+    assert await scene.after(TEAM.question_s) is None
     assert (len(scene.asked), scene.record.queue.unanswered) == (1, False)
 
     scene.record.queue.unanswered, scene.answer = True, None
-    await scene.after(QUESTION_S)
-    assert await scene.after(IDLE_S) is not None
+    await scene.after(TEAM.question_s)
+    assert await scene.after(TEAM.idle_s) is not None
 
 
 async def test_its_first_question_is_watched_as_a_request_is() -> None:
     scene = Scene()
     scene.record.state, scene.record.queue.in_flight, scene.record.queue.questions = ModelState.SIZING, 0, 1
     await scene.after(0)
-    told = await scene.after(IDLE_S)
+    told = await scene.after(TEAM.idle_s)
     assert told is not None and lacking(told, "1 requests") == []
     assert scene.asked == []
 
@@ -302,12 +290,12 @@ async def test_while_the_daemon_itself_is_held_no_engine_stands_still() -> None:
     scene = Scene()
     await scene.after(0)
     await scene.after(1)
-    scene.clock.now_s += 10 * BUSY_S
+    scene.clock.now_s += 10 * TEAM.busy_s
     scene.page = page(5000)
     scene.pulse.look([scene.record])
     assert scene.pulse.frozen(scene.record) is None, "nobody has looked yet"
     assert await scene.after(1) is None
-    assert await scene.after(IDLE_S) is not None
+    assert await scene.after(TEAM.idle_s) is not None
 
 
 async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
@@ -326,13 +314,13 @@ async def test_no_counter_of_an_engine_on_one_node_is_read_for_a_request_that_is
     for _ in range(2):
         scene.record.queue.in_flight = 1
         await scene.after(0)
-        await scene.after(ALONE_ASK_EVERY_S - 1)
+        await scene.after(ALONE.ask_every_s - 1)
         assert scene.reads == 0
         scene.record.queue.in_flight = 0
         await scene.after(1000)
     scene.record.queue.in_flight = 1
     await scene.after(0)
-    await scene.after(ALONE_ASK_EVERY_S)
+    await scene.after(ALONE.ask_every_s)
     assert scene.reads == 1
 
 
@@ -348,11 +336,11 @@ async def test_its_first_question_is_the_supervisors() -> None:
 @pytest.mark.parametrize(
     ("watts", "busy", "cpu_share", "after_s"),
     [
-        (None, None, 0.0, ALONE_IDLE_S),
-        (None, None, 1.0, ALONE_BUSY_S),
-        (60.0, 96.0, 0.0, ALONE_BUSY_S),
-        (17.0, 96.0, 1.0, ALONE_IDLE_S),
-        (4.0, 0.0, 1.0, ALONE_BUSY_S),
+        (None, None, 0.0, ALONE.idle_s),
+        (None, None, 1.0, ALONE.busy_s),
+        (60.0, 96.0, 0.0, ALONE.busy_s),
+        (17.0, 96.0, 1.0, ALONE.idle_s),
+        (4.0, 0.0, 1.0, ALONE.busy_s),
     ],
     ids=["nobody computes", "a rank computes", "the GPU computes", "a kernel that hangs and a rank that spins", "a compiler runs"],
 )
@@ -361,7 +349,7 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
     scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
     scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
     await scene.after(0)
-    await scene.after(ALONE_ASK_EVERY_S)
+    await scene.after(ALONE.ask_every_s)
     scene.cpu(cpu_share * (after_s - 1))
 
     assert await scene.after(after_s - 1) is None
@@ -376,8 +364,8 @@ async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     assert scene.pulse.conditions == ()
     await scene.after(0)
     assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GpuSilent", "n")]
-    await scene.after(ALONE_ASK_EVERY_S)
-    assert await scene.after(ALONE_IDLE_S) is not None, "the ranks' own idleness still counts"
+    await scene.after(ALONE.ask_every_s)
+    assert await scene.after(ALONE.idle_s) is not None, "the ranks' own idleness still counts"
 
 
 async def test_a_node_that_no_guard_watches_is_said_to() -> None:
@@ -392,7 +380,7 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
         waits = []
         for _ in range(3):
             await make_ready(made)
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             waits.append(made.supervisor.snapshot().models["m"].retry_in_s)
             made.cluster.ranks = {}
             await made.tick(2)
@@ -414,8 +402,8 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         await make_ready(made)
         for _ in range(stalls):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineExited", "It ended.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineExited", "It ended.")
         made.cluster.ranks = {}
         made.supervisor.want("m", want, "admin")
     made.store.close()
@@ -431,7 +419,7 @@ async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, 
             await again.tick()
             assert again.state() == "LOADING", "it has rested"
         for wait_s in waits:
-            again.supervisor._actions.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            again.supervisor._effects.fail(again.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
             assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
 
 
@@ -441,7 +429,7 @@ async def test_after_a_clock_was_set_back_the_stalls_of_then_hold_nothing_for_ev
         await make_ready(made)
         made.clock.now_s += 86_400
         for _ in range(3):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
         made.clock.now_s -= 86_400
         made.supervisor.ledger.say("config", None, "The clock was set back.")
@@ -461,7 +449,7 @@ async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
         for _ in range(3):
-            made.supervisor._actions.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
     made.store.close()
 
@@ -481,15 +469,15 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
         async def said(upstream: Upstream) -> str | None:
             return pages[-1]
 
-        made.supervisor._pulse._page_of = said
+        made.supervisor._watchdog._page_of = said
         stalls = metrics.WATCHDOG_STALLS.labels("m")._value.get()
         async with made.supervisor.lease("m"):
-            await made.tick(3, seconds=ALONE_ASK_EVERY_S)
+            await made.tick(3, seconds=ALONE.ask_every_s)
             pages.append(page(2))
-            await made.tick(2, seconds=ALONE_ASK_EVERY_S)
-            await made.tick(seconds=ALONE_IDLE_S - 2 * ALONE_ASK_EVERY_S)
+            await made.tick(2, seconds=ALONE.ask_every_s)
+            await made.tick(seconds=ALONE.idle_s - 2 * ALONE.ask_every_s)
             assert made.state() == "READY", "it moved less than that ago"
-            await made.tick(2, seconds=ALONE_ASK_EVERY_S)
+            await made.tick(2, seconds=ALONE.ask_every_s)
             assert made.supervisor.snapshot().models["m"].reason == "EngineFrozen"
             assert metrics.WATCHDOG_STALLS.labels("m")._value.get() == stalls + 1
             await made.tick(2)
@@ -500,7 +488,7 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
 async def test_an_unload_does_not_wait_for_an_engine_that_hangs_either(tmp_path: Path, reason: str, how: str) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=60) as made:
         await make_ready(made)
-        made.supervisor._actions.fail(made.supervisor.registry.find("m"), reason, "It is of no use.")
+        made.supervisor._effects.fail(made.supervisor.registry.find("m"), reason, "It is of no use.")
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(3)
 
@@ -532,10 +520,10 @@ async def test_an_answer_that_was_on_its_way_while_the_daemon_was_held_ends_no_e
     await scene.after(0)
     scene.way.clear()
     await scene.after(1)
-    scene.clock.now_s += IDLE_S + 2
+    scene.clock.now_s += TEAM.idle_s + 2
     scene.page = page(200)
     scene.way.set()
 
     assert [await scene.after(0) for _ in range(6)] == [None] * 6
-    assert await scene.after(IDLE_S - 1) is None
+    assert await scene.after(TEAM.idle_s - 1) is None
     assert await scene.after(1) is not None

@@ -28,8 +28,8 @@ from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation, facts_of
 from sparkd.cluster.read_memory import reading
 from sparkd.config.config import ModelConfig
-from sparkd.control.pressure import told_of
 from sparkd.control.record import Attempt
+from sparkd.control.views import guard_hints
 from sparkd.errors import NotFound, Unavailable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models
 from sparkd.state.nouns import RankFact, RankHandle, Want
@@ -270,10 +270,10 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     supervisor = made.supervisor
     for part in (
         supervisor,
-        supervisor._actions,
+        supervisor._effects,
         supervisor._endings,
-        supervisor._door,
-        supervisor._gate.pressure,
+        supervisor._queue,
+        supervisor._gate,
         supervisor.registry,
         supervisor._swap,
     ):
@@ -433,9 +433,9 @@ def test_the_daemon_gets_the_last_row_of_any_gpu_and_nvidia_smi_ends_with_the_la
 def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
     made = scene(tmp_path, models={"m": {"model": "/x", "pin": True, "priority": 7}})
     record = made.supervisor.registry.find("m")
-    assert told_of([record]) == {}
+    assert guard_hints([record]) == {}
     record.attempt, record.queue.in_flight = Attempt(0.0, rank_id="m-1", memory_gib=30.0), 2
-    assert told_of([record]) == {
+    assert guard_hints([record]) == {
         "m": {"in_flight": 2, "priority": 7, "pinned": True, "state": "STOPPED", "by": record.desired.by, "predicted_gib": 30.0}
     }
     made.store.close()
