@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sparkd.errors import ConfigError, SparkdError, error_body
@@ -42,32 +39,6 @@ TAB completes verbs and options. `make -C deploy install` sets that up for bash,
 Errors go to stderr. With --json an error is one JSON object on the last line: the admin API's error with an added exit_code.
 """
 
-# Module and its function that registers these verbs, in the order in which the help has them.
-_REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("cli.serve", "register_serve", ("serve",)),
-    ("cli.run", "register", ("run",)),
-    ("cli.models", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
-    ("cli.requests", "register", ("requests",)),
-    ("cli.plan", "register", ("plan",)),
-    ("cli.fabric", "register", ("fabric", "nodes")),
-    ("cli.reload", "register", ("reload",)),
-    ("cli.doctor", "register", ("doctor",)),
-    ("cli.incidents", "register", ("incidents",)),
-    ("cli.join", "register", ("join", "leave", "token")),
-    ("cli.pull", "register", ("pull",)),
-    ("cli.bench", "register", ("bench",)),
-    ("cli.export", "register", ("export",)),
-    ("cli.recipes", "register", ("recipes",)),
-    ("cli.serve", "register", ("check", "ray-node", "version")),
-)
-
-
-# Other programs' names for verbs of ours. Their letters are too far from ours for a guess.
-_ELSEWHERE = {
-    "list": "ls", "models": "ls", "start": "load", "stop": "unload", "kill": "unload", "remove": "rm", "delete": "rm", "top": "ps",
-    "chat": "run", "download": "pull", "log": "logs", "info": "status", "health": "status", "config": "check", "validate": "check",
-}  # fmt: skip
-
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command line and exit with its code."""
@@ -81,8 +52,6 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] in (["serve"], ["ray-node"], ["join"]):
         run_below_init()
     else:
-        # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
-        gc.set_threshold(500_000)
         for number in (signal.SIGTERM, signal.SIGHUP):
             # As Ctrl-C does: what a verb has begun, a child and its files, ends with it.
             if signal.getsignal(number) == signal.SIG_DFL:
@@ -134,10 +103,11 @@ def exit_code(argv: list[str]) -> int:
         return _fail(bug, as_json=as_json)
 
 
-def command_line(verb: str = "") -> typer.Typer:
-    """All verbs; or, where the command line begins with one, that one alone: to import and describe the others takes as long again."""
+def command_line() -> typer.Typer:
+    """All verbs, in the order in which the help has them."""
     import typer
 
+    from sparkd.cli import bench, doctor, export, fabric, incidents, join, models, plan, pull, recipes, reload, requests, run, serve
     from sparkd.cli.options import options
 
     app = typer.Typer(
@@ -150,19 +120,14 @@ def command_line(verb: str = "") -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     app.callback(invoke_without_command=True)(options)
-    named = [row for row in _REGISTRARS if verb in row[2]]
-    for module, function, _ in named or _REGISTRARS:
-        register: Callable[[typer.Typer], None] = getattr(import_module(f"sparkd.{module}"), function)
-        register(app)
-    if named:
-        app.registered_commands = [each for each in app.registered_commands if each.name == verb]
+    serve.register_serve(app)
+    for module in (run, models, requests, plan, fabric, reload, doctor, incidents, join, pull, bench, export, recipes, serve):
+        module.register(app)
     return app
 
 
 def _any_verb(argv: list[str]) -> int:
-    if argv and (verb := _ELSEWHERE.get(argv[0])):
-        raise ConfigError(f"No such command '{argv[0]}'. Did you mean '{verb}'? See `sparkd {verb} -h`.")
-    app = command_line(argv[0] if argv else "")
+    app = command_line()
     import typer
 
     # typer's public BadParameter leads to the root of all usage errors, which typer or, in older releases, click keeps elsewhere.

@@ -6,8 +6,7 @@
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
     - CheckpointIncomplete      a part of it is not there
     - CheckpointUncounted       its weights are in files that only an engine reads
-    - CheckpointUnread          the system did not give a file's bytes: another try may
-    - HubSilent                 its hub gave no answer: another try may
+    - CheckpointUnread          the system or its hub did not give a file's bytes: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
     - RayUnavailable            Ray cannot be started or joined
@@ -17,19 +16,14 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
         . MemoryReturns         and one will, once memory of an engine that ended is back
-      - Unlinked                and no rails let so many nodes share it
     - NodeRefused               a node's system would not: a full disk, a read-only folder, no more descriptors
     - RankError                 a rank could not be started, found or stopped
-      - FlagRefused             the vLLM of its runtime would not take a flag
-      - ContextTooLong          its vLLM would not take so long a max_model_len
       - LoadRefused             its loader would not take the checkpoint in that format
       - ModelUnusable           the entry's path or id is missing or is no model: its owner must fix it
   + RequestError                4xx: the caller can fix it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
-    - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
-    - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
-    - RouteNotServed 404       - UnknownStored 404
-    - UnknownRequest 404       - UnknownBench 404
+    - NotFound 404              - RouteNotServed 404
+      . UnknownModel 404        . UnknownRoute 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - RequestCancelled 410
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
@@ -56,6 +50,7 @@ MOST_MESSAGE_CHARS = 8000
 class SparkdError(Exception):
     """Root of the tree. `status` is the HTTP status, `type` and `code` are the OpenAI fields, `exit_code` is the command line's.
 
+    reason: what conditions and code compare (sparkd.condition); without it the name of the class.
     param: the key of the request or the entry that it is about, dotted below a section.
     message: for the operator, who reads it in the log, the admin API and the command line; of errors that clients cause, for them.
     client_message: what a client may read of an error of the daemon's, or None. It names no path, no folder of this machine and no token;
@@ -67,9 +62,10 @@ class SparkdError(Exception):
     code: ClassVar[str] = "internal_error"
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, param: str | None = None, client_message: str | None = None) -> None:
+    def __init__(self, message: str, *, reason: str | None = None, param: str | None = None, client_message: str | None = None) -> None:
         super().__init__(message)
         self.message = self.explanation = message
+        self.reason = reason or type(self).__name__
         self.param = param
         self.client_message = client_message
 
@@ -121,7 +117,7 @@ class CheckpointError(SparkdError):
         explanation = f"{clause(message)}." + (f" {clause(cure)}." if cure else "")
         super().__init__(f"{place}: {explanation}" if place else explanation, param="model")
         self.explanation = explanation
-        self.reason = message
+        self.problem = message
         self.file = file
         self.tensor = tensor
         self.cure = cure
@@ -136,11 +132,7 @@ class CheckpointUncounted(CheckpointError):
 
 
 class CheckpointUnread(CheckpointError):
-    """The system did not give a file's bytes: a disk, a mode, no more descriptors. It says nothing of what the file holds."""
-
-
-class HubSilent(CheckpointError):
-    """The hub could not be reached, or was in trouble."""
+    """The system or the hub did not give a file's bytes. It says nothing of what the file holds, and another try may get them."""
 
 
 class MissingSymbol(SparkdError):
@@ -192,8 +184,8 @@ class DoesNotFit(ClusterError):
 
     code = "does_not_fit"
 
-    def __init__(self, message: str, *, lasts: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, lasts: bool = False, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
         self.lasts = lasts
 
 
@@ -211,12 +203,6 @@ class MemoryReturns(NoRoom):
     """The memory is booked for no model, but not free yet."""
 
 
-class Unlinked(DoesNotFit):
-    """So many nodes would hold it, and no choice of them has the rails that tensor parallelism needs."""
-
-    code = "unlinked"
-
-
 class NodeRefused(ClusterError):
     """It may go well another time: room on a disk comes back."""
 
@@ -225,14 +211,6 @@ class NodeRefused(ClusterError):
 
 class RankError(ClusterError):
     code = "rank_error"
-
-
-class FlagRefused(RankError):
-    """The vLLM of its runtime would not take a flag: nothing was started, and waiting does not heal it."""
-
-
-class ContextTooLong(RankError):
-    """Raised before an engine is started, which would fail for the same reason (workers.rank.signatures)."""
 
 
 class LoadRefused(RankError):
@@ -298,9 +276,13 @@ class Forbidden(RequestError):
     exit_code = 6
 
 
-class UnknownModel(RequestError):
+class NotFound(RequestError):
     status = 404
     type = "not_found_error"
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
     code = "model_not_found"
 
     def __init__(self, name: str, known: list[str]) -> None:
@@ -308,9 +290,7 @@ class UnknownModel(RequestError):
         super().__init__(f"The model {name[:128]!r} is not known here. Known models: {shown}.", param="model")
 
 
-class UnknownRoute(RequestError):
-    status = 404
-    type = "not_found_error"
+class UnknownRoute(NotFound):
     code = "route_not_found"
 
 
@@ -333,19 +313,6 @@ _PATHS_OF = {
 }
 
 
-class UnknownResponse(RequestError):
-    """A stored answer of `/v1/responses` that no running engine has."""
-
-    status = 404
-    type = "not_found_error"
-    code = "response_not_found"
-
-    def __init__(self, response_id: str) -> None:
-        super().__init__(
-            f"No running engine has the response {response_id[:128]!r}: an engine keeps its responses until it ends. Create it again."
-        )
-
-
 class NoToolParser(RequestError):
     """A request with tools for a model whose engine has no parser of tool calls. nearest: the one to try."""
 
@@ -358,63 +325,6 @@ class NoToolParser(RequestError):
             f"none. {cure} in the model's entry of sparkd.yaml, or send the request without tools.",
             param="tools",
         )
-
-
-class UnknownStored(RequestError):
-    status = 404
-    type = "not_found_error"
-    code = "stored_not_found"
-
-    def __init__(self, kind: str, name: str, node: str) -> None:
-        super().__init__(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
-
-
-class UnknownRecipe(RequestError):
-    status = 404
-    type = "not_found_error"
-    code = "recipe_not_found"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
-
-
-class UnknownOperation(RequestError):
-    status = 404
-    type = "not_found_error"
-    code = "operation_not_found"
-
-
-class UnknownIncident(RequestError):
-    """The guard left no such bundle, or it is no longer kept."""
-
-    status = 404
-    type = "not_found_error"
-    code = "incident_not_found"
-
-    def __init__(self, incident_id: str) -> None:
-        super().__init__(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
-
-
-class UnknownBench(RequestError):
-    """No bench with this id was run, or its result was removed."""
-
-    status = 404
-    type = "not_found_error"
-    code = "bench_not_found"
-
-    def __init__(self, bench_id: str) -> None:
-        super().__init__(f"There is no bench {bench_id[:128]!r}. `sparkd bench ls` lists them.")
-
-
-class UnknownRequest(RequestError):
-    """No request with this id is in flight: it has ended, or there was none."""
-
-    status = 404
-    type = "not_found_error"
-    code = "request_not_found"
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(f"No request {request_id[:128]!r} is in flight. `sparkd requests` lists those that are.")
 
 
 class RequestCancelled(RequestError):

@@ -140,7 +140,6 @@ RateBody = create_model(
     __doc__="The rate measured between two nodes.",
     **{name: (kind, ...) for name, kind in get_type_hints(Rate).items()},  # type: ignore[call-overload]
     normal_gb_s=(str | None, ...),
-    holds=(bool, ...),
     verdict=(str, ...),
     told=(str, ...),
 )

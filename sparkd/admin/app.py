@@ -61,7 +61,7 @@ from sparkd.config.refusal import fault
 from sparkd.control.journal import Ledger
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute, error_body
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
@@ -145,7 +145,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
     )
     async def fabric() -> dict[str, Any]:
-        return await fabric_of(registry, cluster, measures.rates() if measures else ())
+        return await fabric_of(registry, cluster, measures.rates.all() if measures else ())
 
     @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
     async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
@@ -261,7 +261,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def recipe(name: str) -> dict[str, Any]:
         book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
         if not await asyncio.to_thread(book.has, name):
-            raise UnknownRecipe(name)
+            raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
     @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")

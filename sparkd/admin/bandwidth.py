@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Protocol
 
-from sparkd import metrics
 from sparkd.admin.chosen_nodes import chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.config.config import Config
@@ -26,7 +21,7 @@ from sparkd.fabric.checks import FAIL
 from sparkd.fabric.environment import environment, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
-from sparkd.fabric.rates import GLOO, NCCL, Rate, finding, links, proofs
+from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
 from sparkd.state.nouns import RESIDENT, STARTING, Operation, Progress
 from sparkd.state.snapshot import Snapshot
 
@@ -57,8 +52,6 @@ class MeasuredNodes(Protocol):
 
 
 class Measures:
-    """path: the file that keeps what was measured."""
-
     def __init__(
         self,
         nodes: MeasuredNodes,
@@ -66,22 +59,11 @@ class Measures:
         jobs: Jobs,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],
-        path: Path,
+        rates: RateBook,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._nodes, self._ledger, self._jobs, self._config, self._snapshot = nodes, ledger, jobs, config, snapshot
-        self._path, self._wall = path, wall
-        self._rates = {rate.pair: rate for rate in _read(path)}
-        for rate in self._rates.values():
-            _show(rate)
-
-    def rates(self) -> list[Rate]:
-        """The last of each pair."""
-        return list(self._rates.values())
-
-    def passed(self, nodes: Mapping[str, Fabric]) -> frozenset[frozenset[str]]:
-        """Pairs of these nodes, by address, between which NCCL's RDMA has been proved over the links that they have now."""
-        return proofs(self._rates.values(), nodes)
+        self.rates, self._wall = rates, wall
 
     async def start(self, nodes: Sequence[str] | str, *, force: bool = False) -> Operation:
         """Measure between each two of these nodes, one pair after the other.
@@ -120,7 +102,7 @@ class Measures:
             rate = await self._pair(pair, partial(_tell, tell, number, len(pairs)))
             judged = finding(rate)
             sentences.append(f"{judged.node}: {judged.evidence}")
-            self._keep(rate)
+            self.rates.keep(rate)
             self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
         return "; ".join(sentences)
 
@@ -155,12 +137,8 @@ class Measures:
         meeting = next((interface for interface in before[a].interfaces if interface.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None
         lan, real = meeting is not None and meeting.kind == LAN, meeting is not None and meeting.physical
-        # As they were when the rails were chosen: what has changed meanwhile makes the rate one of other links.
-        over = links(before[a], before[b]) if expected else ()
-        names = () if over else tuple(env[node].get("GLOO_SOCKET_IFNAME", "") for node in pair)
-        over = over or links(before[a], before[b], names)
         gb_s, sent_bytes = float(ended["gb_s"]), int(ended["sent_bytes"])
-        return Rate(a, b, gb_s, backend, network, len(expected), idle, lan, real, sent_bytes, self._wall(), over, names)
+        return Rate(a, b, gb_s, backend, network, len(expected), idle, lan, real, sent_bytes, self._wall())
 
     async def _fabrics(self, pair: Pair) -> dict[str, Fabric]:
         readings = await self._nodes.fabric()
@@ -189,39 +167,10 @@ class Measures:
             with suppress(ClusterError):
                 await self._nodes.ask(node, "end_job", job, timeout_s=ASK_TIMEOUT_S)
 
-    def _keep(self, rate: Rate) -> None:
-        self._rates[rate.pair] = rate
-        _show(rate)
-        try:
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
-            os.replace(fresh, self._path)
-        except OSError as error:
-            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
-
 
 def _tell(tell: Tell, number: int, pairs: int, what: str, done: int, total: int) -> None:
     which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")
     tell(which, Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total))
-
-
-def _read(path: Path) -> list[Rate]:
-    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return [Rate(**row | {name: tuple(row.get(name, ())) for name in ("idle", "links", "sockets")}) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
-def _show(rate: Rate) -> None:
-    pair = sorted(rate.pair)
-    metrics.FABRIC_RATE.labels(*pair).set(rate.gb_s * 1e9)
-    if rate.least_normal_gb_s is not None:
-        metrics.FABRIC_NORMAL_RATE.labels(*pair).set(rate.least_normal_gb_s * 1e9)
-    else:
-        with suppress(KeyError):  # older releases of the library raise it for a series that never was
-            metrics.FABRIC_NORMAL_RATE.remove(*pair)
 
 
 def _other(node: str, pair: Pair) -> str:

@@ -81,7 +81,7 @@ class Benches:
         return [self._now(result) for result in await asyncio.to_thread(self.store.all)]
 
     async def find(self, bench_id: str) -> BenchResult:
-        """Raises UnknownBench and StateError."""
+        """Raises NotFound and StateError."""
         return self._now(await asyncio.to_thread(self.store.read, bench_id))
 
     async def start(self, model: str, work: Work, *, resume: str | None = None, force: bool = False) -> Started:
@@ -94,7 +94,7 @@ class Benches:
     async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None, resume: str | None) -> SpeedBench:
         """A bench of speed. book: a text and its name; without it a bench that goes on has the text of its first part.
 
-        Raises UnknownBench, and BadRequest where llama-benchy is not installed."""
+        Raises NotFound, and BadRequest where llama-benchy is not installed."""
         if resume is not None and book is None and (label := (await self.find(resume)).text) is not None:
             book = await asyncio.to_thread(benchy.text_of_earlier, self._folder, label)
         return await asyncio.to_thread(speed_bench, profile, self._folder, book)
@@ -120,7 +120,7 @@ class Benches:
         return lend(self._registry, model, form)
 
     async def remove(self, bench_id: str) -> BenchResult:
-        """Raises UnknownBench, and Conflict for the bench that runs."""
+        """Raises NotFound, and Conflict for the bench that runs."""
         await self._jobs.wait_for_cancelled(KIND)
         result = await self.find(bench_id)
         if self._running is not None and self._running.bench == bench_id:

@@ -18,7 +18,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Ledger
 from sparkd.control.record import Record
 from sparkd.control.registry import Roster
-from sparkd.errors import CheckpointError, Conflict, StateError, UnknownStored
+from sparkd.errors import CheckpointError, Conflict, NotFound, StateError
 from sparkd.state.nouns import ModelState, Operation, Progress
 from workers.host.hub_cache import cache_places
 
@@ -64,10 +64,10 @@ class Disk:
         return {"entries": entries, "folders": folders}
 
     async def remove(self, kind: str, name: str, node: str | None) -> dict[str, Any]:
-        """Raises Conflict where a model that is not at rest may use it or a pull runs, UnknownStored where the node does not list it."""
+        """Raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
         node = node or self._cluster.node_ip
         if not any((entry["kind"], entry["id"], entry["node"]) == (kind, name, node) for entry in (await self.listing())["entries"]):
-            raise UnknownStored(kind, name, node)
+            raise NotFound(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
         if self._jobs.running("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():

@@ -136,7 +136,7 @@ def cables_of(report: Mapping[str, Any]) -> list[LiveCable]:
         cables.append(
             LiveCable(
                 **cable,
-                rate_gb_s=rate["gb_s"] if rate and rate["holds"] else None,
+                rate_gb_s=rate["gb_s"] if rate else None,
                 verdict=worst["verdict"] if worst else "ok",
                 problem=f"{worst['evidence']}. {worst['cure']}".strip() if worst else None,
             )

@@ -120,7 +120,7 @@ class Operator:
         return operation
 
     def operation(self, operation_id: str) -> Operation:
-        """One operation with its progress; UnknownOperation where it is not kept."""
+        """One operation with its progress; NotFound where it is not kept."""
         self._journal.operations.find(operation_id)
         return self._journal.operations.all(self._registry.records)[operation_id]
 

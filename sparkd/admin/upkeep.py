@@ -15,7 +15,7 @@ from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
-from sparkd.errors import UnknownIncident, UnknownRoute
+from sparkd.errors import NotFound, UnknownRoute
 from sparkd.execution.shared_answer import Recent
 
 HOSTS_KEPT_S = 5.0
@@ -63,5 +63,5 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
         by_node = await cluster.everywhere("incident", incident_id)
         bundle = next(filter(None, by_node.values()), None)
         if bundle is None:
-            raise UnknownIncident(incident_id)
+            raise NotFound(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
         return dict(bundle)

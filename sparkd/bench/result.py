@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparkd.errors import StateError, UnknownBench
+from sparkd.errors import NotFound, StateError
 
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,80}")
 
@@ -250,9 +250,9 @@ class BenchStore:
             raise StateError(f"The bench's result cannot be written to {path}: {error.strerror or error}. Free space there.") from None
 
     def read(self, bench_id: str) -> BenchResult:
-        """Raises UnknownBench, and StateError for a file that is no result."""
+        """Raises NotFound, and StateError for a file that is no result."""
         if not _ID.fullmatch(bench_id):
-            raise UnknownBench(bench_id)
+            raise _no_bench(bench_id)
         return self._read(self._folder / f"{bench_id}.json")
 
     def all(self) -> list[BenchResult]:
@@ -260,7 +260,7 @@ class BenchStore:
         return list(self._each())
 
     def remove(self, bench_id: str) -> None:
-        """Raises UnknownBench."""
+        """Raises NotFound."""
         self.read(bench_id)
         (self._folder / f"{bench_id}.json").unlink(missing_ok=True)
 
@@ -268,14 +268,18 @@ class BenchStore:
         for path in sorted(self._folder.glob("*.json"), reverse=True):
             try:
                 yield self._read(path)
-            except (StateError, UnknownBench):
+            except (StateError, NotFound):
                 continue
 
     def _read(self, path: Path) -> BenchResult:
         try:
             return BenchResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise UnknownBench(path.stem) from None
+            raise _no_bench(path.stem) from None
         except (OSError, ValueError, ValidationError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no bench result of this release"
             raise StateError(f"{path} cannot be read: {why}. Remove it.") from None
+
+
+def _no_bench(bench_id: str) -> NotFound:
+    return NotFound(f"There is no bench {bench_id[:128]!r}. `sparkd bench ls` lists them.")

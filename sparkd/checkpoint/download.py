@@ -70,7 +70,7 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
         snapshot = snapshot_of(hub_id, revision, environ)
         if snapshot is None or complete(snapshot) is None:
             raise NotAsked(error) from None
-        return snapshot.name, f"The hub was not contacted ({error.reason}); what is in the cache is whole."
+        return snapshot.name, f"The hub was not contacted ({error.problem}); what is in the cache is whole."
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / listing.commit
     sizes = {name: listing.sizes[name] or 0 for name in wanted(listing.sizes)}
@@ -176,7 +176,7 @@ def main() -> None:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
         tell({"ended": True, "commit": commit, "note": note})
     except NotAsked as unasked:
-        tell({"error": unasked.error.message, "unasked": unasked.error.reason})
+        tell({"error": unasked.error.message, "unasked": unasked.error.problem})
     except SparkdError as error:
         tell({"error": error.message})
     except OSError as error:

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from sparkd import __version__
 from sparkd.checkpoint.foreign_json import parsed
-from sparkd.errors import CheckpointError, ConfigError, HubSilent
+from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError
 from workers.host.hub_cache import is_revision
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Hub:
         try:
             return ask()
         except _Passing as passing:
-            raise HubSilent(str(passing), file=self.hub_id, cure=_NETWORK) from None
+            raise CheckpointUnread(str(passing), file=self.hub_id, cure=_NETWORK) from None
 
     def _whole(self, url: str, limit: int, name: str) -> bytes:
         with self._asked(url, {}) as response:

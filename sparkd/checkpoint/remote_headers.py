@@ -72,7 +72,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         if not (error.file or "").startswith(source.place):
             raise
         # A fault there is not mended by what helps with a file on this machine.
-        raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
+        raise CheckpointError(error.problem, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
 def complete(snapshot: Path) -> tuple[Folder, Selection] | None:

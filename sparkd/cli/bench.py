@@ -14,9 +14,8 @@ from urllib.parse import quote
 import typer
 from typer.core import TyperGroup
 
-from sparkd.bench.result import BenchResult, CellResult, LoadRow
-from sparkd.cli.models import NoWait, Session, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import NoWait, Session, verb
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
 from sparkd.render import models as show
 from sparkd.render.table import Table
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from sparkd.bench.compare import Comparison
     from sparkd.bench.figures import Metric
+    from sparkd.bench.result import BenchResult, CellResult, LoadRow
 
 RUN = "run"
 # llama-benchy's own book has half of that.
@@ -237,6 +237,8 @@ def _share(text: str) -> float:
 
 
 def _result(session: Session, bench_id: str) -> BenchResult:
+    from sparkd.bench.result import BenchResult
+
     return BenchResult.model_validate(session.client.get(f"/bench/{quote(bench_id, safe='')}"))
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.models import Session, verb
 from sparkd.cli.options import option
-from sparkd.errors import ConfigError, SparkdError
+from sparkd.cli.session import Session, verb
+from sparkd.errors import ConfigError, SparkdError, Unauthorized, Unavailable, UnknownRoute
 from sparkd.render import models as show
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def doctor(
         raise ConfigError(f"--root {root}: it has no folder proc, so it is not the root of a node.")
     raw: dict[str, Any] = {}
     alone = root is not None or fix or disk or engine
-    report = None if alone else session.of_cluster("/doctor")
+    report = None if alone else _of_cluster(session)
     if report is None:
         raw, report = _of_this_node(root or HERE, disk=disk, engine=engine)
     mended = _mend(session, report, raw, root or HERE) if fix else []
@@ -54,6 +54,20 @@ def doctor(
         fabric.findings(report["findings"], session.out)
     if report["verdict"] == "fail" and not fix:
         raise typer.Exit(SparkdError.exit_code)
+
+
+def _of_cluster(session: Session) -> dict[str, Any] | None:
+    """The daemon's report on all nodes. None, after a line on stderr, if this node must be read alone: no daemon answers, or it requires a
+    key, or its release lacks the route."""
+    try:
+        return session.client.get("/doctor")
+    except Unavailable:
+        alone = "no daemon answers"
+    except (Unauthorized, UnknownRoute) as error:
+        alone = error.clause
+    if not session.json:
+        session.err.print(f"Shows this node only: {alone}.", style="dim", markup=False)
+    return None
 
 
 def _of_this_node(root: Path, *, disk: bool, engine: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.render import models as show
 from workers.host.interpreter import module_command, program_environment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sparkd.cli.models import Session, Timeout, verb
 from sparkd.cli.options import option
+from sparkd.cli.session import Session, Timeout, verb
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
 from sparkd.render import models as show
 
@@ -29,12 +28,12 @@ def fabric(
 ) -> None:
     """Show how the nodes are linked, and which links have faults.
 
-    Lists cages, twins, rails and cables, and a fix for each fault. Covers all nodes of the daemon's cluster, or this node if no daemon
-    answers. Exits with 1 if a check fails. A measurement sends at most 512 MiB between two nodes; Ctrl-C stops it.
+    Lists cages, twins, rails and cables of all nodes, and a fix for each fault. Exits with 1 if a check fails. A measurement sends at most
+    512 MiB between two nodes; Ctrl-C stops it.
     """
     if measure is not None:
         _measure(session, measure, force, timeout)
-    report = _of_folders(root) if root else session.of_cluster("/fabric") or _of_this_node()
+    report = _of_folders(root) if root else session.client.get("/fabric")
     if session.json:
         show.say_json(report)
     else:
@@ -95,27 +94,3 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
     read = {root: sample(root) for root in roots}
     hosts = [raw["host"] for raw in read.values()]
     return report({str(raw["host"] if hosts.count(raw["host"]) == 1 else root): raw for root, raw in read.items()})
-
-
-def _of_this_node() -> dict[str, Any]:
-    """A node that has joined a head has no peer to offer: a machine that it meets is of that cluster, or to join that head."""
-    from sparkd.fabric.report import report
-    from workers.host.link_peers import knock
-    from workers.host.network import sample
-
-    answers = knock()
-    raw = sample() | {"answers": answers}
-    answer = report({str(raw["host"]): raw})
-    return {**answer, "offered": []} if _has_joined() else answer
-
-
-def _has_joined() -> bool:
-    """False too where this user may not read it."""
-    from sparkd.cli.serve import config_path
-    from sparkd.cluster import membership
-    from sparkd.config.config import load_config
-
-    try:
-        return membership.read(load_config(config_path(None, os.environ, alone=True), environ=os.environ)) is not None
-    except (SparkdError, OSError):
-        return False

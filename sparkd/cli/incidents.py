@@ -1,25 +1,22 @@
-"""`sparkd incidents`: ls, show. The deeds of the memory guards, from the daemon or this node's own folder. Never removes a bundle."""
+"""`sparkd incidents`: ls, show. They show each engine that a memory guard of any node killed, and the reason."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 from rich.console import Console
 
-from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument
-from sparkd.errors import Unavailable, UnknownIncident
+from sparkd.cli.session import Session, verb
+from sparkd.errors import NotFound
 from sparkd.render import models as show
 from sparkd.render.table import Table
 
 GIB = 1 << 30
-STATE_DIR = "/var/lib/sparkd"
 ROWS = 30
 LOG_LINES = 20
 
@@ -37,14 +34,8 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(session: Session) -> None:
-    """List all incidents, newest first.
-
-    Covers all nodes, or this node if no daemon answers.
-    """
-    try:
-        answer = session.client.get("/incidents")
-    except Unavailable:
-        answer = {"incidents": _here(session)[::-1], "silent": []}
+    """List the incidents of all nodes, newest first."""
+    answer = session.client.get("/incidents")
     if session.json:
         show.say_json(answer)
         return
@@ -66,17 +57,12 @@ def show_one(
 
     Shows two minutes of memory readings, the processes that held the memory, and the engine's last lines.
     """
-    from workers.guard.incidents import INCIDENT_ID, read
+    from workers.guard.incidents import INCIDENT_ID
 
     if not INCIDENT_ID.fullmatch(incident):
         # Else a part of a path might be asked for.
-        raise UnknownIncident(incident)
-    try:
-        bundle: dict[str, Any] | None = session.client.get(f"/incidents/{quote(incident, safe='')}")
-    except Unavailable:
-        bundle = read(_folder(), incident)
-    if bundle is None:
-        raise UnknownIncident(incident)
+        raise NotFound(f"There is no incident {incident[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
+    bundle = session.client.get(f"/incidents/{quote(incident, safe='')}")
     if session.json:
         show.say_json(bundle)
     else:
@@ -121,18 +107,6 @@ def _readings(bundle: Mapping[str, Any], console: Console) -> None:
         table.add(f"{value['at_s'] - rows[-1][0]:.1f}", *sizes, f"{value['scanned']:.0f}", f"{value['swapped']:.0f}")
     console.print()
     table.show(console)
-
-
-def _here(session: Session) -> list[dict[str, Any]]:
-    from workers.guard.incidents import summaries
-
-    if not session.json:
-        session.err.print("Shows this node only: no daemon answers.", style="dim", markup=False)
-    return summaries(_folder())
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR) / "logs" / "incidents"
 
 
 def _date(at_s: float) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.units import MOST, real, whole
 

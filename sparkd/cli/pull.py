@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from sparkd.admin.client import model_path
-from sparkd.cli.models import NoWait, Session, Timeout, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import NoWait, Session, Timeout, verb
 from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
 from sparkd.render import models as show
 

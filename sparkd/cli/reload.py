@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sparkd.cli.models import Session, verb
+from sparkd.cli.session import Session, verb
 from sparkd.render import models as show
 
 _TOLD = (

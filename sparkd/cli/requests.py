@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import typer
 
-from sparkd.cli.models import POLL_S, Follow, Session, given_options, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import POLL_S, Follow, Session, given_options, verb
 from sparkd.render import models as show
 from sparkd.render import requests as show_requests
 from sparkd.units import whole

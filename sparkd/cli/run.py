@@ -10,8 +10,8 @@ import typer
 from sparkd.admin.client import Client, model_path
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import source_of
-from sparkd.cli.models import Session, verb
 from sparkd.cli.options import argument, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.render import models as show
 from sparkd.vllm.reserved_args import check_args

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from sparkd.capacity.reservation import offered_gib
-from sparkd.cluster.launcher import UNSERVED_GRACE_S, Engines
+from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty
 from sparkd.cluster.node_tracker import (
     NodeObservation,
+    NodeTracker,
     Observation,
-    Sight,
     UnreadableFacts,
     facts_of,
     machine_of,
@@ -25,11 +25,11 @@ from sparkd.cluster.node_tracker import (
     told_of_strangers,
     told_of_unreadable,
 )
-from sparkd.cluster.placer import Siting
+from sparkd.cluster.placer import Placer
 from sparkd.cluster.ray_connection import RayLink, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
 from sparkd.cluster.read_memory import reading
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
@@ -46,7 +46,6 @@ OBSERVE_TIMEOUT_S = 3.0
 KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
 RECONNECT_EVERY_S = 2.0
-RECONCILE_EVERY_S = 60.0
 MISSES_BEFORE_RECOVERY = 3
 
 T = TypeVar("T")
@@ -57,11 +56,19 @@ class Cluster:
 
     siting chooses nodes, places books their memory, engines starts and ends ranks, models says what a model's files show.
 
+    proved: see FabricNodes.
+
     The node that the daemon runs on is also looked at directly, by the agent's own code, while Ray is away: engines that outlive Ray stay
     in sight, and a restarted daemon finds them before Ray is connected.
     """
 
-    def __init__(self, config: Config, environ: Mapping[str, str], boundary: Boundary | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        environ: Mapping[str, str],
+        boundary: Boundary | None = None,
+        proved: Callable[[], frozenset[frozenset[str]]] = frozenset,
+    ) -> None:
         self._config = config
         self._boundary = boundary or Boundary(time.monotonic)
         self.node_ip = config.cluster.node_ip or LOOPBACK
@@ -84,27 +91,24 @@ class Cluster:
         self.costs = partial(costs_of, self._head)
         self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
-        self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
+        self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
         self._upkeep_trouble: Condition | None = None
-        self.places = Places(self._link, self.node_ip, self._offered)
+        self.places = Reservations(self.node_ip, self._offered)
 
         def present() -> Config:
             return self._config
 
-        self.siting = Siting(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
-        self.engines = Engines(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
+        self.siting = Placer(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
+        self.engines = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.siting)
-        self._sight = Sight()
+        self._sight = NodeTracker()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
-        # The last look at all of Ray's nodes: the models whose ranks were seen, and the nodes whose ranks cannot be seen.
-        self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
-        self._reconcile_at_s = float("-inf")
         # Reports that the last looks could not use, by what they are about.
         self._unreadable: dict[str, UnreadableFacts] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
@@ -134,7 +138,7 @@ class Cluster:
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         self._sight.begin(time.monotonic())
-        could_look, self._last_look = self._link.connected, None
+        could_look = self._link.connected
         differing = {address for address, error in self._link.unmet.items() if isinstance(error, CodeDiffers)}
         for address in differing:
             self._sight.stays(address, time.monotonic())
@@ -154,9 +158,6 @@ class Cluster:
         for of in self._unreadable.keys() - before.keys():
             log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
-        if could_look and self._link.connected:
-            models = frozenset(fact.handle.model for look in looks for fact in look.ranks)
-            self._last_look = models, unseen.union(self._silent, self._link.unmet)
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
         return Observation(
             ranks=tuple(fact for look in looks for fact in look.ranks),
@@ -234,17 +235,12 @@ class Cluster:
     async def _kept_up(self) -> bool:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
-            met = await self._link.refresh()
+            await self._link.refresh()
             await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
-            # A raylet that ended took its node's reservations with it: reserve them again.
-            await self.places.again(met)
-            if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
-                await self.places.reconcile(*self._last_look)
-                self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
-            self._upkeep_trouble = Condition(type(error).__name__, error.message)
+            self._upkeep_trouble = Condition(error.reason, error.message)
             return isinstance(error, NodeRefused)
         self._upkeep_trouble = None
         return True
@@ -252,7 +248,6 @@ class Cluster:
     async def _connect(self) -> bool:
         """Join Ray; return whether that worked. If not, the condition says why, and sparkd tries again."""
         try:
-            self._last_look, self._reconcile_at_s = None, float("-inf")
             await self._link.disconnect()
             if self._head and self._head_is_suspect:
                 self._head_is_suspect = False
@@ -263,10 +258,9 @@ class Cluster:
             await self._link.connect(address or "", self.node_ip)
             if self._head:
                 await asyncio.to_thread(self._head.keep_closed)
-            await self.places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
             fault = error if isinstance(error, ClusterError) else refused_by(error, "This node")
-            trouble = Condition(type(fault).__name__, fault.message)
+            trouble = Condition(fault.reason, fault.message)
             if self._trouble != trouble:
                 log.error("%s", fault.message)
             self._trouble = trouble

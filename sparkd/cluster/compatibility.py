@@ -7,12 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sparkd.errors import RankError, Unlinked
+from sparkd.errors import DoesNotFit, RankError
 from sparkd.fabric.readings import FabricNodes
 
 log = logging.getLogger("sparkd.cluster")
 
 Identity = Mapping[str, Any]
+# The reason of a DoesNotFit: enough nodes, but no rails between them.
+UNLINKED = "Unlinked"
 PROGRAMS = ("vllm", "platform", "plugin")
 
 
@@ -21,14 +23,14 @@ async def team_of(
 ) -> tuple[str, ...]:
     """The first `size` of `nodes` that have a sound rail between each two and would serve the same; none where so many are not there.
 
-    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises Unlinked where no so many are
+    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
     linked, RankError where no so many of these would serve the same, both with the cure; ClusterError where a node does not answer.
     """
     if len(nodes) < size:
         return ()
     chosen, refusal = await fabric.team(nodes, size, rdma=rdma)
     if refusal:
-        raise Unlinked(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.")
+        raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.", reason=UNLINKED)
     answers = await asyncio.gather(*(identify(node) for node in chosen))
     identities: dict[str, Identity] = dict(zip(chosen, answers, strict=True))
     differing = difference(identities)

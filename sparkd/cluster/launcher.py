@@ -48,7 +48,7 @@ class StartId:
         return f"{self.rank_id}-r{rank}" if rank else self.rank_id
 
 
-class Engines:
+class Launcher:
     """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
     node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
 
@@ -84,7 +84,7 @@ class Engines:
         port = await self._rendezvous(placement)
         shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, flags)
         if placement.peers and spec.executor == "ray":
-            shared["ray"] = {"address": self._link.address, "group": self._link.group_id(spec.name)}
+            shared["ray"] = {"address": self._link.address, "group": await self._link.make_group(attempt.rank_id, placement.nodes)}
 
         async def spawn(rank: int) -> RankHandle:
             node = placement.nodes[rank]
@@ -140,6 +140,10 @@ class Engines:
                 f"Processes {pids} of rank {fact.handle.rank_id} do not end even after SIGKILL: they hang in the kernel, usually in "
                 "the GPU driver. If they stay, the node must be rebooted."
             )
+        if fact.handle.world > 1 and fact.handle.rank == 0:
+            # Its workers are gone by now; only the rank of an `executor: ray` has a group.
+            with suppress(ClusterError):
+                await self._link.remove_group(fact.handle.start)
         return ended.get("left") or ()
 
     async def upstream(self, handle: RankHandle) -> Upstream:
@@ -190,6 +194,8 @@ class Engines:
         for rank, node in enumerate(placement.nodes):
             with suppress(ClusterError):
                 await self._end(node, attempt.rank_id_of(rank))
+        with suppress(ClusterError):
+            await self._link.remove_group(attempt.rank_id)
 
     async def _end(self, node: str, rank_id: str) -> None:
         ended = await self._link.call(node, lambda agent: agent.destroy.remote({"rank_id": rank_id}, 0.0), SPAWN_TIMEOUT_S)

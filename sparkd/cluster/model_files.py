@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sparkd.checkpoint.model_folder import unusable_of
-from sparkd.cluster.placer import HUB, Siting
+from sparkd.cluster.placer import HUB, Placer
 from sparkd.config.config import Config, ModelConfig
 from sparkd.entry.parser_choice import expected
 from sparkd.entry.tasks import abilities_of
@@ -20,7 +20,7 @@ from sparkd.vllm.parsers import Parsers
 class ModelFiles:
     """config: returns the present one. siting: asks the other nodes for the model's files."""
 
-    def __init__(self, config: Callable[[], Config], siting: Siting) -> None:
+    def __init__(self, config: Callable[[], Config], siting: Placer) -> None:
         self._config = config
         self._siting = siting
 

@@ -70,7 +70,7 @@ class UnreadableFacts:
     error: str
 
 
-class Sight:
+class NodeTracker:
     """Remembers nodes that do not answer. Their engines are unknown, not gone: starting one elsewhere would start it twice.
 
     A node counts as gone once it has not answered for NODE_GRACE_S. The time does not run while the daemon cannot observe any node.
@@ -154,7 +154,7 @@ def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, f
     seconds."""
     for node, error in unmet.items():
         if isinstance(error, CodeDiffers):
-            return Condition(CodeDiffers.__name__, error.message, node)
+            return Condition(error.reason, error.message, node)
         cure = "Check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there."
         return Condition("NodeUnmet", f"{node} has joined Ray, but its agent cannot be reached. {error.message} {cure}", node)
     for node, ahead in ahead_s.items():

@@ -17,13 +17,13 @@ from sparkd.capacity.reservation import Placement
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.entry.hub_check import is_absent, look
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.entry.trusted_commits import pinned
-from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom, RankError
+from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes, Stages
@@ -39,7 +39,7 @@ ALONE: Ways = (1, 1)
 HUB = Threads("hub", 4)
 
 
-class Siting:
+class Placer:
     """Places models. `here` describes the Python environments of this node; `in_sight()` returns the nodes that answer, this one first;
     total_gib is the memory that this node offers. config: returns the present one."""
 
@@ -48,7 +48,7 @@ class Siting:
         config: Callable[[], Config],
         link: RayLink,
         fabric: FabricNodes,
-        places: Places,
+        places: Reservations,
         here: Node,
         in_sight: Callable[[], list[str]],
         total_gib: int,
@@ -78,7 +78,7 @@ class Siting:
             return better
         if refusal is None:
             need = await self._of_its_node(config, spec, where, need)
-            node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
+            node = self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
         if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.account, need.args.memory_gib)):
             # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
@@ -126,16 +126,6 @@ class Siting:
         sizes = {each.get("mem_total_bytes"): NodeRuntime(each, node, need.nodes) for node, each in zip(team, facts, strict=True)}
         return [await self._need(config, spec, runtime, ways) for runtime in sizes.values()]
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
-        """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
-
-        0: an earlier release started them and did not write it down, so it is worked out again.
-        """
-        gib = gib or await asyncio.to_thread(self._held_gib, spec, len(nodes))
-        self._places.hold(spec.name, gib, nodes)
-        if self._link.connected:
-            await self._places.again(nodes)
-
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
@@ -156,12 +146,6 @@ class Siting:
         if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
             return
         await HUB.run(lambda: look(spec, env, _published(config)))
-
-    def _held_gib(self, spec: ModelConfig, nodes: int) -> int:
-        """The memory in GiB that a model takes on each of `nodes` nodes. Blocks."""
-        config = self._config()
-        ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
-        return requirement_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
     async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Requirement | None) -> Placement | None:
         """For `quantize: auto`, a placement over several nodes if they hold a better format than one node does.
@@ -241,7 +225,7 @@ class Siting:
                 raise DoesNotFit(refusal, lasts=True)
         # The node with the least memory decides, and on each is reserved what any of them needs.
         need = replace(min(needs, key=lambda each: each.hardware.memory_bytes), gib=max(each.gib for each in needs))
-        await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
+        self._places.reserve(spec.name, need.gib, team)
         return _placement(need, team, ways)
 
     async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Requirement:
@@ -254,7 +238,7 @@ class Siting:
         if flags.refused:
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."
-            raise FlagRefused(f"{refused}: {flags.refused[0]}", client_message=client_message)
+            raise RankError(f"{refused}: {flags.refused[0]}", reason="FlagRefused", client_message=client_message)
         return replace(need, said=flags, nodes=where.only)
 
     def _only(self, need: Requirement) -> str | None:

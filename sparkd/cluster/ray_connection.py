@@ -1,4 +1,4 @@
-"""The daemon's one connection to Ray: the driver, the agents' actor handles and the placement groups. Never starts a Ray process.
+"""The daemon's one connection to Ray: the driver, the agents' actor handles, and the placement groups of engines on vLLM's Ray executor.
 
 Ray is imported here only, and only on the first connection: its import costs as much as the rest of the daemon.
 """
@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ CONNECT_TIMEOUT_S = 60.0
 AGENT_TIMEOUT_S = 45.0
 DISCONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 15.0
+GROUP_TIMEOUT_S = 20.0
 PORT_TIMEOUT_S = 1.0
 # Between two looks at a node that has another sparkd: each starts a process there.
 OTHER_CODE_S = 30.0
@@ -51,7 +52,6 @@ class RayLink:
         self._environment = environment
         self._arguments = arguments
         self._agents: dict[str, tuple[str, Any]] = {}
-        self._groups: dict[str, Any] = {}
         self._joined = False
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
@@ -117,7 +117,7 @@ class RayLink:
     async def disconnect(self) -> None:
         """Leave Ray, if it was ever joined. Agents and ranks stay."""
         self.connected = False
-        self._agents, self._groups = {}, {}
+        self._agents = {}
         if self._joined:
             self._joined = False
             try:
@@ -144,27 +144,24 @@ class RayLink:
         except OSError as error:
             raise refused_by(error, "This node") from error
 
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
-        """One placement group of the model, kept beyond the daemon: `gib` on each of these nodes; False where Ray has no room for it there.
+    async def make_group(self, start: str, nodes: Sequence[str]) -> str:
+        """Make the placement group in which vLLM's Ray executor starts the workers of this start; return Ray's id of it.
 
-        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is; where the node comes back, Ray
-        makes it again. Ray refuses a second group of a model. devices: workers of vLLM's Ray executor take their places in it.
+        It holds no memory: the daemon alone books that. It is kept beyond the daemon, as the engine is, and bound to these nodes: Ray would
+        move a bundle when it loses a node, and the rank stays where it is. Raises ClusterError.
         """
-        return await self._answer(self._reserve, model, gib, tuple(nodes), timeout_s, devices, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+        group = await self._answer(self._make_group, start, tuple(nodes), timeout_s=GROUP_TIMEOUT_S + ANSWER_TIMEOUT_S)
+        if group is None:
+            where = " and ".join(nodes)
+            raise ClusterError(
+                f"Ray found no place for workers on {where} within {GROUP_TIMEOUT_S:.0f} s. Run `sparkd nodes` for their state."
+            )
+        return group
 
-    async def kept_groups(self) -> dict[str, frozenset[str]]:
-        """By model, the nodes on which Ray keeps memory for it, whoever asked for that. Raises RayUnavailable."""
-        return await self._answer(self._kept_groups)
-
-    def group_id(self, model: str) -> str:
-        """Ray's name of the model's placement group. Raises RayUnavailable where nothing was reserved."""
-        if model not in self._groups:
-            raise RayUnavailable(f"Ray has lost the placement group of {model}. The next start creates it again.")
-        return str(self._groups[model].id.hex())
-
-    async def release(self, model: str) -> None:
+    async def remove_group(self, start: str) -> None:
+        """Remove the placement group of this start, if Ray has one."""
         if self.connected:
-            await self._answer(self._release, model)
+            await self._answer(self._remove_group, start)
 
     async def _answer(self, ask: Callable[..., T], *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Ask Ray's head. Raises RayUnavailable where the head does not answer or answers with an error."""
@@ -296,35 +293,22 @@ class RayLink:
         task = ray.remote(code_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         return Code(*ray.get(task.remote(), timeout=AGENT_TIMEOUT_S))
 
-    def _kept_groups(self) -> dict[str, frozenset[str]]:
+    def _make_group(self, start: str, nodes: tuple[str, ...]) -> str | None:
         self._ray()
-        from ray.util import placement_group_table
+        from ray.util import placement_group, remove_placement_group
 
-        prefix = _group("")
-        return {
-            group["name"].removeprefix(prefix): frozenset(_nodes_of(group["bundles"].values()))
-            for group in placement_group_table().values()
-            if group["state"] != "REMOVED" and group["name"].startswith(prefix)
-        }
+        bundles = [{DEVICE: DEVICE_SHARE, f"node:{node_ip}": 0.001} for node_ip in nodes]
+        group = placement_group(bundles, strategy="STRICT_SPREAD", name=_group(start), lifetime="detached")
+        if group.wait(GROUP_TIMEOUT_S):
+            return str(group.id.hex())
+        remove_placement_group(group)
+        return None
 
-    def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float, devices: bool) -> bool:
-        self._ray()
-        from ray.util import placement_group
-
-        bundles = [bundle | ({DEVICE: DEVICE_SHARE} if devices else {}) for bundle in _bundles(gib, nodes)]
-        strategy = "STRICT_SPREAD" if len(nodes) > 1 else "STRICT_PACK"
-        self._groups[model] = placement_group(bundles, strategy=strategy, name=_group(model), lifetime="detached")
-        if self._groups[model].wait(wait_s):
-            return True
-        self._release(model)
-        return False
-
-    def _release(self, model: str) -> None:
+    def _remove_group(self, start: str) -> None:
         from ray.util import get_placement_group, remove_placement_group
 
-        group = self._groups.pop(model, None)
         try:
-            remove_placement_group(group or get_placement_group(_group(model)))
+            remove_placement_group(get_placement_group(_group(start)))
         except ValueError:
             # Ray's word for "no such group".
             return
@@ -452,16 +436,8 @@ def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     return nodes[-1]
 
 
-def _bundles(gib: int, nodes: tuple[str, ...]) -> list[dict[str, float]]:
-    return [{RESOURCE: gib, f"node:{node_ip}": 0.001} for node_ip in nodes]
-
-
-def _nodes_of(bundles: Iterable[Mapping[str, float]]) -> Iterator[str]:
-    return (name.removeprefix("node:") for bundle in bundles for name in bundle if name.startswith("node:"))
-
-
-def _group(model: str) -> str:
-    return f"model:{model}"
+def _group(start: str) -> str:
+    return f"workers:{start}"
 
 
 def _has_died(error: Exception) -> bool:

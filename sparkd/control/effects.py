@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from sparkd import metrics
+from sparkd.cluster.compatibility import UNLINKED
 from sparkd.cluster.launcher import StartId
 from sparkd.control import gauges
-from sparkd.control.endings import ENDING, Endings
+from sparkd.control.endings import Endings
 from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.looks import ModelLooks
@@ -31,7 +32,6 @@ from sparkd.errors import (
     NoRoom,
     RankError,
     SparkdError,
-    Unlinked,
     refused_by,
 )
 from sparkd.fabric.transport import in_order, moved, told_of
@@ -47,7 +47,7 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
 # A model that has served is retried as usual: a single request may have needed a part that its build lacks.
 LASTING_S = 3600.0
-FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError, Unlinked)}
+FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
 Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
@@ -72,9 +72,6 @@ class Effects:
         self._looks = looks
         self._ask = ask
         self.strays: set[str] = set()
-        # By start whose memory is not in the book: why, as the log has it. One task tries again for each.
-        self._unheld: dict[str, str] = {}
-        self._holding: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
         """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
@@ -119,7 +116,7 @@ class Effects:
             fault = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.attempt = replace(record.attempt, rank_id=None)
             lasts = isinstance(fault, DoesNotFit) and fault.lasts
-            self.fail(record, type(fault).__name__, fault.message, lasts=lasts, client_message=fault.client_message)
+            self.fail(record, fault.reason, fault.message, lasts=lasts, client_message=fault.client_message)
             return
         record.attempt = replace(record.attempt, handles=handles)
         for handle in handles:
@@ -132,7 +129,7 @@ class Effects:
         """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.control.scheduler)."""
         lack = Lack(error.gib, error.nodes, error.only)
         if not isinstance(error, MemoryReturns) and self._cluster.places.book().has_room(record.name, lack):
-            # The book is wrong, or Ray is: to ask again at once would end the same.
+            # The room is on a node that cannot serve it: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return
         record.attempt = replace(record.attempt, rank_id=None, lack=lack)
@@ -141,6 +138,7 @@ class Effects:
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
         """ranks: all of one start, by number."""
         handles = tuple(fact.handle for fact in ranks)
+        memory_gib = max(handle.memory_gib for handle in handles)
         record.begin_attempt(self._clock())
         record.attempt = replace(
             record.attempt,
@@ -148,7 +146,7 @@ class Effects:
             handles=handles,
             nodes=tuple(handle.node_id for handle in handles),
             world=len(handles),
-            memory_gib=max(handle.memory_gib for handle in handles) or None,
+            memory_gib=memory_gib or None,
             adopted=True,
         )
         for handle in handles:
@@ -157,40 +155,8 @@ class Effects:
         for handle in handles:
             text = f"Rank {handle.rank_id}, process {handle.pid}, was adopted as it runs."
             self._ledger.say("adopted", record.name, text, pid=handle.pid)
-        self.start(record, "hold", self._hold(record))
-
-    async def _hold(self, record: Record) -> None:
-        start = record.attempt.rank_id
-        if start is None or await self._held(record) or start in self._holding:
-            return
-        task = self._spawn(self._hold_again(record), f"hold {record.name}")
-        self._holding.add(start)
-        task.add_done_callback(lambda _: self._holding.discard(start))
-
-    async def _hold_again(self, record: Record) -> None:
-        """Try to hold the model's memory until it is in the book. The memory of a running model must not be given away twice."""
-        start, failures, held = record.attempt.rank_id, 0, False
-        while not held and record.attempt.rank_id == start:
-            failures += 1
-            await asyncio.sleep(ENDING.delay_s(failures, self._rng))
-            held = record.attempt.rank_id == start and await self._held(record)
-        self._unheld.pop(start or "", None)
-
-    async def _held(self, record: Record) -> bool:
-        start = record.attempt.rank_id or ""
-        with self._boundary.around("hold", record.name):
-            try:
-                if record.spec:
-                    attempt = record.attempt
-                    await self._cluster.siting.hold(record.spec, attempt.nodes, max(handle.memory_gib for handle in attempt.handles))
-            except ClusterError as error:
-                if self._unheld.get(start) != error.message:
-                    log.error("the memory of %s is not reserved yet: %s sparkd tries again.", record.name, error.message)
-                self._unheld[start] = error.message
-            else:
-                self._unheld.pop(start, None)
-                return True
-        return False
+        # An older sparkd may have started it without a note of its memory: then all that the node lends counts as taken.
+        self._cluster.places.hold(record.name, memory_gib or self._cluster.total_gib, record.attempt.nodes)
 
     async def ask(self, record: Record) -> None:
         handle = record.attempt.handle
@@ -299,7 +265,7 @@ class Effects:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
-            self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
+            self._cluster.places.release(record.name)
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
@@ -345,7 +311,7 @@ class Effects:
         self._queue.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
-            self._spawn(self._cluster.places.release(record.name), f"release {record.name}")
+            self._cluster.places.release(record.name)
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:
@@ -364,7 +330,7 @@ class Effects:
         if record.attempt.adopted and record.state in STARTING:
             record.attempt = replace(record.attempt, message=error.message)
         elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
-            reason = type(error).__name__ if isinstance(error, NodeRefused) else "InternalError"
+            reason = error.reason if isinstance(error, NodeRefused) else "InternalError"
             self.fail(record, reason, error.message)
 
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:

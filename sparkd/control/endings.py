@@ -11,7 +11,7 @@ from sparkd.control.plan import Backoff
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
 
-# Between two tries to end what would not end, or to book what runs.
+# Between two tries to end what would not end.
 ENDING = Backoff(initial_s=1.0, max_s=60.0)
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
@@ -41,7 +41,9 @@ class Endings:
         with self._boundary.around(kind, model, lambda error: say(error.message)):
             try:
                 await self._end_all(ranks, hangs=record is not None and record.attempt.reason in HANGS)
-                await self._cluster.places.release(model)
+                if kind == "stop" or record is None or record.attempt.rank_id in (None, key):
+                    # Else the node of these ranks was lost and is back, and the reservation is a newer start's.
+                    self._cluster.places.release(model)
             except ClusterError as error:
                 say(error.message)
             else:

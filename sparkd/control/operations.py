@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sparkd.control.record import Record
-from sparkd.errors import UnknownOperation
+from sparkd.errors import NotFound
 from sparkd.state.nouns import Operation, OperationState, Progress, Want
 from sparkd.state.store import OPERATIONS_KEPT, History
 
@@ -24,7 +24,7 @@ class OperationBook:
     def find(self, operation_id: str) -> Operation:
         operation = self._operations.get(operation_id)
         if operation is None:
-            raise UnknownOperation(f"The operation {operation_id[:64]!r} is not known; only the last {OPERATIONS_KEPT} are kept.")
+            raise NotFound(f"The operation {operation_id[:64]!r} is not known; only the last {OPERATIONS_KEPT} are kept.")
         return operation
 
     def all(self, records: dict[str, Record]) -> dict[str, Operation]:

@@ -13,6 +13,7 @@ from functools import partial
 
 from sparkd import metrics
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.compatibility import UNLINKED
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config
@@ -34,7 +35,7 @@ from sparkd.control.swap import Swap
 from sparkd.control.views import guard_hints, holders, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
-from sparkd.errors import DoesNotFit, SparkdError, Unlinked
+from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
@@ -317,7 +318,7 @@ class Supervisor:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
-            end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, Unlinked.__name__})
+            end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
     def _plan(self, observed: Found) -> tuple[list[Action], Schedule]:

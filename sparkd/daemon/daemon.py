@@ -42,14 +42,16 @@ from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
+from sparkd.fabric.rates import RateBook
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
 from sparkd.gateway.pages import origins_of
+from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.scraper import Scraper
-from sparkd.gateway.server import GatewayServer, bind, gateway_server
+from sparkd.gateway.server import bind, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
@@ -147,28 +149,34 @@ class Daemon:
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
-        self._cluster = Cluster(config, environ, self._boundary)
+        rates = RateBook(config.state_dir / "rates.json")
+        self._cluster = Cluster(config, environ, self._boundary, rates.proved)
         self._registry = Roster(config, store, time.monotonic, time.time, options.models)
         self._journal = Ledger(store, time.time, self._boundary)
+        protocol = bounded_protocol(_limits(config))
         self._supervisor = Supervisor(
-            *(self._registry, self._journal, self._cluster),
+            self._registry,
+            self._journal,
+            self._cluster,
             ask=self._asker.warm,
             boundary=self._boundary,
-            outside=lambda: self._server.condition,
+            outside=protocol.condition,
         )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
-        nodes, ledger, now = self._cluster, self._journal, lambda: self._registry.config
-        self._jobs = Jobs(ledger, self._boundary)
-        self._pulls = Pulls(nodes, ledger, self._jobs, self._spec_of, self._names, now)
-        rates_file = config.state_dir / "rates.json"
-        self._measures = Measures(nodes, ledger, self._jobs, now, self._supervisor.snapshot, rates_file)
-        self._cluster.fabric_nodes.passed = self._measures.passed
+        self._jobs = Jobs(self._journal, self._boundary)
+        self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._spec_of, self._names, self._present)
+        self._measures = Measures(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._requests = _request_log(config)
         self._live_page = Live(
-            *(self._supervisor, self._registry, self._journal, self._cluster, self._scraper, self._measures.rates),
+            self._supervisor,
+            self._registry,
+            self._journal,
+            self._cluster,
+            self._scraper,
+            rates.all,
             series=Series(config.state_dir / "state.db"),
             boundary=self._boundary,
         )
@@ -184,9 +192,15 @@ class Daemon:
             probe_token=probe_token,
             requests=self._requests,
         )
-        self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
-        told = self._supervisor.tell_refused
-        self._reloader = Reloader(config, systemd, load=self._load, judge=self._judge, take=self._take, refused=told)
+        self._server = gateway_server(self._edge, protocol, drain_s=config.unload_timeout_s, boundary=self._boundary)
+        self._reloader = Reloader(
+            config,
+            systemd,
+            load=self._load,
+            judge=self._judge,
+            take=self._take,
+            refused=self._supervisor.tell_refused,
+        )
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
         needs_key = not self._edge.settings.keys.open
@@ -243,7 +257,9 @@ class Daemon:
         if self._registry.config.web:
             page_files()  # reads and compresses them here, on a thread
         parts = Parts(
-            *(self._pulls, self._reloader.now, self._measures),
+            self._pulls,
+            self._reloader.now,
+            self._measures,
             requests=self._requests,
             live=self._live_page,
             benches=self._benches,
@@ -361,6 +377,9 @@ class Daemon:
             "conditions": [str(condition) for condition in snapshot.conditions],
         }
         return snapshot.settled and not snapshot.draining, facts
+
+    def _present(self) -> Config:
+        return self._registry.config
 
     def _spec_of(self, name: str) -> ModelConfig | None:
         return self._registry.config.lookup(name)

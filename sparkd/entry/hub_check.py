@@ -14,7 +14,7 @@ from sparkd.checkpoint.hub import Hub
 from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.model import ModelConfig
-from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
+from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, HubUnreachable, ModelUnusable
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0
@@ -78,7 +78,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
     try:
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing()
-    except HubSilent as error:
+    except CheckpointUnread as error:
         return HubUnreachable, f"{spec.model} is not on this machine, and its hub does not answer. {error.explanation}"
     except (CheckpointError, ConfigError) as error:
         # Errors of Hub name the repository, its host and what to set: nothing of this machine.

@@ -178,7 +178,7 @@ def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
 
 
 def with_proofs(nodes: Mapping[str, Fabric], passed: Collection[frozenset[str]]) -> dict[str, Fabric]:
-    """passed: pairs of these nodes between which a live NCCL test has passed over the links that they have now."""
+    """passed: pairs of these nodes between which a live NCCL test has passed."""
     to = {node: frozenset(other for other in nodes if frozenset((node, other)) in passed) for node in nodes}
     return {node: replace(fabric, proved=to[node]) for node, fabric in nodes.items()}
 

@@ -1,4 +1,4 @@
-"""Owns what NCCL's own lines prove of the transport: network, devices, GPU Direct, errors; and the verdict on it. Never reads a file.
+"""Reads from NCCL's own lines which network its ranks use, over which devices, and what failed; and judges that.
 
 The wording is that of NCCL's logs on Sparks (2.27 to 2.31), which `NCCL_DEBUG=INFO` makes it print.
 """
@@ -6,7 +6,7 @@ The wording is that of NCCL's logs on Sparks (2.27 to 2.31), which `NCCL_DEBUG=I
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
@@ -16,106 +16,67 @@ LINE_CHARS = 4096  # longer than any of NCCL's; what else is in a log may be of 
 # A line begins with `host:pid:tid [device] ` in a log and with a rank's tag in vLLM's: none of these is anchored there.
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$")
 _ASSIGNED = re.compile(r"Assigned NET plugin (\S+) to comm")
-_USING_IB = re.compile(r"NET/IB ?: Using (.*?)(?:; OOB (\S+?):([0-9.]+)<\d+>)?\s*$")
-_DEVICE = re.compile(r"\[\d+\](\S+?):\d+/(\S+)")
-_USING_SOCKET = re.compile(r"NET/Socket ?: Using (.*)$")
-_SOCKET_DEVICE = re.compile(r"\[\d+\](\S+?):([0-9a-fA-F.:]+)<\d+>")
-_VIA = re.compile(r"Channel \S+ : \S+ -> \S+ (?:\[\w+\] )?via NET/(.+?)(?:/GDRDMA(?:\(\w+\))?)?(?:/Shared)?\s*$")
-_VIA_NUMBER = re.compile(r"^(.*?)/(\d+)$")
-_GPU_DIRECT = re.compile(r"GPU Direct RDMA\s*(?:\(\w+\)\s*)?(\w+) for HCA \d+ '([^']+)'")
-_OVERRIDDEN = re.compile(r"Subnet-aware routing: overriding dev (\d+) with dev (\d+)")
+_VIA = re.compile(r"Channel \S+ : \S+ -> \S+ (?:\[\w+\] )?via NET/(.+?)(?:/\d+)?(?:/GDRDMA(?:\(\w+\))?)?(?:/Shared)?\s*$")
+_USING_IB = re.compile(r"NET/IB ?: Using (.*)$")
+_DEVICE = re.compile(r"\[\d+\](\S+?):\d+/\S+")
 _VIRTUAL = re.compile(r"Made virtual device \[\d+\] name=(\S+)")
+_OVERRIDDEN = re.compile(r"Subnet-aware routing: overriding dev (\d+) with dev (\d+)")
+_USING_SOCKET = re.compile(r"NET/Socket ?: Using (?:\[\d+\](\S+?):)?")
 _ASKED = re.compile(r"NCCL_IB_HCA set to (\S+)")
-_MISTYPED = re.compile(r"Requested properties for vNic (\d+), only (\d+) vNics have been created")
-_QUEUE_PAIR = re.compile(r"ibv_modify_qp failed with (\d+) ([^,\n]*)")
-_QP_PART = re.compile(r"(?:on dev|dev) ([^\s:,]+):\d+|local GID (?!index)(\S+?)(?:,|$)|remote GID (\S+?)(?:,|$)")
-_LINE_CONTINUES = 4  # lines that ibv_modify_qp's complaint may be spread over
-
-
-@dataclass(frozen=True, slots=True)
-class QueuePair:
-    """One refused connection: errno and its words, this end's device, and both ends' GIDs where the line tells them."""
-
-    number: int
-    words: str
-    device: str = ""
-    local: str = ""
-    remote: str = ""
+_NO_DEVICE = "NET/IB : No device found"
+_MISTYPED = "Requested properties for vNic"
+_REFUSED = "ibv_modify_qp failed"
+_REFUSED_LINES = 4  # NCCL may spread the complaint over these
+_REFUSED_PART = re.compile(rf"{_REFUSED} with \d+ [^,\n]*?(?= on dev|,|$)|dev [^\s:,]+(?=:\d)|(?:local|remote) GID (?!index)[^\s,]+")
+_TIMED_OUT = f"{_REFUSED} with 110 "
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The facts of one rank's log. network: IB, Socket, a plugin's own name, None where it did not say yet. devices: RDMA devices that NCCL
-    took; bootstrap: interface of the first contact; socket: that of NET/Socket. used: numbers of the devices that channels go over.
+    """The facts of one rank's log.
 
-    overridden: (device, taken instead) of subnet-aware routing. gpu_direct: True where a line says enabled and none Disabled.
+    network: IB, Socket, a plugin's own name, None where NCCL has not named it yet.
+    devices: RDMA devices that NCCL's traffic goes over.
+    socket: the interface of NET/Socket.
+    asked: NCCL_IB_HCA, as NCCL read it.
+    errors: NCCL's own words.
     """
 
     network: str | None = None
     devices: tuple[str, ...] = ()
-    bootstrap: str | None = None
     socket: str | None = None
-    used: tuple[int, ...] = ()
-    overridden: tuple[tuple[int, int], ...] = ()
-    gpu_direct: bool | None = None
-    no_device: bool = False
-    mistyped: bool = False
     asked: str | None = None
-    plugin: str | None = None
-    refused: tuple[QueuePair, ...] = ()
-
-    @property
-    def carrying(self) -> tuple[str, ...]:
-        """Devices that traffic goes over, by name: those taken, less those that another one takes the place of."""
-        gone = {number for number, instead in self.overridden if number != instead}
-        return tuple(name for number, name in enumerate(self.devices) if number not in gone)
+    errors: tuple[str, ...] = ()
 
 
 def parse(lines: Iterable[str]) -> Transport:
-    """All of a rank's lines since its start, in order; lines that are not NCCL's are passed over. Where NCCL says something twice, the last
-    counts."""
+    """All of a rank's lines since its start, in order. If NCCL says something twice, the last counts."""
     text = [line[:LINE_CHARS].rstrip("\n") for line in lines]
-    fields: dict[str, object] = {}
+    network = in_use = socket = asked = None
     devices: list[str] = []
-    direct: set[str] = set()
-    used: list[int] = []
-    overridden: list[tuple[int, int]] = []
-    for line in text:
+    overridden: set[int] = set()
+    errors: list[str] = []
+    for number, line in enumerate(text):
         if match := _USING_IB.search(line):
-            # `Using [RO]` without a number stands there too where no device was found.
-            devices = [name for name, _ in _DEVICE.findall(match[1])]
-            fields["bootstrap"] = match[2] or fields.get("bootstrap")
+            devices = _DEVICE.findall(match[1])
         elif match := _VIRTUAL.search(line):
-            devices = [*devices, *(name for name in match[1].split("+") if name not in devices)]
-        elif match := _NETWORK.search(line):
-            fields["network"] = match[1]
-        elif match := _USING_SOCKET.search(line):
-            first = _SOCKET_DEVICE.search(match[1])
-            fields["socket"] = first[1] if first else None
-        elif match := _VIA.search(line):
-            _channel(match[1], used, fields)
-        elif match := _GPU_DIRECT.search(line):
-            direct.add(match[1].lower())
+            devices += [name for name in match[1].split("+") if name not in devices]
         elif match := _OVERRIDDEN.search(line):
-            overridden.append((int(match[1]), int(match[2])))
+            overridden.add(int(match[1]))
+        elif match := _NETWORK.search(line):
+            network = match[1]
+        elif match := _ASSIGNED.search(line) or _VIA.search(line):
+            in_use = in_use or match[1]
+        elif match := _USING_SOCKET.search(line):
+            socket, in_use = match[1], in_use or SOCKET
         elif match := _ASKED.search(line):
-            fields["asked"] = match[1]
-        elif _MISTYPED.search(line):
-            fields["mistyped"] = True
-        elif match := _ASSIGNED.search(line):
-            fields.setdefault("network", match[1])
-        elif "NET/IB : No device found" in line:
-            fields["no_device"] = True
-    if "network" not in fields and fields.get("socket"):
-        fields["network"] = SOCKET
-    return Transport(
-        devices=tuple(devices),
-        used=tuple(dict.fromkeys(used)),
-        overridden=tuple(overridden),
-        gpu_direct=None if not direct else "disabled" not in direct,
-        refused=tuple(_refused(text)),
-        **fields,  # type: ignore[arg-type]  # each by the name and the type of its field
-    )
+            asked = match[1]
+        elif _REFUSED in line:
+            errors.append(_refused(text[number : number + _REFUSED_LINES]))
+        else:
+            errors += [words for words in (_NO_DEVICE, _MISTYPED) if words in line]
+    carrying = tuple(name for number, name in enumerate(devices) if number not in overridden)
+    return Transport(network or in_use, carrying, socket, asked, tuple(dict.fromkeys(errors)))
 
 
 def judge(transport: Transport, expected: Iterable[str], node: str = "") -> tuple[Finding, ...]:
@@ -153,39 +114,36 @@ def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = 
 
 
 def _judged(transport: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
-    yield from (_refusal(pair, node) for pair in transport.refused)
-    if transport.mistyped:
-        cure = "NCCL_IB_HCA names a device that is not there, which NCCL leaves out silently: take the names of `sparkd fabric --env`."
-        yield Finding(
-            "hca", FAIL, node, "NCCL_IB_HCA", f"a device is missing of {transport.asked or ', '.join(expected) or 'those named'}", cure
-        )
+    for error in transport.errors:
+        if error.startswith(_TIMED_OUT):
+            cure = "The ends are in different subnets, or the cable leads to another node: `sparkd fabric` shows which ports are connected."
+            yield Finding("queue pair", FAIL, node, "NCCL", error, cure)
+        elif error.startswith(_REFUSED):
+            cure = "One end's GID cannot be used: give every twin in NCCL_IB_HCA an IPv4 address, and leave NCCL_IB_GID_INDEX unset."
+            yield Finding("queue pair", FAIL, node, "NCCL", error, cure)
+        elif error == _MISTYPED:
+            cure = "NCCL leaves a device out that is not there: set NCCL_IB_HCA to the names of `sparkd fabric --env`."
+            named = transport.asked or ", ".join(expected) or "those named"
+            yield Finding("hca", FAIL, node, "NCCL_IB_HCA", f"a device is missing of {named}", cure)
     if transport.network == SOCKET:
         yield _sockets(transport, expected, node)
-    elif transport.no_device and expected:
+    elif _NO_DEVICE in transport.errors and expected:
         yield Finding("network", FAIL, node, "NCCL", "NET/IB: no device found", _no_device(transport, expected))
     elif transport.network and expected:
-        yield from _rdma(transport, expected, node)
-    if transport.gpu_direct:
-        cure = "Remove NCCL_NET_GDR_LEVEL and the like: GPU Direct RDMA does not work on a Spark, whose buffers go through the host."
-        yield Finding("gpu-direct", WARN, node, "NCCL", "GPU Direct RDMA enabled", cure)
+        yield _rdma(transport, expected, node)
 
 
-def _rdma(transport: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
-    evidence = f"network {transport.network}" + (f" over {', '.join(transport.carrying)}" if transport.devices else "")
-    if transport.network != IB:
-        yield Finding("network", OK, node, "NCCL", f"{evidence}, a plugin's name: port counters tell whether it is RDMA")
-    missing = [name for name in expected if name not in transport.carrying]
-    if transport.devices and missing:
-        reason = "it is not in NCCL_IB_HCA or its name is mistyped"
-        if any(name in transport.devices for name in missing):
-            reason = "subnet-aware routing gave its traffic to another device, as it does where twins are in one subnet"
-        half = len(expected) - len(missing) == 1
-        rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if half else "a part of the links lies idle"
-        cure = f"Nothing goes over {', '.join(missing)} ({rate}): {reason}; compare with `sparkd fabric --env`."
-        yield Finding("rails", FAIL, node, "NCCL", evidence, cure)
-    elif transport.network == IB:
-        off = "" if transport.gpu_direct is None else ", GPU Direct off as it must be" if not transport.gpu_direct else ""
-        yield Finding("network", OK, node, "NCCL", evidence + off)
+def _rdma(transport: Transport, expected: tuple[str, ...], node: str) -> Finding:
+    evidence = f"network {transport.network}" + (f" over {', '.join(transport.devices)}" if transport.devices else "")
+    missing = [name for name in expected if name not in transport.devices]
+    if not transport.devices or not missing:
+        return Finding("network", OK, node, "NCCL", evidence)
+    half = len(expected) - len(missing) == 1
+    rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if half else "a part of the links lies idle"
+    reason = "its name is missing or mistyped in NCCL_IB_HCA, or both twins are in one subnet"
+    return Finding(
+        "rails", FAIL, node, "NCCL", evidence, f"Nothing goes over {', '.join(missing)} ({rate}): {reason}; see `sparkd fabric --env`."
+    )
 
 
 def _sockets(transport: Transport, expected: tuple[str, ...], node: str) -> Finding:
@@ -205,44 +163,11 @@ def _no_device(transport: Transport, expected: tuple[str, ...]) -> str:
     return f"{lost}: {reason}; NCCL_NET=IB makes NCCL fail instead of falling back."
 
 
-def _refusal(pair: QueuePair, node: str) -> Finding:
-    evidence = f"ibv_modify_qp failed with {pair.number} {pair.words}".rstrip()
-    evidence += f" on {pair.device}" if pair.device else ""
-    evidence += f", local GID {pair.local}" if pair.local else ""
-    evidence += f", remote GID {pair.remote}" if pair.remote else ""
-    if pair.number == 110:
-        cure = "The two ends are in different subnets or the cable leads to another node: `sparkd fabric` shows which ports are connected."
-    elif pair.remote.startswith("fe80"):
-        cure = "The other end's twin has no IPv4 address: give it one, or leave its device out of NCCL_IB_HCA on both nodes."
-    elif pair.remote == "::" or pair.local == "::":
-        cure = "NCCL_IB_GID_INDEX points at an empty entry, since the index differs from node to node: leave it unset."
-    else:
-        cure = "The GID of one end cannot be used: leave NCCL_IB_GID_INDEX unset, and compare both ends with `sparkd fabric`."
-    return Finding("queue pair", FAIL, node, pair.device or "NCCL", evidence, cure)
-
-
-def _channel(via: str, used: list[int], fields: dict[str, object]) -> None:
-    match = _VIA_NUMBER.match(via)
-    name, number = (match[1], int(match[2])) if match else (via, 0)
-    if name not in (IB, SOCKET):
-        fields["plugin"] = name
-        fields.setdefault("network", name)
-    else:
-        fields.setdefault("network", name)
-    if number not in used:
-        used.append(number)
-
-
-def _refused(text: list[str]) -> Iterator[QueuePair]:
-    """The complaint's parts stand on one line, or on those after it."""
-    for index, line in enumerate(text):
-        if not (match := _QUEUE_PAIR.search(line)):
-            continue
-        parts = {"device": "", "local": "", "remote": ""}
-        for number, more in enumerate(text[index : index + _LINE_CONTINUES]):
-            if number and _QUEUE_PAIR.search(more):
-                break
-            for device, local, remote in _QP_PART.findall(more):
-                for name, value in (("device", device), ("local", local), ("remote", remote)):
-                    parts[name] = parts[name] or value
-        yield QueuePair(int(match[1]), match[2].strip().removesuffix(" on dev").strip(), **parts)
+def _refused(lines: Sequence[str]) -> str:
+    """The refused connection with its device and both GIDs, which stand on the same line or on the next ones."""
+    own = [lines[0]]
+    for line in lines[1:]:
+        if _REFUSED in line:
+            break
+        own.append(line)
+    return ", ".join(part for line in own for part in _REFUSED_PART.findall(line))

@@ -1,16 +1,21 @@
-"""Owns what a measured rate between two nodes says: beside what is normal, what is lost, whether it proves their rails, over which links
-it holds. Never measures."""
+"""The measured rates between nodes: how each compares with the normal one, what is lost, and whether it proves that RDMA works."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from sparkd import metrics
 from sparkd.fabric.checks import BOTH_RAILS, FAIL, OK, Finding
-from sparkd.fabric.interfaces import Fabric, NetworkInterface
-from sparkd.fabric.links import cables_of
 from sparkd.fabric.nccl_log import SOCKET, judge_rate, least_normal_gb_s
+
+log = logging.getLogger("sparkd.measures")
 
 NCCL, GLOO = "nccl", "gloo"
 # Findings of the ranks that run which a rate has more to say about.
@@ -19,11 +24,16 @@ _TRANSPORT = ("network", "rails", "traffic")
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A measured bandwidth between the nodes a and b (their addresses in the cluster). gb_s: 10^9 bytes/s of bus bandwidth. network: the
-    network that NCCL logged, None under Gloo. rails: number of RDMA devices of a that NCCL was to use, 0 for sockets; idle: those that
-    carried no data. lan: over the 10GbE port. real: over real links, which have an expected rate. sent_bytes: sum of both nodes. at_s: wall
-    clock. links: one line for each link that was measured (`links`); none where unknown, as in records of an earlier release, which do not
-    count any more. sockets: where rails is 0, the interfaces of a and b that carried the data."""
+    """A measured bandwidth between the nodes a and b (their addresses in the cluster). It counts until the next measurement.
+
+    gb_s: 10^9 bytes/s of bus bandwidth.
+    network: the network that NCCL logged, None under Gloo.
+    rails: number of RDMA devices of a that NCCL was to use, 0 for sockets; idle: those that carried no data.
+    lan: over the 10GbE port.
+    real: over real links, which have an expected rate.
+    sent_bytes: sum of both nodes.
+    at_s: wall clock.
+    """
 
     a: str
     b: str
@@ -36,8 +46,6 @@ class Rate:
     real: bool
     sent_bytes: int
     at_s: float
-    links: tuple[str, ...] = ()
-    sockets: tuple[str, ...] = ()
 
     @property
     def pair(self) -> frozenset[str]:
@@ -61,35 +69,41 @@ class Rate:
         return self.backend == NCCL and self.rails > 0 and self.network != SOCKET and finding(self).verdict != FAIL
 
 
-def links(a: Fabric, b: Fabric, sockets: Sequence[str] = ()) -> tuple[str, ...]:
-    """The identity of the links between two nodes as they are now, a line for each: interface, MAC, RDMA device, speed and addresses at
-    either end. Neither the boot nor how often the carrier came and went: a ring has to serve again by itself once the power or a cable is
-    back. sockets: as in Rate."""
-    if sockets:
-        ends = [(s, t) for s in a.interfaces for t in b.interfaces if (s.name, t.name) == (*sockets,) and s.linked and t.linked]
-    else:
-        ends = [(rail.a, rail.b) for cable in cables_of([a, b]) for rail in cable.sound()]
-    return tuple(sorted(f"{_end(s)} - {_end(t)}" for s, t in ends))
+class RateBook:
+    """The last rate of each pair of nodes. path: the file that keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rates = {rate.pair: rate for rate in _read(path)}
+        for rate in self._rates.values():
+            _show(rate)
+
+    def all(self) -> list[Rate]:
+        return list(self._rates.values())
+
+    def proved(self) -> frozenset[frozenset[str]]:
+        """Pairs of nodes, by address, between which NCCL's RDMA has been proved."""
+        return proofs(self._rates.values())
+
+    def keep(self, rate: Rate) -> None:
+        self._rates[rate.pair] = rate
+        _show(rate)
+        try:
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
+            os.replace(fresh, self._path)
+        except OSError as error:
+            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
 
 
-def holds(rate: Rate, nodes: Mapping[str, Fabric]) -> bool:
-    """Whether the two nodes, by address, still have the links that it was taken over, and no other rail beside them."""
-    return bool(rate.links) and rate.links == links(nodes[rate.a], nodes[rate.b], rate.sockets)
+def proofs(rates: Iterable[Rate]) -> frozenset[frozenset[str]]:
+    """Pairs of nodes, by address, between which a rate proves that RDMA works."""
+    return frozenset(rate.pair for rate in rates if rate.passed)
 
 
-def proofs(rates: Iterable[Rate], nodes: Mapping[str, Fabric]) -> frozenset[frozenset[str]]:
-    """Pairs of these nodes, by address, between which a rate proves that RDMA works now."""
-    return frozenset(rate.pair for rate in rates if rate.pair <= nodes.keys() and rate.passed and holds(rate, nodes))
-
-
-def finding(rate: Rate, *, held: bool = True) -> Finding:
-    """held: whether it holds for the links that the nodes have now."""
+def finding(rate: Rate) -> Finding:
     where = f"{rate.a} - {rate.b}"
     called = "NCCL" if rate.backend == NCCL else "Gloo"
-    if not held:
-        evidence = f"{rate.gb_s:.2f} GB/s measured over other links" if rate.links else f"{rate.gb_s:.2f} GB/s measured over unknown links"
-        command = f"sparkd fabric --measure {where.replace(' - ', ',')}"
-        return Finding("rate", OK, where, called, evidence, f"Measure again: `{command}`.", command)
     if rate.normal is None:
         return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal rate")
     if rate.rails and rate.network == SOCKET:
@@ -106,11 +120,10 @@ def finding(rate: Rate, *, held: bool = True) -> Finding:
     return judged
 
 
-def shown(rate: Rate, *, held: bool = True) -> dict[str, Any]:
-    """A rate as plain JSON, with the verdict. held: see `finding`."""
-    judged = finding(rate, held=held)
-    own = {"idle": list(rate.idle), "links": list(rate.links), "sockets": list(rate.sockets)}
-    return asdict(rate) | own | {"normal_gb_s": rate.normal, "holds": held, "verdict": judged.verdict, "told": judged.evidence}
+def shown(rate: Rate) -> dict[str, Any]:
+    """A rate as plain JSON, with the verdict."""
+    judged = finding(rate)
+    return asdict(rate) | {"idle": list(rate.idle), "normal_gb_s": rate.normal, "verdict": judged.verdict, "told": judged.evidence}
 
 
 def with_loss(proved: Iterable[Finding], rates: Iterable[Rate]) -> tuple[Finding, ...]:
@@ -129,12 +142,6 @@ def with_loss(proved: Iterable[Finding], rates: Iterable[Rate]) -> tuple[Finding
     return tuple(findings)
 
 
-def _end(interface: NetworkInterface) -> str:
-    addresses = ",".join(sorted(str(address) for address in interface.addresses))
-    device = interface.rdma.name if interface.rdma else None
-    return f"{interface.name} {interface.mac} {device} {interface.speed_mbps} Mb/s {addresses}"
-
-
 def _rails(number: int) -> str:
     return f"{number} rail{'s' if number > 1 else ''}"
 
@@ -142,3 +149,24 @@ def _rails(number: int) -> str:
 def _lost(rate: Rate) -> float:
     """The missing share of the least rate that is normal."""
     return max(0.0, 1 - rate.gb_s / least_normal_gb_s(rate.rails))
+
+
+def _read(path: Path) -> list[Rate]:
+    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        # An older sparkd kept the links, too.
+        known = {field.name for field in fields(Rate)}
+        return [Rate(**{name: row[name] for name in row.keys() & known} | {"idle": tuple(row["idle"])}) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _show(rate: Rate) -> None:
+    pair = sorted(rate.pair)
+    metrics.FABRIC_RATE.labels(*pair).set(rate.gb_s * 1e9)
+    if rate.least_normal_gb_s is not None:
+        metrics.FABRIC_NORMAL_RATE.labels(*pair).set(rate.least_normal_gb_s * 1e9)
+    else:
+        with suppress(KeyError):  # older releases of the library raise it for a series that never was
+            metrics.FABRIC_NORMAL_RATE.remove(*pair)

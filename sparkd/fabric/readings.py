@@ -25,14 +25,22 @@ Reading = Mapping[str, Any]
 
 
 class FabricNodes:
-    """`read(node)` asks one node what workers.host.network.sample says there; it raises ClusterError without an answer."""
+    """The networks of the nodes.
 
-    def __init__(self, read: Callable[[str], Awaitable[Reading]], clock: Callable[[], float] = time.monotonic) -> None:
+    read: asks one node what workers.host.network.sample says there; it raises ClusterError without an answer.
+    proved: returns the pairs of nodes between which a live NCCL test has passed.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str], Awaitable[Reading]],
+        proved: Callable[[], frozenset[frozenset[str]]] = frozenset,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._read = read
+        self._proved = proved
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
-        # The pairs of these nodes between which a live NCCL test has passed over the links that they have now (sparkd.admin.bandwidth).
-        self.passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]] = lambda _nodes: frozenset()
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
         """By node, no older than kept_s; None of a node that does not answer."""
@@ -51,7 +59,7 @@ class FabricNodes:
                 seen[node] = raw
         try:
             fabrics = fabrics_of(seen)
-            return with_proofs(fabrics, self.passed(fabrics))
+            return with_proofs(fabrics, self._proved())
         except (LookupError, TypeError, ValueError) as error:
             # Another release's agent, or a kernel that says what no other does.
             log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)

@@ -11,7 +11,7 @@ from sparkd.fabric.environment import settings
 from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabrics_of, with_proofs
 from sparkd.fabric.links import Link, cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric.peers import peers
-from sparkd.fabric.rates import Rate, holds, proofs, shown, with_loss
+from sparkd.fabric.rates import Rate, proofs, shown, with_loss
 from sparkd.fabric.rates import finding as rated
 
 
@@ -27,8 +27,8 @@ def report(
     fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
     """
     fabrics = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
-    fabrics = with_proofs(fabrics, proofs(rates, fabrics))
-    held = {rate: holds(rate, fabrics) for rate in rates if rate.pair <= fabrics.keys()}
+    fabrics = with_proofs(fabrics, proofs(rates))
+    rates = [rate for rate in rates if rate.pair <= fabrics.keys()]
     nodes = [*fabrics.values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
@@ -36,15 +36,15 @@ def report(
         *map(unanswered, silent),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
-        *(rated(rate, held=there) for rate, there in held.items()),
-        *with_loss((Finding(**proof) for proof in proved), [rate for rate in held if held[rate]]),
+        *map(rated, rates),
+        *with_loss((Finding(**proof) for proof in proved), rates),
     )
     together, reason = rails(nodes, rdma=rdma)
     return {
         "nodes": [_node(node) for node in nodes],
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
-        "rates": [shown(rate, held=there) for rate, there in held.items()],
+        "rates": [shown(rate) for rate in rates],
         "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes, silent)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(finding) for finding in judged],

@@ -21,10 +21,11 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
+from sparkd.condition import Condition
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
 from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import count_refused
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, descriptor_limit
 from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, json_headers, new_request_id
 
 _log = logging.getLogger("sparkd.gateway")
@@ -346,6 +347,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
+    @classmethod
+    def condition(cls) -> Condition | None:
+        """Why clients cannot connect. It stands until FULL_S after the last time."""
+        if monotonic() - cls.full_at_s > FULL_S:
+            return None
+        return Condition(
+            "ConnectionsFull",
+            f"{cls.limits.connections} clients are connected, the most allowed: idle connections are closed for new ones. "
+            f"Raise limits.max_connections, and this process's limit of {descriptor_limit()} open files (LimitNOFILE=, ulimit -n).",
+        )
 
     def _displace_idle(self) -> bool:
         """Keep hostile clients from taking all descriptors: close the connection that was idle longest. False if none is idle."""

@@ -16,11 +16,11 @@ from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
     Draining,
+    NotFound,
     NoToolParser,
     RequestCancelled,
     SparkdError,
     Unavailable,
-    UnknownResponse,
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
@@ -280,10 +280,11 @@ class Proxy:
         ready = [view.name for view in self._supervisor.snapshot().models.values() if view.state is ModelState.READY]
         if len(ready) == 1:
             return ready[0]
-        kept = await asyncio.gather(*(self._keeps(name, response_id) for name in ready))
-        if True not in kept:
-            raise UnknownResponse(response_id)
-        return ready[kept.index(True)]
+        keepers = await asyncio.gather(*(self._keeps(name, response_id) for name in ready))
+        if True not in keepers:
+            kept = "an engine keeps its responses until it ends"
+            raise NotFound(f"No running engine has the response {response_id[:128]!r}: {kept}. Create it again.")
+        return ready[keepers.index(True)]
 
     async def _keeps(self, model: str, response_id: str) -> bool:
         try:

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from time import perf_counter, time
 
-from sparkd.errors import StateError, UnknownRequest
+from sparkd.errors import NotFound, StateError
 from sparkd.execution.threads import Threads
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.usage import Tokens
@@ -64,7 +64,7 @@ class RequestLog:
         return await self._threads.run(self._store.read, before, limit, model, failed)
 
     def cancel(self, request_id: str) -> RequestRow:
-        """End a request in flight, with an error for its client. Raises UnknownRequest.
+        """End a request in flight, with an error for its client. Raises NotFound.
 
         Clients choose ids: if two requests have the same one, both end.
         """
@@ -72,7 +72,7 @@ class RequestLog:
         for exchange in exchanges:
             exchange.cancel()
         if not exchanges:
-            raise UnknownRequest(request_id)
+            raise NotFound(f"No request {request_id[:128]!r} is in flight. `sparkd requests` lists those that are.")
         return _row(exchanges[0], None, _phase(exchanges[0]))
 
     async def run(self) -> None:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from sparkd import metrics
-from sparkd.condition import Condition
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.protocol import FULL_S, bounded_protocol
+from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import App
 
 BACKLOG = 2048
@@ -71,17 +70,6 @@ class GatewayServer(uvicorn.Server):
         is_over: bool = await super().on_tick(counter)
         self._ticked_at_s = self._clock()
         return is_over
-
-    @property
-    def condition(self) -> Condition | None:
-        """Why clients cannot connect. It stands until FULL_S after the last time."""
-        if self._clock() - self.config.http.full_at_s > FULL_S:
-            return None
-        return Condition(
-            "ConnectionsFull",
-            f"{self.config.http.limits.connections} clients are connected, the most allowed: idle connections are closed for new ones. "
-            f"Raise limits.max_connections, and this process's limit of {descriptor_limit()} open files (LimitNOFILE=, ulimit -n).",
-        )
 
     @property
     def tick_age_s(self) -> float:
@@ -143,20 +131,22 @@ def map_large_blocks() -> None:
 
 def gateway_server(
     app: App,
-    limits: ClientLimits,
+    http: type[BoundedProtocol],
     *,
     drain_s: float = 30.0,
     boundary: Boundary | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> GatewayServer:
-    """A server for `app`, not yet listening. Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can.
+    """A server for `app`, not yet listening. http: see bounded_protocol.
+
+    Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can.
 
     Sets how this process's malloc keeps large blocks (map_large_blocks).
     """
     map_large_blocks()
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(limits),
+        http=http,
         ws="none",
         loop="none",
         lifespan="off",
@@ -168,7 +158,7 @@ def gateway_server(
         date_header=False,
         # The loop accepts them all before it lets the first one be closed.
         backlog=min(BACKLOG, descriptor_limit() // 4),
-        timeout_keep_alive=limits.keep_alive_s,
+        timeout_keep_alive=http.limits.keep_alive_s,
         timeout_graceful_shutdown=drain_s,
     )
     return GatewayServer(config, boundary or Boundary(clock), clock)

@@ -147,11 +147,8 @@ def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
     for rate in rates:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(rate["at_s"]))
         beside = f" ({rate['normal_gb_s']} is normal)" if rate["normal_gb_s"] else ""
-        holds = rate.get("holds", True)  # a daemon of an earlier release does not say
-        style = _STYLES[rate["verdict"]] if holds else "dim"
-        line = Text(f"Measured  {rate['a']} - {rate['b']}  {rate['gb_s']:.2f} GB/s{beside}", style=style)
-        stale = "" if holds else "; the links have changed since, measure again"
-        console.print(line.append(f"  {rate['network'] or 'sockets'}, {when}{stale}", style="dim"))
+        line = Text(f"Measured  {rate['a']} - {rate['b']}  {rate['gb_s']:.2f} GB/s{beside}", style=_STYLES[rate["verdict"]])
+        console.print(line.append(f"  {rate['network'] or 'sockets'}, {when}", style="dim"))
 
 
 def findings(rows: Iterable[Mapping[str, Any]], console: Console) -> None:

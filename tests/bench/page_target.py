@@ -25,6 +25,7 @@ from sparkd.config.config import load_config
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.rates import Rates
 from sparkd.gateway.server import gateway_server
 from sparkd.state.nouns import EngineMemory, Reading
@@ -119,7 +120,7 @@ async def serve(asked: argparse.Namespace) -> None:
     limits = ClientLimits()
     edge = Edge(supervisor, admin=admin_app(*controlled, Parts(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
     edge.settings = EdgeSettings(limits=limits)
-    server = gateway_server(edge, limits, drain_s=0.1, boundary=boundary)
+    server = gateway_server(edge, bounded_protocol(limits), drain_s=0.1, boundary=boundary)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))
         tasks.create_task(real.run())

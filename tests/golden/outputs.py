@@ -216,11 +216,7 @@ def _errors(folder: Path) -> str:
         errors.Unauthorized(),
         errors.UnknownModel("x", ["a", "b"]),
         errors.RouteNotServed("a", "/v1/chat/completions", frozenset({"pool"})),
-        errors.UnknownResponse("resp_1"),
         errors.NoToolParser("a", "hermes"),
-        errors.UnknownRecipe("x"),
-        errors.UnknownIncident("x"),
-        errors.UnknownStored("hub", "models--a--b", "192.0.2.7"),
         errors.MethodNotAllowed("PUT", ["GET"]),
         errors.refused_by(OSError(28, "No space left on device", "/var/lib/sparkd/state.db"), "Node spark-2"),
     ]
@@ -293,7 +289,6 @@ BROKEN = (
 )
 WRONG_WORDS = (
     "lod",
-    "stop m",
     "load",
     "load m --timeout -1",
     "load m --timeout soon",

@@ -106,7 +106,7 @@ async def test_a_new_client_takes_the_place_of_the_one_that_is_idle_for_longest(
 
         assert await alive(clients[1])
         assert running.supervisor.held == 1
-        assert "ConnectionsFull" in str(running.server.condition)
+        assert "ConnectionsFull" in str(running.server.config.http.condition())
         await sixth.close()
         await seventh.close()
 
@@ -144,9 +144,9 @@ SERVES = """
 import asyncio, socket, sys
 import uvloop
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, descriptor_limit
+from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.server import gateway_server
-from sparkd.gateway.limits import descriptor_limit
 from tests.sparkd.gateway.fakes import FakeSupervisor
 from sparkd.gateway.upstream import Upstream
 
@@ -156,7 +156,7 @@ async def main():
     edge = Edge(FakeSupervisor(Upstream(base_url="http://127.0.0.1:9")), admin=None, live=well, ready=well)
     listening = socket.create_server(("127.0.0.1", 0))
     print(descriptor_limit(), listening.getsockname()[1], flush=True)
-    await gateway_server(edge, ClientLimits(header_s=600)).run_until_told([listening])
+    await gateway_server(edge, bounded_protocol(ClientLimits(header_s=600))).run_until_told([listening])
 
 uvloop.run(main())
 """

@@ -62,6 +62,7 @@ class FakeCluster:
         self.ranks: dict[str, RankFact] | None = {}
         self.reading: Reading | None = READING
         self.connected = True
+        self.total_gib = 100
         self.nodes: tuple[str, ...] = ("n",)
         self.dark_s: dict[str, float] = {}
         self.trouble: Condition | None = None
@@ -132,10 +133,10 @@ class FakeCluster:
                 self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
         return tuple(handles)
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
-        self.log.append(f"hold {spec.name}")
+    def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
+        self.log.append(f"hold {model}")
         if self.offered:
-            self.held[spec.name] = tuple((node, gib or 4) for node in nodes)
+            self.held[model] = tuple((node, gib) for node in nodes)
 
     async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
         self.log.append(f"{'kill' if hangs else 'destroy'} {fact.handle.model}")
@@ -157,7 +158,7 @@ class FakeCluster:
     async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
         return known
 
-    async def release(self, model: str) -> None:
+    def release(self, model: str) -> None:
         self.log.append(f"release {model}")
         self.held.pop(model, None)
 

@@ -21,11 +21,10 @@ from typing import Any
 from sparkd.__main__ import main
 from sparkd.admin.jobs import Jobs
 from sparkd.cluster.cluster import Cluster
-from sparkd.cluster.launcher import Engines
+from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.cluster.placer import Siting
+from sparkd.cluster.placer import Placer
 from sparkd.cluster.ray_connection import RayLink
-from sparkd.cluster.reservations import Places
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import Daemon
@@ -104,7 +103,7 @@ if __name__ == "__main__":
     alone()
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, Engines, Siting, Places, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
+    for seam in (Cluster, Launcher, Placer, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

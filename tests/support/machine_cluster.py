@@ -1,20 +1,20 @@
 """A cluster for the state machine: fake nodes and engines under sparkd's real book of memory. Never decides, and never forgives a promise.
 
-Ray's side of the book (Rays) keeps its own account, so that what the daemon's book gets wrong is noticed here.
+The fake engines keep their own account, so that what the daemon's book gets wrong is noticed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import ModelConfig
-from sparkd.errors import AgentLost, ClusterError
+from sparkd.errors import ClusterError
 from sparkd.gateway.upstream import ServedModels, Upstream
 from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
@@ -25,35 +25,11 @@ NODE_GIB = 20
 UP = Progress(phase="serving", server_up=True)
 
 
-class Rays:
-    """Placement groups, GiB by model."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, int] = {}
-
-    async def kept_groups(self) -> dict[str, frozenset[str]]:
-        return dict.fromkeys(self.groups, frozenset())
-
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
-        others = sum(held for name, held in self.groups.items() if name != model)
-        if others + gib > NODE_GIB:
-            return False
-        self.groups[model] = gib
-        return True
-
-    async def release(self, model: str) -> None:
-        self.groups.pop(model, None)
-
-    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
-        raise AgentLost(f"{node} is a fake.")
-
-
 class MachineCluster(FakeCluster):
     """`answered` are the starts that have answered a question; `leaked` bytes do not come back with their engine's end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rays = Rays()
         self.answered: set[str] = set()
         self.blind = False
         self.leaked = 0
@@ -64,8 +40,8 @@ class MachineCluster(FakeCluster):
         self.new_daemon()
 
     def new_daemon(self) -> None:
-        """The book of the daemon before is lost; Ray's is not."""
-        self._places = Places(self.rays, "n", lambda: {"n": float(NODE_GIB)})  # type: ignore[arg-type]
+        """The book of the daemon before is lost."""
+        self._places = Reservations("n", lambda: {"n": float(NODE_GIB)})
 
     def held_bytes(self) -> int:
         return sum(fact.host_bytes or 0 for fact in self.live.values() if fact.alive)
@@ -81,7 +57,7 @@ class MachineCluster(FakeCluster):
     async def place(self, spec: ModelConfig) -> Placement:
         gib = 4 if spec.memory_gib == "auto" else int(spec.memory_gib)
         await self.placing.wait()
-        node = await self._places.reserve_one(spec.name, gib)
+        node = self._places.reserve_one(spec.name, gib)
         return Placement(node, spec.name, gib, "cpu", "tests.stub")
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
@@ -102,9 +78,8 @@ class MachineCluster(FakeCluster):
         )
         return (handle,)
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
-        self._places.hold(spec.name, gib, nodes)
-        await self._places.again(nodes)
+    def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
+        self._places.hold(model, gib, nodes)
 
     async def destroy(self, fact: RankFact, *, hangs: bool = False) -> tuple[()]:
         if self.refuses_to_end:
@@ -112,8 +87,8 @@ class MachineCluster(FakeCluster):
         self.live.pop(fact.handle.rank_id, None)
         return ()
 
-    async def release(self, model: str) -> None:
-        await self._places.release(model)
+    def release(self, model: str) -> None:
+        self._places.release(model)
 
     async def upstream(self, handle: RankHandle) -> Upstream:
         """Nobody listens there."""

@@ -201,7 +201,7 @@ async def test_what_the_guards_did(tmp_path: Path) -> None:
         assert await made.ask("GET", "/incidents") == {"incidents": [*rows[::-1], ahead], "silent": ["c"]}
         assert await made.ask("GET", f"/incidents/{rows[1]['id']}") == rows[1]
         made.scene.cluster.answers["incident"] = {"a": None}
-        assert (await made.ask("GET", "/incidents/x", status=404))["error"]["code"] == "incident_not_found"
+        assert (await made.ask("GET", "/incidents/x", status=404))["error"]["code"] == "not_found"
 
 
 async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +486,7 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
         assert shown["spec"]["max_num_seqs"] == 8 and shown["env"] == {"A": "${env.HOME}"}
         assert (await made.ask("GET", "/recipes/qwen3.6-27b-nvfp4-yarn-1m"))["spec"]["max_model_len"] == 1010000
         for name in ("nobody", "..%2Fmine", "broken%2F.."):
-            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] in ("recipe_not_found", "route_not_found")
+            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] in ("not_found", "route_not_found")
         for name in ("mine@x", "broken"):
             assert (await made.refused("GET", f"/recipes/{name}", 422))["message"]
 
@@ -559,7 +559,7 @@ async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_
         for name in ("4x/mine@eugr", "mine@eugr", "loads@eugr"):
             assert (await made.ask("GET", f"/recipes/{name}"))["spec"]["max_num_seqs"] == 8
         for name in ("nobody@eugr", "mine@nobody", "etc/passwd@nobody"):
-            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] == "recipe_not_found"
+            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] == "not_found"
 
         for name in ("4x/mine@eugr", "mine@eugr"):
             await made.ask("POST", "/models", 202, json={"name": name.replace("@", "-"), "spec": {"recipe": name}, "load": False})
@@ -631,7 +631,7 @@ async def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
         for path in ("/nope", "/models//load", "/models/%2e%2e/load"):
             assert (await made.refused("GET", path, 404))["type"] == "not_found_error"
         for path in ("/models/nope", "/models/nope/log", "/models/nope/log?follow=true", "/operations/nope"):
-            assert (await made.refused("GET", path, 404))["code"] in ("model_not_found", "operation_not_found")
+            assert (await made.refused("GET", path, 404))["code"] in ("model_not_found", "not_found")
         response = await made.client.request("PATCH", f"{PREFIX}/models/m")
         assert (response.status_code, response.headers["allow"]) == (405, "GET, PUT, DELETE")
         assert response.json()["error"]["code"] == "method_not_allowed"

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from sparkd.control.journal import Ledger
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL, OK, WARN
-from sparkd.fabric.interfaces import fabrics_of
-from sparkd.fabric.rates import Rate, finding
+from sparkd.fabric.rates import Rate, RateBook, finding
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
@@ -97,9 +96,8 @@ class Scene:
         self.measures = self.again()
 
     def again(self) -> Measures:
-        return Measures(
-            self.nodes, self.ledger, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0
-        )
+        rates = RateBook(self.path)
+        return Measures(self.nodes, self.ledger, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
@@ -145,9 +143,8 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
         assert made.nodes.of("end_job") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
         assert (FABRIC_RATE.labels(A, B)._value.get(), FABRIC_NORMAL_RATE.labels(A, B)._value.get()) == (21.5e9, 20e9)
-        now = fabrics_of(made.nodes.readings)
-        assert made.measures.passed(now) == made.again().passed(now) == {frozenset((A, B))}
-        assert made.again().rates() == made.measures.rates()
+        assert made.measures.rates.proved() == made.again().rates.proved() == {frozenset((A, B))}
+        assert made.again().rates.all() == made.measures.rates.all()
 
 
 async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Path) -> None:
@@ -157,8 +154,7 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         return ring.readings[node]
 
     async with scene(tmp_path, ring) as made:
-        fabric = FabricNodes(read)
-        fabric.passed = made.measures.passed
+        fabric = FabricNodes(read, made.measures.rates.proved)
         chosen, why = await fabric.team([A, B, C], 3, rdma=True)
         assert chosen == () and lacking(why, "NCCL", "`sparkd fabric --measure all`") == []
 
@@ -168,51 +164,19 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         assert ended.message.count("GB/s over") == 3
         assert await fabric.team([A, B, C], 3, rdma=True) == ((A, B, C), "")
         assert await fabric.unlinked([A, B, C], rdma=True) == {}
-        found = report(ring.readings, rates=made.measures.rates())
+        found = report(ring.readings, rates=made.measures.rates.all())
         assert found["tensor_parallel"]["all"] is True
         assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
             (a, b, 21.5, "20 to 24") for a, b in ((A, B), (A, C), (B, C))
         ]
 
 
-def _unplugged(raw: dict[str, Any]) -> None:
-    for one in raw["interfaces"]:
-        one["carrier"] = False
-
-
-def _readdressed(raw: dict[str, Any]) -> None:
-    for one in raw["interfaces"]:
-        for address in one["addresses"]:
-            address["address"] = address["address"].rpartition(".")[0] + ".77"
-
-
-def _half(raw: dict[str, Any]) -> None:
-    for one in raw["rdma"]:
-        if one["name"].startswith("roceP2"):
-            one["state"] = "1: DOWN"
-
-
-@pytest.mark.parametrize("change", [_half, _unplugged, _readdressed])
-async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+async def test_a_rate_of_an_older_sparkd_which_kept_its_links_counts(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
-        await made.ended(await made.measures.start([A, B]))
-        proves = {frozenset((A, B))}
-        assert len(made.measures.rates()[0].links) == 2
-        assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
-        fine = report(made.nodes.readings, rates=made.measures.rates())
-        assert (fine["rates"][0]["holds"], fine["rates"][0]["verdict"]) == (True, OK)
-
-        changed = json.loads(json.dumps(made.nodes.readings[B]))
-        change(changed)
-        readings = {A: made.nodes.readings[A], B: changed}
-        assert made.again().passed(fabrics_of(readings)) == frozenset()
-        found = report(readings, rates=made.measures.rates())
-        (told,) = [one for one in found["findings"] if one["check"] == "rate"]
-        assert (found["rates"][0]["holds"], told["verdict"]) == (False, OK)
-        assert lacking(told["cure"], f"`sparkd fabric --measure {A},{B}`") == []
-
-        # Back as it was, a ring serves again without a hand.
-        assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
+        made.path.write_text(json.dumps([asdict(GOOD) | {"links": ["enp1s0f0np0"], "sockets": []}]))
+        assert made.again().rates.all() == [GOOD]
+        made.path.write_text("[{}]")
+        assert made.again().rates.all() == []
 
 
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
@@ -245,7 +209,7 @@ async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said:
         ended = await made.ended(await made.measures.start([A, B]))
         assert ended.state is OperationState.FAILED and told in ended.message
         assert len(made.nodes.of("end_job")) == 2
-        assert made.measures.rates() == []
+        assert made.measures.rates.all() == []
 
 
 async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path: Path) -> None:
@@ -277,7 +241,7 @@ async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Pa
         made.nodes.moved = {"roceP2p1s0f1": 0}
         ended = await made.ended(await made.measures.start([A, B]))
         assert lacking(ended.message, "21.5 GB/s", "2 rails", "20 to 24", "nothing", "roceP2p1s0f1") == []
-        assert finding(made.measures.rates()[0]).verdict == FAIL
+        assert finding(made.measures.rates.all()[0]).verdict == FAIL
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from pydantic import TypeAdapter
 
 from sparkd.admin.live_document import OPERATIONS, LiveDocument, NodeAnswers, cables_of, document_of, series_of
@@ -87,8 +86,7 @@ def test_the_series_of_a_moment() -> None:
     assert not [name for name in figures if name.startswith("model.k.")]
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_cable_has_its_rate_and_its_worst_finding(holds: bool) -> None:
+def test_a_cable_has_its_rate_and_its_worst_finding() -> None:
     cable = {"a": "spark-1", "a_cage": "cage 1", "b": "spark-2", "b_cage": "cage 1", "seen": True, "rails": []}
     finding = {
         "check": "mtu",
@@ -100,7 +98,7 @@ def test_a_cable_has_its_rate_and_its_worst_finding(holds: bool) -> None:
     }
     report = {
         "cables": [cable],
-        "rates": [{"a": "spark-2", "b": "spark-1", "gb_s": 21.5, "holds": holds}],
+        "rates": [{"a": "spark-2", "b": "spark-1", "gb_s": 21.5}],
         "findings": [
             finding,
             {**finding, "verdict": "fail", "evidence": "worse", "check": "rate"},
@@ -108,7 +106,7 @@ def test_a_cable_has_its_rate_and_its_worst_finding(holds: bool) -> None:
         ],
     }
     (shown,) = cables_of(report)
-    assert (shown.a, shown.b, shown.rate_gb_s) == ("spark-1", "spark-2", 21.5 if holds else None)
+    assert (shown.a, shown.b, shown.rate_gb_s) == ("spark-1", "spark-2", 21.5)
     assert (shown.verdict, shown.problem) == ("fail", "worse. Set 9000.")
     (sound,) = cables_of({**report, "findings": []})
     assert (sound.verdict, sound.problem) == ("ok", None)

@@ -101,4 +101,4 @@ async def test_a_cancel(admin: Admin, log: RequestLog) -> None:
     with pytest.raises(asyncio.CancelledError):
         await exchange.task
     log.end(exchange)
-    assert (await admin.refused("DELETE", "/requests/req-1", 404))["code"] == "request_not_found"
+    assert (await admin.refused("DELETE", "/requests/req-1", 404))["code"] == "not_found"

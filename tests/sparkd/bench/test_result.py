@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult
-from sparkd.errors import StateError, UnknownBench
+from sparkd.errors import NotFound, StateError
 
 CELL = Cell(depth=0, concurrency=2, prompt_tokens=8, output_tokens=4)
 RATE = {"tg_throughput": {"mean": 1.0, "std": 0.0, "values": [1.0]}}
@@ -26,13 +26,13 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     store.write(RESULT.model_copy(update={"id": "20261102-120000-m"}))
     assert [result.id for result in store.all()] == ["20261102-120000-m", RESULT.id]
     store.remove(RESULT.id)
-    with pytest.raises(UnknownBench):
+    with pytest.raises(NotFound):
         store.read(RESULT.id)
 
 
 @pytest.mark.parametrize("bench_id", ["../secret", ""])
 def test_an_id_is_no_path(tmp_path: Path, bench_id: str) -> None:
-    with pytest.raises(UnknownBench):
+    with pytest.raises(NotFound):
         BenchStore(tmp_path).read(bench_id)
 
 

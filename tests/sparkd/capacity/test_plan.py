@@ -25,7 +25,7 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.capacity.planned_start import OWN
 from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Engines, StartId
+from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
 from sparkd.entry.trusted_commits import pinned
@@ -91,7 +91,7 @@ asked = cache(probe)
 class Agents(FakeAgents):
     address = f"{HEAD}:6379"
 
-    def group_id(self, _model: str) -> str:
+    async def make_group(self, _start: str, _nodes: tuple[str, ...]) -> str:
         return "group"
 
 
@@ -112,7 +112,7 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
-    engines = Engines(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
+    engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
     await engines.start(placement, spec, StartId("m-1-abcdef12", 1, "hash"))
     made = []
     for fields in sorted(agents.spawned, key=lambda one: int(one["rank"])):

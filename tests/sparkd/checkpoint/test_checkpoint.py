@@ -119,7 +119,7 @@ def test_what_is_wrong_names_its_file_its_tensor_and_a_cure(
         read_checkpoint(tmp_path)
 
     error = caught.value
-    assert (error.file, error.tensor, lacking(error.reason, *facts)) == (str(tmp_path / file), tensor, [])
+    assert (error.file, error.tensor, lacking(error.problem, *facts)) == (str(tmp_path / file), tensor, [])
     assert error.message.startswith(str(tmp_path)) and error.cure
     assert "\n" not in error.message
 
@@ -325,5 +325,5 @@ def test_a_folder_without_a_configuration_is_told_what_may_be_meant(
         read_checkpoint(tmp_path)
 
     assert type(caught.value) is kind
-    assert named in (caught.value.cure or "") + caught.value.reason
+    assert named in (caught.value.cure or "") + caught.value.problem
     assert f"{tmp_path}." not in f"{caught.value.cure}.", "who gave the folder is not told to give it"

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_file_names_the_tensor_and_the_numbers(
         read_header(str(path))
 
     error = caught.value
-    assert (error.file, error.tensor, lacking(error.reason, *facts)) == (str(path), tensor, [])
+    assert (error.file, error.tensor, lacking(error.problem, *facts)) == (str(path), tensor, [])
     assert error.message.startswith(f"{path}: ")
     assert error.cure and error.message.endswith(f"{error.cure}.")
     assert "\n" not in error.message and len(error.message) < 500 + len(str(path))

@@ -25,7 +25,7 @@ from sparkd.capacity.plan_request import PlanRequest
 from sparkd.checkpoint import Checkpoint, hub, read_checkpoint
 from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.config.config import Config
-from sparkd.errors import CheckpointError, ConfigError, HubSilent, Unavailable
+from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, Unavailable
 from sparkd.execution.threads import Threads
 from sparkd.hardware import SPARK
 from tests.support.architectures import write_qwen3_moe
@@ -182,14 +182,14 @@ def test_what_the_hub_refuses(repository: Repository, path: str, status: int, he
     repository.refusals = {path: [(status, headers)] * 3}
 
     error = refused(repository)
-    assert (error.file, lacking(error.reason, *told), lacking(error.cure, cure)) == (ID, [], [])
+    assert (error.file, lacking(error.problem, *told), lacking(error.cure, cure)) == (ID, [], [])
 
 
 @pytest.mark.parametrize("listing", [[], {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}])
 def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
     repository.listing = listing
 
-    assert lacking(refused(repository).reason, "127.0.0.1", "listing") == []
+    assert lacking(refused(repository).problem, "127.0.0.1", "listing") == []
 
 
 def _cut_off(there: Repository) -> None:
@@ -214,7 +214,7 @@ def test_what_is_wrong_on_the_hub(
     break_it(repository)
 
     error = refused(repository)
-    assert (error.file, error.tensor, lacking(error.reason, *facts)) == (f"{PLACE}/{file}".rstrip("/"), tensor, [])
+    assert (error.file, error.tensor, lacking(error.problem, *facts)) == (f"{PLACE}/{file}".rstrip("/"), tensor, [])
     assert lacking(error.cure, "hub", "revision", "config.json", "*.safetensors") == []
 
 
@@ -222,15 +222,15 @@ def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
     repository.cut = {FIRST: [20] * hub.ATTEMPTS}
 
     error = refused(repository)
-    assert (type(error), error.file, lacking(error.cure, "network")) == (HubSilent, ID, [])
-    assert lacking(error.reason, "127.0.0.1", "broke off") == []
+    assert (type(error), error.file, lacking(error.cure, "network")) == (CheckpointUnread, ID, [])
+    assert lacking(error.problem, "127.0.0.1", "broke off") == []
     assert len(repository.ranges_of(FIRST)) == hub.ATTEMPTS
 
 
 def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "REQUEST_S", -1.0)
     error = refused(repository)
-    assert (type(error), lacking(error.reason, "127.0.0.1", "still sending")) == (HubSilent, [])
+    assert (type(error), lacking(error.problem, "127.0.0.1", "still sending")) == (CheckpointUnread, [])
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:
@@ -245,8 +245,8 @@ def test_nobody_listens(repository: Repository) -> None:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
         error = refused(repository, HF_ENDPOINT=address)
 
-    assert (type(error), error.file, lacking(error.cure, "network")) == (HubSilent, ID, [])
-    assert lacking(error.reason, "127.0.0.1", "Connection refused") == []
+    assert (type(error), error.file, lacking(error.cure, "network")) == (CheckpointUnread, ID, [])
+    assert lacking(error.problem, "127.0.0.1", "Connection refused") == []
 
 
 def test_nobody_answers(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +254,12 @@ def test_nobody_answers(repository: Repository, monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         error = refused(repository, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
 
-    assert (type(error), lacking(error.reason, "127.0.0.1", "answer within")) == (HubSilent, [])
+    assert (type(error), lacking(error.problem, "127.0.0.1", "answer within")) == (CheckpointUnread, [])
 
 
 def test_offline_nothing_is_asked(repository: Repository) -> None:
     error = refused(repository, TRANSFORMERS_OFFLINE="1")
-    assert (lacking(error.reason, "HF_HUB_OFFLINE"), lacking(error.cure, "Unset")) == ([], [])
+    assert (lacking(error.problem, "HF_HUB_OFFLINE"), lacking(error.cure, "Unset")) == ([], [])
     assert not repository.asked
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from functools import partial
 from io import BytesIO, TextIOWrapper
@@ -15,9 +14,7 @@ from rich.console import Console
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
-from sparkd.cluster import membership
-from sparkd.config.config import load_config
-from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable
+from sparkd.errors import Unavailable
 from sparkd.fabric.report import report
 from sparkd.render import fabric
 from tests.support.fabric_tree import readings, scenarios, write_nodes
@@ -70,30 +67,6 @@ def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.Ca
     assert "# NCCL_IB_GID_INDEX stays unset\n#   NCCL 2.21 " in second
 
 
-def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    code = exit_code(["fabric"])
-    shown = capsys.readouterr()
-
-    assert code in (0, 1)
-    assert "node only" in shown.err and shown.err.count("\n") == 1
-    assert shown.out.splitlines()[0] == os.uname().nodename
-
-
-@pytest.mark.parametrize("has_joined", [False, True])
-def test_a_node_that_has_joined_offers_nobody(
-    has_joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Least of all its own head: whom it meets is of that cluster, or is to join that head."""
-    raw = readings("cable-to-a-stranger")["spark-1"]
-    monkeypatch.setattr("workers.host.network.sample", lambda: raw)
-    monkeypatch.setattr("workers.host.link_peers.knock", list)
-    monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path))
-    if has_joined:
-        membership.keep(load_config(None, environ=os.environ), membership.Membership("10.0.8.9:6379", "10.0.8.1"), "t" * 64)
-    exit_code(["fabric", "--json"])
-    assert bool(json.loads(capsys.readouterr().out)["offered"]) is not has_joined
-
-
 class Daemon:
     """A client whose operation ends in `end` once its progress was asked for."""
 
@@ -143,30 +116,13 @@ def test_a_measurement_is_asked_for_by_name_and_shown_beside_what_is_normal(
     assert "error: They do not meet." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        (None, 1, ""),
-        (Unavailable("No sparkd answers."), 0, ""),
-        (Unauthorized(), 0, ""),
-        (EngineError("Something else."), 1, "Something else"),
-    ],
-)
-def test_the_daemon_is_asked_first(
-    error: SparkdError | None, code: int, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = report_of("half-trained")
-    (here,) = readings("no-cable-card-absent").values()
+def test_all_nodes_are_the_daemons_to_tell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.admin.client.Client.get", lambda client, path: report_of("half-trained"))
+    assert exit_code(["fabric"]) == 1
+    assert "Cables" in capsys.readouterr().out
 
-    def get(client: object, path: str) -> dict[str, Any]:
-        assert path == "/fabric"
-        if error:
-            raise error
-        return found
+    def nobody(client: object, path: str) -> None:
+        raise Unavailable("No sparkd answers.")
 
-    monkeypatch.setattr("sparkd.admin.client.Client.get", get)
-    monkeypatch.setattr("workers.host.network.sample", lambda: here)
-    assert exit_code(["fabric"]) == code
-    shown = capsys.readouterr()
-    assert told in shown.err
-    assert ("Cables" in shown.out, "no ConnectX-7" in shown.out) == (error is None, error is not None and code == 0)
+    monkeypatch.setattr("sparkd.admin.client.Client.get", nobody)
+    assert exit_code(["fabric"]) == 7

@@ -29,7 +29,7 @@ from tests.support.daemon_process import ROOT, free_port
 from tests.support.facts import lacking
 
 KEY = "correct-horse-battery-staple"
-VERBS = [verb for _, _, verbs in __main__._REGISTRARS for verb in verbs]
+COMMAND: Any = get_command(command_line())
 
 
 class Answers:
@@ -171,7 +171,7 @@ def test_what_goes_wrong_is_an_object_with_json(
         ["ps", "--no-such-option"],
         ["recipes", "show", "none"],
     ):
-        assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "recipe_not_found")
+        assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "not_found")
     monkeypatch.setattr(show, "resident", None)
     answers.say(200, {"models": []})
     monkeypatch.setattr(show, "say_json", None)
@@ -180,12 +180,6 @@ def test_what_goes_wrong_is_an_object_with_json(
     # What stands behind -- is vLLM's.
     assert exit_code(["--url", gone, "run", "x", "-p", "?", "--", "--json"]) == 7
     assert gone in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def every_verb() -> Any:
-    """The command of all verbs, made once: typer describes thirty verbs in half a second."""
-    return get_command(command_line())
 
 
 def test_each_verb_is_described_once_however_many_command_lines_are_read() -> None:
@@ -201,14 +195,13 @@ def help_of(command: Any, *words: str, width: int = 80) -> str:
         return written.getvalue()
 
 
-def test_the_help_names_every_verb_and_cuts_no_line(every_verb: Any) -> None:
+def test_the_help_names_every_verb_and_cuts_no_line() -> None:
     # typer leaves two columns of a terminal's 80 free.
-    shown = help_of(every_verb, width=78)
+    shown = help_of(COMMAND, width=78)
 
-    assert all(re.search(rf"^  {verb} ", shown, re.MULTILINE) for verb in VERBS)
+    assert all(re.search(rf"^  {verb} ", shown, re.MULTILINE) for verb in COMMAND.commands)
     cut = re.findall(r"^  \w.*\.\.\.$", shown, re.MULTILINE)
     assert cut == [], "`sparkd -h` cuts these: shorten the first line of the verb's docstring. A longer name of a verb shortens every line"
-    assert not set(VERBS) & set(__main__._ELSEWHERE), "such a verb would be answered with the name of another"
 
 
 def test_the_help_tells_every_exit_code() -> None:

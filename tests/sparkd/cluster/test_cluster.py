@@ -91,7 +91,7 @@ class FakeLink:
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr("sparkd.cluster.cluster.RECONNECT_EVERY_S", 0.0)
     made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {})
-    made._link = made.places._link = FakeLink()  # type: ignore[assignment]
+    made._link = FakeLink()  # type: ignore[assignment]
     yield made
     made._here.sentry.stop()
 
@@ -158,7 +158,7 @@ async def test_no_ray_starts_where_its_engines_could_read_the_daemons_credential
     monkeypatch.setattr(RayHead, "_start", start)
     environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)} if credentials else {}
     made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), environ)
-    made._link = made.places._link = FakeLink()  # type: ignore[assignment]
+    made._link = FakeLink()  # type: ignore[assignment]
     assert not await made._connect()
     assert (started == []) is credentials
     assert ("`systemctl enable --now sparkd-ray`" in str(made._trouble)) is credentials
@@ -169,7 +169,7 @@ async def test_a_ray_that_a_keeper_has_is_joined_from_a_unit_with_credentials(tm
     monkeypatch.setattr(RayHead, "living_address", lambda head: "127.0.0.1:6379")
     made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {"CREDENTIALS_DIRECTORY": str(tmp_path)})
     monkeypatch.setattr(made._head, "keep_closed", lambda: None)
-    made._link = made.places._link = FakeLink()  # type: ignore[assignment]
+    made._link = FakeLink()  # type: ignore[assignment]
     assert await made._connect()
     made._here.sentry.stop()
 
@@ -219,39 +219,6 @@ async def test_an_agent_that_cannot_look_is_not_lost(cluster: Cluster) -> None:
 
     assert (cluster._misses, observation.ranks) == (0, ())
     assert observation.trouble is not None and observation.trouble.reason == "NodeUnreadable"
-
-
-# Ray's reservations.
-
-
-async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_every_minute(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[frozenset[str], frozenset[str]]] = []
-    now = FakeClock()
-
-    async def reconcile(there: frozenset[str], unseen: frozenset[str]) -> None:
-        asked.append((there, unseen))
-
-    monkeypatch.setattr("sparkd.cluster.cluster.time.monotonic", now)
-    monkeypatch.setattr(cluster.places, "reconcile", reconcile)
-    cluster._head = head = FakeHead()  # type: ignore[assignment]
-    link: FakeLink = cluster._link  # type: ignore[assignment]
-    for joins in (1, 2):
-        assert await cluster._connect()
-        assert head.closed == joins, "a driver that joins opens Ray's folder"
-        assert await cluster._kept_up()
-        assert asked == [], "no look has happened since"
-        link.unmet = {"10.0.0.2": AgentLost("It does not answer.")}
-        await cluster.observe()
-        await cluster._kept_up()
-        await cluster._kept_up()
-        assert asked == [(frozenset(), frozenset({"10.0.0.2"}))]
-        now.now_s += 61.0
-        await cluster.observe()
-        await cluster._kept_up()
-        assert len(asked) == 2
-        asked.clear()
 
 
 @pytest.mark.parametrize(

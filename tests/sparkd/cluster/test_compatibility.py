@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparkd.cluster.compatibility import difference, team_of
-from sparkd.errors import AgentLost, RankError, SparkdError, Unlinked
+from sparkd.errors import AgentLost, DoesNotFit, RankError, SparkdError
 from sparkd.fabric.readings import FabricNodes
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
@@ -84,8 +84,8 @@ async def test_the_first_one_is_left_out_for_want_of_files_and_not_for_what_it_h
 @pytest.mark.parametrize(
     ("asked", "error", "told"),
     [
-        (lambda: team("half-trained"), Unlinked, ["m", "2 nodes (tensor_parallel)", f"{A} and {B}", "a cable"]),
-        (lambda: team("rdma-dead"), Unlinked, ["a cable without RDMA", "`env: {NCCL_NET: Socket}`"]),
+        (lambda: team("half-trained"), DoesNotFit, ["m", "2 nodes (tensor_parallel)", f"{A} and {B}", "a cable"]),
+        (lambda: team("rdma-dead"), DoesNotFit, ["a cable without RDMA", "`env: {NCCL_NET: Socket}`"]),
         (lambda: team("pair-different-ports", vllm="0.31.1"), RankError, ["m", f"{A} and {B}", f"0.32.0 on {A}", f"0.31.1 on {B}"]),
         (lambda: team("pair-different-ports", lost=True), AgentLost, ["B is lost."]),
     ],

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkd.capacity.reservation import Placement
-from sparkd.cluster.launcher import Engines, StartId
+from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
 from sparkd.fabric.readings import FabricNodes
+from sparkd.state.nouns import Progress, RankFact
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 
@@ -31,6 +32,14 @@ class FakeAgents:
         self.fails: str | None = None
         self.failure: BaseException = AgentLost("it is gone.")
         self.blind: str | None = None
+        self.address = f"{A}:6379"
+
+    async def make_group(self, start: str, nodes: tuple[str, ...]) -> str:
+        self.log.append(f"group of {start} on {' '.join(nodes)}")
+        return "group"
+
+    async def remove_group(self, start: str) -> None:
+        self.log.append(f"no group of {start}")
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         return await method(FakeAgent(self, node))
@@ -74,7 +83,7 @@ class FakeAgent:
 
 
 async def started(
-    agents: FakeAgents, tmp_path: Path, *, platform: str = "cuda", peers: tuple[str, ...] = (B,), **env: str
+    agents: FakeAgents, tmp_path: Path, *, platform: str = "cuda", peers: tuple[str, ...] = (B,), keys: Mapping[str, Any] = {}, **env: str
 ) -> tuple[Any, list[str]]:
     async def read(node: str) -> dict[str, Any]:
         if agents.blind == node:
@@ -83,9 +92,9 @@ async def started(
 
     told: list[str] = []
     config = Config(state_dir=tmp_path)
-    spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2, "env": env}, over_admin=False)
+    spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2, "env": env, **keys}, over_admin=False)
     placement = Placement(A, "m", 3, platform, "vllm.entrypoints.cli.main", "0.32.0", spec, peers, 1 + len(peers))
-    engines = Engines(lambda: config, agents, FabricNodes(read), agents.call, A, lambda *_: {})  # type: ignore[arg-type]
+    engines = Launcher(lambda: config, agents, FabricNodes(read), agents.call, A, lambda *_: {})  # type: ignore[arg-type]
     return await engines.start(placement, spec, StartId("m-1-abcdef12", 1, "hash"), told.append), told
 
 
@@ -163,7 +172,23 @@ async def test_a_start_that_fails_half_way_leaves_no_rank(node: str, failure: Ba
 
     with pytest.raises(type(failure)):
         await started(agents, tmp_path)
-    assert agents.log[-2:] == [f"destroy m-1-abcdef12 {A}", f"destroy m-1-abcdef12-r1 {B}"]
+    assert agents.log[-3:] == [f"destroy m-1-abcdef12 {A}", f"destroy m-1-abcdef12-r1 {B}", "no group of m-1-abcdef12"]
+
+
+async def test_workers_of_rays_executor_get_a_group_that_ends_with_their_start(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    handles, _ = await started(agents, tmp_path, platform="cpu", keys={"executor": "ray"})
+    assert f"group of m-1-abcdef12 on {A} {B}" in agents.log
+    assert [fields["ray"] for fields in agents.spawned] == [{"address": f"{A}:6379", "group": "group"}] * 2
+
+    async def ask(*_: object, timeout_s: float) -> dict[str, Any]:
+        return {"gone": True}
+
+    engines = Launcher(Config, agents, FabricNodes(ask), ask, A, lambda *_: {})  # type: ignore[arg-type]
+    agents.log.clear()
+    for handle in handles:
+        await engines.destroy(RankFact(handle, True, 1, None, False, Progress()))
+    assert agents.log == ["no group of m-1-abcdef12"]
 
 
 async def test_a_rank_alone_asks_for_none_of_it(tmp_path: Path) -> None:

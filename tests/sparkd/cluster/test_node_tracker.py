@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.cluster.node_tracker import NODE_GRACE_S, Sight, machine_of, told_of, told_of_strangers
+from sparkd.cluster.node_tracker import NODE_GRACE_S, NodeTracker, machine_of, told_of, told_of_strangers
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers
 from sparkd.state.nouns import Machine
 from sparkd.state.snapshot import NodeView
@@ -32,7 +32,7 @@ LATE_S = NODE_GRACE_S + 1
     ],
 )  # fmt: skip
 def test_a_node_is_missing_for_a_while_and_then_gone(looks: list[tuple[set[str], bool, float]], missing: set[str]) -> None:
-    sight = Sight()
+    sight = NodeTracker()
     found: tuple[NodeView, ...] = ()
     for seen, could_look, now_s in looks:
         found = sight.look(nodes(*sorted(seen)), could_look=could_look, now_s=now_s)
@@ -40,7 +40,7 @@ def test_a_node_is_missing_for_a_while_and_then_gone(looks: list[tuple[set[str],
 
 
 def test_a_missing_node_is_shown_as_it_was_but_without_a_reading() -> None:
-    sight = Sight()
+    sight = NodeTracker()
     sight.look(nodes("a", "b"), could_look=True, now_s=0)
     (missing,) = sight.look(nodes("a"), could_look=True, now_s=1)
 
@@ -51,7 +51,7 @@ def test_a_missing_node_is_shown_as_it_was_but_without_a_reading() -> None:
 
 
 def test_a_node_where_an_earlier_daemon_left_ranks_is_missing_until_it_is_seen() -> None:
-    sight = Sight()
+    sight = NodeTracker()
     sight.expect({"b"}, 0)
 
     assert [node.address for node in sight.look(nodes("a"), could_look=False, now_s=100)] == ["b"]
@@ -83,7 +83,7 @@ def test_nodes_that_cannot_be_used_as_they_are(
 
 
 def test_a_node_that_refuses_where_its_raylet_listened_has_none_until_it_listens_again_or_is_seen() -> None:
-    sight = Sight()
+    sight = NodeTracker()
     sight.look(nodes("a", "b"), could_look=True, now_s=0)
     told = []
     for refused in (True, False, True):
@@ -95,7 +95,7 @@ def test_a_node_that_refuses_where_its_raylet_listened_has_none_until_it_listens
 
 
 def test_a_connection_that_is_accepted_is_a_sign_of_life_only_while_its_agent_was_heard_a_moment_ago() -> None:
-    sight = Sight()
+    sight = NodeTracker()
     sight.look(nodes("a", "b"), could_look=True, now_s=0)
     for at_s in range(1, 40):
         sight.heard("b", at_s, refused=False)
@@ -107,7 +107,7 @@ def test_a_connection_that_is_accepted_is_a_sign_of_life_only_while_its_agent_wa
 
 def test_while_the_daemon_was_held_no_node_was_dark() -> None:
     """Its agent may not answer the first look after that: Ray has given the daemon up meanwhile."""
-    sight, dark = Sight(), []
+    sight, dark = NodeTracker(), []
     for at_s, both in ((0, True), (1, True), (2, False), (3, False), (203, False), (204, False)):
         sight.begin(at_s)
         missing = sight.look(nodes("a", "b") if both else nodes("a"), could_look=True, now_s=at_s)
@@ -118,7 +118,7 @@ def test_while_the_daemon_was_held_no_node_was_dark() -> None:
 
 
 def test_a_node_whose_agent_answers_and_cannot_look_is_not_given_up() -> None:
-    sight = Sight()
+    sight = NodeTracker()
     sight.look(nodes("a", "b"), could_look=True, now_s=0.0)
     for now_s in range(5, 300, 5):
         sight.begin(float(now_s))

@@ -12,8 +12,8 @@ import pytest
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.capacity.reservation import Placement
 from sparkd.cluster import placer
-from sparkd.cluster.placer import Siting
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.placer import Placer
+from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
@@ -26,29 +26,12 @@ HEADS, LAYERS, HIDDEN, INNER, VOCAB = 32, 8, 4096, 14_336, 32_000
 
 
 class FakeLink:
-    """Ray, which has room everywhere, and agents that all say the same of themselves."""
+    """Agents that all say the same of themselves."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self.full: set[str] = set()
-        self.devices: set[str] = set()
         self.without: set[str] = set()
         self.silent: set[str] = set()
         self.runtimes: dict[str, Mapping[str, Any]] = {}
-
-    async def kept_groups(self) -> dict[str, frozenset[str]]:
-        return {model: frozenset(nodes) for model, (_, nodes) in self.groups.items()}
-
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
-        if self.full & set(nodes):
-            return False
-        if devices:
-            self.devices.add(model)
-        self.groups[model] = (gib, tuple(nodes))
-        return True
-
-    async def release(self, model: str) -> None:
-        self.groups.pop(model, None)
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         if node in self.silent:
@@ -104,9 +87,9 @@ class Scene:
         self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": platform}, environ={})
         self.fabric = FakeFabric(linked)
         self.link = FakeLink()
-        self.places = Places(self.link, A, lambda: offered)  # type: ignore[arg-type]
+        self.places = Reservations(A, lambda: offered)
         self.here = Runtime()
-        self.siting = Siting(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.siting = Placer(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
@@ -154,7 +137,7 @@ async def test_what_one_node_holds_stays_on_one(model: str, tmp_path: Path) -> N
     found = await scene.place(model)
 
     assert (found.nodes, found.tensor, found.pipeline) == ((A,), 1, 1)
-    assert scene.link.groups == {"m": (found.memory_gib, (A,))}
+    assert (scene.places.reserved_gib(A), scene.places.reserved_gib(B)) == (found.memory_gib, 0)
 
 
 async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(model: str, tmp_path: Path) -> None:
@@ -162,9 +145,9 @@ async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(m
     scene.here.trouble = RankError("The runtime cannot be run.")
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.32.0")
-    await scene.places.release("m")
+    scene.places.release("m")
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.shut(frozenset({B}), {})
     assert (await scene.place(model)).nodes == (C,)
 
@@ -173,7 +156,7 @@ async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: 
     scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
     scene.link.runtimes = {B: VLLM | {"vllm": "0.33.0"}}
     assert (await scene.place(model)).vllm == "0.32.0", "there is room here"
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.shut(frozenset({A}), {})
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
@@ -204,7 +187,7 @@ async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> 
     scene = Scene(tmp_path, {A: 20, B: 20})
     scene.places.shut(frozenset({A}), {})
     assert (await scene.place(model)).nodes == (B,)
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.shut(frozenset({A, B}), {})
     assert lacking(await scene.refused(model), f"{A} or {B}", "`sparkd status`") == []
 
@@ -213,10 +196,10 @@ async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp
     scene = Scene(tmp_path, {A: 20, B: 20})
     scene.places.shut(frozenset(), {A: 1.0})
     assert (await scene.place(model)).nodes == (B,)
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.shut(frozenset(), {A: 20.0, B: 1.0})
     assert (await scene.place(model)).nodes == (A,)
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.shut(frozenset(), {A: 1.0, B: 1.0})
     with pytest.raises(MemoryReturns) as caught:
         await scene.place(model)
@@ -237,7 +220,7 @@ async def test_what_an_engine_would_end_over_is_refused_before_one_starts(
     with pytest.raises(kind) as caught:
         await scene.place(model_of(tmp_path / "m", inner=INNER - 64), **keys)
     assert (type(caught.value), lacking(caught.value.message, "m", *told)) == (kind, [])
-    assert kind.__name__ in LASTING and scene.link.groups == {}
+    assert kind.__name__ in LASTING and scene.places.book().held == {}
 
 
 @pytest.mark.parametrize(
@@ -271,7 +254,7 @@ async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: s
 
     assert (found.nodes, found.tensor, found.pipeline) == ((A, B), 2, 1)
     assert found.memory_gib < alone - 1
-    assert scene.link.groups == {"m": (found.memory_gib, (A, B))}
+    assert scene.places.book().held == {"m": ((A, found.memory_gib), (B, found.memory_gib))}
     assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [found.memory_gib, found.memory_gib, 0]
 
 
@@ -296,7 +279,7 @@ async def test_a_node_that_cannot_share_a_model_keeps_it_from_no_node_that_holds
     getattr(scene.link, which).add(B)
     found = await scene.place(model, **asked)
     assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, dict)
-    await scene.places.release("m")
+    scene.places.release("m")
     with pytest.raises((RankError, AgentLost), match=B):
         await scene.place(model, **asked, tensor_parallel=2)
 
@@ -309,9 +292,9 @@ async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(mod
     asked = {"quantize": "auto", "kv_margin_gib": 0}
     assert (await scene.place(model, **asked)).nodes == (A, B)
     gone = offered.pop(B)
-    await scene.places.release("m")
+    scene.places.release("m")
     assert (await scene.place(model, **asked)).nodes == (A,)
-    await scene.places.release("m")
+    scene.places.release("m")
     assert lacking(await scene.refused(model), "GiB") == []
     assert lacking(await scene.refused(model, tensor_parallel=2), "2 nodes", "1") == []
     offered[B] = gone
@@ -342,17 +325,6 @@ def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(t
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
     assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, Runtime(), 4) == [(2, 2), (1, 4)]
-
-
-async def test_workers_of_rays_executor_get_places_and_a_group_that_stands_is_not_made_anew(model: str, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
-    await scene.place(model, tensor_parallel=2, executor="ray")
-
-    assert scene.link.devices == {"m"}
-    scene.link.full = {A, B}
-    before = dict(scene.link.groups)
-    await scene.places.again([B])
-    assert scene.link.groups == before
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
@@ -402,14 +374,6 @@ async def test_what_outgrows_its_own_number_goes_over_more_nodes_with_that_on_ea
     assert told.startswith("m ") and lacking(told, "memory_gib: 4.5") == []
 
 
-async def test_what_ray_has_not_got_is_told(model: str, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
-    scene.link.full = {B}
-
-    assert lacking(await scene.refused(model, tensor_parallel=2), "2 nodes") == []
-    assert scene.places.reserved_gib(A) == 0
-
-
 FOREIGN = "my.engine"
 
 
@@ -429,9 +393,9 @@ async def test_an_engine_that_asks_for_no_key_is_served_on_the_daemons_node_only
         await scene.place(model, entrypoint=entrypoint, memory_gib=9)
     lack = Lack(caught.value.gib, caught.value.nodes, caught.value.only)
 
-    assert (lack, scene.link.groups) == (Lack(9, 1, A), {})
+    assert (lack, scene.places.reserved_gib(A)) == (Lack(9, 1, A), 19)
     assert (scene.places.book().has_room("m", lack), scene.places.book().has_room("m", lack, {"other"})) == (False, True)
-    await scene.places.release("other")
+    scene.places.release("other")
     assert (await scene.place(model, entrypoint=entrypoint, memory_gib=9)).nodes == (A,)
 
 
@@ -445,20 +409,9 @@ async def test_an_engine_that_asks_for_no_key_and_is_too_large_for_the_daemons_n
 async def test_an_engine_that_asks_for_no_key_has_its_first_rank_on_the_daemons_node(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
     assert (await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)).nodes == (A, B)
-    await scene.places.release("m")
+    scene.places.release("m")
     scene.places.hold("other", 19, [A])
     with pytest.raises(RankError, match=FOREIGN):
         await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)
-    assert scene.link.groups == {}
+    assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [19, 0, 0]
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
-
-
-async def test_what_is_held_again_is_on_every_node(model: str, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
-    scene.places.hold("m", 5, [A, B])
-    await scene.places.again([B])
-
-    assert scene.link.groups == {"m": (5, (A, B))}
-    await scene.places.again([C])
-    await scene.places.release("m")
-    assert (scene.link.groups, scene.places.reserved_gib(A)) == ({}, 0)

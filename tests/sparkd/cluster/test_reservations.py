@@ -1,174 +1,68 @@
-"""The book of unified memory and what Ray keeps: they are the same again whatever was lost on the way."""
+"""The book of unified memory: what is booked where, and who is refused."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
 import pytest
 
-from sparkd.cluster.ray_connection import RayLink
-from sparkd.cluster.reservations import Places
-from sparkd.errors import NoRoom, RayUnavailable
+from sparkd.cluster.reservations import Reservations
+from sparkd.errors import MemoryReturns, NoRoom
 from sparkd.state.memory_book import Lack, MemoryBook
 from tests.support.facts import lacking
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
-class FakeRay:
-    """Groups by model. away: it answers nothing; a release is then dropped, as RayLink does while it is not connected. full: nodes without
-    room."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self.away = False
-        self.full: set[str] = set()
-        self.log: list[str] = []
-        self.slow = asyncio.Event()
-        self.slow.set()
-
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
-        self._check()
-        assert model not in self.groups, "Ray has one group of a name"
-        self.log.append(f"reserve {model}")
-        if not self.full.isdisjoint(nodes):
-            return False
-        self.groups[model] = (gib, tuple(nodes))
-        return True
-
-    async def release(self, model: str) -> None:
-        if self.away:
-            return
-        await self.slow.wait()
-        self.log.append(f"release {model}")
-        self.groups.pop(model, None)
-
-    async def kept_groups(self) -> dict[str, frozenset[str]]:
-        self._check()
-        return {model: frozenset(nodes) for model, (_, nodes) in self.groups.items()}
-
-    def _check(self) -> None:
-        if self.away:
-            raise RayUnavailable("It does not answer.")
-
-
 @pytest.fixture
-def ray() -> FakeRay:
-    return FakeRay()
+def places() -> Reservations:
+    return Reservations(A, lambda: {A: 100.0, B: 100.0})
 
 
-@pytest.fixture
-def places(ray: FakeRay) -> Places:
-    return Places(ray, A, lambda: {A: 100.0, B: 100.0})  # type: ignore[arg-type]
-
-
-async def test_what_was_released_while_ray_was_away_is_given_back(ray: FakeRay, places: Places) -> None:
-    await places.reserve_one("m", 50)
-    ray.away = True
-    await places.release("m")
-    ray.away = False
-    assert ray.groups
-
-    await places.reconcile((), ())
-
-    assert ray.groups == {}
-
-
-async def test_a_release_that_fails_is_no_failure_and_made_up_for(ray: FakeRay, places: Places) -> None:
-    await places.reserve_one("m", 50)
-    release = ray.release
-
-    async def refused(model: str) -> None:
-        raise RayUnavailable("It is busy.")
-
-    ray.release = refused  # type: ignore[method-assign]
-    await places.release("m")
-    assert (places.reserved_gib(A), list(ray.groups)) == (0, ["m"])
-    ray.release = release  # type: ignore[method-assign]
-    await places.reconcile((), ())
-
-    assert ray.groups == {}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "there", "unseen", "stays"),
-    [
-        ((A,), (), (), False),
-        ((A,), ("m",), (), True),
-        ((A, B), (), (B,), True),
-        ((C,), (), (), False),
-    ],
-    ids=["nothing of it runs", "a rank was seen", "one of its nodes is out of sight", "a node that is gone"],
-)
-async def test_a_group_that_nobody_booked_stays_while_something_of_it_may_run(
-    ray: FakeRay, places: Places, nodes: tuple[str, ...], there: Collection[str], unseen: Collection[str], stays: bool
-) -> None:
-    ray.groups["m"] = (50, nodes)
-
-    await places.reconcile(there, unseen)
-
-    assert ("m" in ray.groups) is stays
-
-
-async def test_what_is_booked_stays_and_is_made_again_where_ray_lost_it(ray: FakeRay, places: Places) -> None:
-    await places.reserve_one("m", 50)
-    places.hold("adopted", 20, [B])
-    places.hold("away", 20, [C])
-
-    await places.reconcile((), ())
-
-    assert ray.groups == {"m": (50, (A,)), "adopted": (20, (B,))}
-    assert ray.log == ["release m", "reserve m", "reserve adopted"], "what stands is not touched, and no node out of sight is asked for"
-
-
-@pytest.mark.parametrize("kept_gib", [50, 49])
-async def test_what_runs_stays_booked_where_ray_has_no_room_for_it_anew(ray: FakeRay, places: Places, kept_gib: int) -> None:
-    places.hold("m", 50, [A])
-    ray.groups["m"], ray.full = (kept_gib, (A,)), {A}
-
-    await places.again([A])
-
-    assert ray.groups == {"m": (kept_gib, (A,))}
-
-
-async def test_a_start_that_is_refused_leaves_what_was_booked(ray: FakeRay, places: Places) -> None:
-    await places.reserve_one("m", 50, only=B)
-    ray.full = {A}
+def test_a_start_that_is_refused_leaves_what_was_booked(places: Reservations) -> None:
+    """The rank of an earlier start may live on a node out of sight."""
+    places.hold("other", 60, [A])
+    places.reserve_one("m", 50, only=B)
+    before = places.book().held
 
     with pytest.raises(NoRoom):
-        await places.reserve_one("m", 60, only=A)
+        places.reserve_one("m", 60, only=A)
+    with pytest.raises(NoRoom):
+        places.reserve("m", 60, [A, B])
 
-    assert (ray.groups, places.reserved_gib(B)) == ({"m": (50, (B,))}, 50)
-
-
-async def test_the_connection_releases_nothing_where_it_is_refused() -> None:
-    class Refusing(RayLink):
-        async def _answer(self, ask: Callable[..., Any], *arguments: Any, timeout_s: float = 0.0) -> Any:
-            asked.append(ask.__name__)
-            return False
-
-    asked: list[str] = []
-    link = Refusing({}, lambda _: ())
-    link.connected = True
-    assert not await link.reserve("m", 50, [A], 1.0)
-    assert asked == ["_reserve"]
+    assert places.book().held == before
 
 
-async def test_a_late_release_does_not_take_what_was_reserved_since(ray: FakeRay, places: Places) -> None:
-    await places.reserve_one("m", 50)
-    ray.slow.clear()
-    giving_back = [asyncio.create_task(places.release("m"))]
-    await asyncio.sleep(0)
-    reserving = asyncio.create_task(places.reserve_one("m", 60))
-    giving_back.append(asyncio.create_task(places.reconcile((), ())))
-    await asyncio.sleep(0)
-    ray.slow.set()
-    await asyncio.gather(reserving, *giving_back)
+def test_a_start_takes_the_place_of_what_its_model_held(places: Reservations) -> None:
+    places.hold("m", 90, [C])
+    places.reserve("m", 80, [A, B])
 
-    assert ray.groups == {"m": (60, (A,))}
-    assert places.reserved_gib(A) == 60
+    assert [places.reserved_gib(node) for node in (A, B, C)] == [80, 80, 0]
+
+
+def test_nodes_that_another_model_took_meanwhile_are_refused(places: Reservations) -> None:
+    """The nodes of a team are asked questions between their choice and their reservation."""
+    chosen = places.with_room("m", 60)
+    places.reserve_one("faster", 60)
+
+    with pytest.raises(NoRoom) as caught:
+        places.reserve("m", 60, chosen)
+    assert lacking(caught.value.message, "60", "2 nodes", "faster") == []
+
+
+def test_memory_that_is_not_back_yet_is_waited_for(places: Reservations) -> None:
+    places.shut(frozenset(), {A: 10.0, B: 10.0})
+
+    with pytest.raises(MemoryReturns):
+        places.reserve_one("m", 60)
+
+
+def test_what_runs_is_booked_whatever_the_book_has_left(places: Reservations) -> None:
+    places.hold("m", 80, [A])
+    places.hold("adopted", 80, [A])
+
+    assert (places.reserved_gib(A), places.with_room("n", 1)) == (160, [B])
+    places.release("m")
+    places.release("m")
+    assert places.reserved_gib(A) == 80
 
 
 @pytest.mark.parametrize(
@@ -186,9 +80,9 @@ async def test_a_late_release_does_not_take_what_was_reserved_since(ray: FakeRay
     ],
 )  # fmt: skip
 def test_a_model_goes_where_there_is_room(
-    ray: FakeRay, offered: dict[str, float], reserved: list[tuple[str, int]], need_gib: int, nodes: list[str]
+    offered: dict[str, float], reserved: list[tuple[str, int]], need_gib: int, nodes: list[str]
 ) -> None:
-    places = Places(ray, "a", lambda: offered)  # type: ignore[arg-type]
+    places = Reservations("a", lambda: offered)
     places.hold("m", 99, offered)  # its own is not in its way
     for number, (node, gib) in enumerate(reserved):
         places.hold(f"other{number}", gib, [node])

@@ -16,10 +16,9 @@ import pytest
 
 from sparkd.admin.readings import fabric_of, log_of
 from sparkd.cluster.cluster import Cluster
-from sparkd.cluster.launcher import Engines
+from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
-from sparkd.cluster.placer import Siting
-from sparkd.cluster.reservations import Places
+from sparkd.cluster.placer import Placer
 from sparkd.control.plan import Backoff
 from sparkd.metrics import REGISTRY
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Want
@@ -32,7 +31,7 @@ Faults = tuple[Callable[[], BaseException], ...]
 
 
 # The fake lacks the methods of the cluster that only the daemon uses.
-OF_CLUSTER = [name for seam in (Cluster, Engines, Siting, Places, ModelFiles) for name in public(seam) if hasattr(FakeCluster, name)]
+OF_CLUSTER = [name for seam in (Cluster, Launcher, Placer, ModelFiles) for name in public(seam) if hasattr(FakeCluster, name)]
 STORE_PARTS = {"wishes": StoredWishes, "ranks": StoredRanks, "history": History}
 OF_STORE = [f"{part}.{name}" for part, seam in STORE_PARTS.items() for name in public(seam)]
 
@@ -59,7 +58,6 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(0.0, 0.0))
     monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(0.0, 0.0))
 
 
@@ -114,11 +112,11 @@ NEVER_CALLED = {
     *("wishes.forget_desired", "ranks.handles", "history.behind_newest", "history.events_behind", "history.operations", "wishes.specs"),
 }
 NOT_CALLED_IN_A_LIFE = NEVER_CALLED | {
-    *("abilities", "everywhere", "fabric", "hold", "read_log", "transport", "unlinked", "unusable"),
+    *("abilities", "everywhere", "fabric", "read_log", "transport", "unlinked", "unusable"),
     *("wishes.desired", "wishes.forget_spec", "wishes.save_spec", "ranks.answered", "history.events"),
 }
 NOT_CALLED_IN_A_TAKEOVER = NEVER_CALLED | {
-    *("destroy", "place", "release", "start"),
+    *("destroy", "place", "start"),
     *("wishes.save_desired", "ranks.forget_handle", "ranks.save_answered"),
 }
 

@@ -260,7 +260,6 @@ TAKES_MEMORY = {
     "its server is asked": running(S.SIZING, UP, busy="ask"),
     "it loads on two nodes, one of which is not seen": running(S.LOADING, ALIVE, world=2, unseen=True),
     "it loads on a node that is not seen": changed(running(S.LOADING), ranks=None),
-    "it was adopted as it loads": running(S.LOADING, ALIVE, busy="hold"),
     "it is adopted in this moment": changed(RUNNING, ranks=(ALIVE,)),
     "an earlier daemon started it and nobody wants it": changed(STOPPED, ranks=(ALIVE,)),
     "it failed and a rank of its start lives": running(S.FAILED, ALIVE),

@@ -160,7 +160,7 @@ def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None
 
 @pytest.mark.parametrize(
     "changes",
-    [{"backoff_until_s": NOW_S + 1}, {"unseen": True}, {"busy": "hold"}, {"config_hash": None}, {"want": Want.STOPPED}, {"ranks": None}],
+    [{"backoff_until_s": NOW_S + 1}, {"unseen": True}, {"busy": "stop"}, {"config_hash": None}, {"want": Want.STOPPED}, {"ranks": None}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:

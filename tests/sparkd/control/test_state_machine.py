@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_promised_once(self) -> None:
-        assert sum(self.cluster.rays.groups.values()) <= 20
+        assert sum(fact.handle.memory_gib for fact in self.cluster.live.values() if fact.alive) <= 20
         assert min(self.cluster.book().free_gib().values()) >= 0
 
     @invariant()

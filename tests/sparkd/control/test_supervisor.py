@@ -24,27 +24,23 @@ from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
 from sparkd.errors import (
-    AgentLost,
     BadRequest,
     ConfigError,
     Conflict,
     DoesNotFit,
     Draining,
     EngineError,
-    FlagRefused,
     LoadRefused,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
+    NotFound,
     NoToolParser,
     RankError,
-    RayUnavailable,
     RouteNotServed,
-    SparkdError,
     TooManyRequests,
     Unavailable,
     UnknownModel,
-    UnknownOperation,
 )
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
@@ -292,38 +288,18 @@ async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_pa
                 await ask_with_tools(made)
 
 
-async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ray is away and comes back: the same rank is adopted again and again."""
-    monkeypatch.setattr("sparkd.control.effects.ENDING", Backoff(initial_s=0.0, max_s=0.0))
-    async with stage(tmp_path) as made:
-        await make_ready(made)
-        record, tries = made.supervisor.registry.find("m"), list[str]()
-        errors: list[SparkdError] = [AgentLost("The agent of node n does not answer.")]
+@pytest.mark.parametrize(("noted_gib", "booked_gib"), [(7, 7), (0, 100)], ids=["noted", "by a release that did not note it"])
+async def test_an_adopted_engine_is_in_the_book_before_anything_is_placed(noted_gib: int, booked_gib: int, tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    fact = cluster.only()
+    cluster.ranks = {fact.handle.rank_id: replace(fact, handle=replace(fact.handle, memory_gib=noted_gib))}
+    cluster.offered, cluster.held = {"n": 100.0}, {}
 
-        async def hold(*_: object) -> None:
-            tries.append(record.name)
-            if errors:
-                raise errors[0]
-
-        def holding() -> int:
-            return sum(task.get_name() == "hold m" for task in asyncio.all_tasks())
-
-        monkeypatch.setattr(made.cluster, "hold", hold)
-        for _ in range(3):
-            await made.supervisor._effects._hold(record)
-            await made.settle()
-            assert holding() == 1
-        told = [one for one in caplog.records if one.levelname == "ERROR"]
-        assert (len(tries) > 10, len(told)) == (True, 1)
-
-        errors[0] = RayUnavailable("Ray does not answer.")
-        await made.settle()
-        assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 2
-        errors.clear()
-        await made.settle()
-        assert holding() == 0
+    async with stage(tmp_path, cluster=cluster) as second:
+        await second.supervisor.tick()
+        assert cluster.held == {"m": (("n", booked_gib),)}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +408,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
     """No file is read again for one that came by `sparkd run MODEL -- FLAGS`, and to load it again gives it the same flags."""
     async with stage(tmp_path) as made:
-        made.cluster.place_error = FlagRefused("new cannot be started by the vLLM of its runtime: --no-such-flag")
+        made.cluster.place_error = RankError("new cannot be started by the vLLM of its runtime: --no-such-flag", reason="FlagRefused")
         made.operator.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
         made.supervisor.want("new", Want.RUNNING, "admin")
         await made.tick()
@@ -445,7 +421,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
     ("error", "told"),
     [
         (
-            FlagRefused("m cannot be started: --chat-template: /of/me.", client_message="It has a bad flag."),
+            RankError("m cannot be started: --chat-template: /of/me.", reason="FlagRefused", client_message="It has a bad flag."),
             "It has a bad flag.",
         ),
         (LoadRefused("m cannot be loaded: /models/of me/a.safetensors: o_proj: K=576 is odd. Use nvfp4."), None),
@@ -460,7 +436,7 @@ async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankE
             with pytest.raises(ModelFailed) as raised:
                 await asked
             heard = raised.value.message
-            assert lacking(heard, f"({type(error).__name__})", "`sparkd ps`", *filter(None, [told])) == []
+            assert lacking(heard, f"({error.reason})", "`sparkd ps`", *filter(None, [told])) == []
             assert made.supervisor.registry.find("m").attempt.lasts and "/" not in heard
 
 
@@ -1163,7 +1139,7 @@ async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Pa
 
 async def test_unknown_operations_are_said_to_be_unknown(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        with pytest.raises(UnknownOperation):
+        with pytest.raises(NotFound):
             made.operator.cancel("nope")
 
 
@@ -1224,6 +1200,25 @@ async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_a
 
         assert (lost.state, lost.reason) == ("FAILED", "RankLost")
         assert (made.state(), made.cluster.log) == ("READY", ["hold m"])
+
+
+async def test_a_rank_whose_node_comes_back_after_it_was_started_elsewhere_ends_and_leaves_the_book_as_it_is(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.offered = {"n": 100.0}
+        await make_ready(made)
+        (before,) = (made.cluster.ranks or {}).values()
+        made.cluster.ranks = {}
+        await made.tick()
+        await made.tick(2, seconds=30.0)
+        made.cluster.serve("m")
+        await made.tick(3)
+        again, booked = made.cluster.only(), dict(made.cluster.held)
+        assert (made.state(), again.handle.rank_id != before.handle.rank_id) == ("READY", True)
+        made.cluster.ranks = {before.handle.rank_id: before, again.handle.rank_id: again}
+        await made.tick(3)
+
+        assert made.cluster.only() == again
+        assert made.cluster.held == booked == {"m": (("n", 4),)}
 
 
 async def test_a_model_that_is_wanted_again_while_it_drains_lets_its_waiters_in(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
         assert (f" {meant}?" in caught.value.message) == (meant is not None)
     with pytest.raises(ModelUnusable):
         await scene.siting.place(spec_of(tmp_path, repository.hub, "owner/nam"))
-    assert scene.link.groups == {}
+    assert scene.places.book().held == {}
 
 
 @pytest.mark.parametrize(

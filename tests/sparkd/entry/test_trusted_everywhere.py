@@ -54,7 +54,7 @@ async def test_a_start_refuses_a_branch_and_takes_a_commit(place: Place, tmp_pat
     scene.config = place.config()
     with pytest.raises(LoadRefused, match=COMMIT):
         await scene.siting.place(scene.config.models["m"])
-    assert scene.link.groups == {}
+    assert scene.places.book().held == {}
 
     scene.config = place.config(revision=COMMIT)
     placement = await scene.siting.place(scene.config.models["m"])

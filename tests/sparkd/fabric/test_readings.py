@@ -24,7 +24,7 @@ class Agents:
         self.raw = dict(zip((A, B), raw, strict=False))
         self.asked: list[str] = []
         self.clock = FakeClock()
-        self.nodes = FabricNodes(self.read, self.clock)
+        self.nodes = FabricNodes(self.read, clock=self.clock)
 
     async def read(self, node: str) -> Mapping[str, Any]:
         self.asked.append(node)

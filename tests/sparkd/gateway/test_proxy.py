@@ -249,7 +249,7 @@ async def test_a_response_that_no_engine_has_is_unknown_and_a_single_engine_says
     gateway.supervisor.models["other"] = view("other")
     gateway.engine.replies(NO_RESPONSE)
     answer = await gateway.get("/v1/responses/resp_x")
-    assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
     gateway.supervisor.models["other"] = view("other", state=ModelState.STOPPED)
     gateway.engine.script = answer_json
     assert (await gateway.get("/v1/responses/resp_x")).status == 200

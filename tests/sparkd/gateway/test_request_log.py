@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.errors import ModelFailed, StateError, UnknownRequest
+from sparkd.errors import ModelFailed, NotFound, StateError
 from sparkd.gateway import request_log
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits
@@ -217,7 +217,7 @@ async def test_a_cancel_before_the_engine_has_answered(gateway: Running, log: Re
         assert (answer.status, answer.error["code"]) == (410, "request_cancelled")
     await soon(lambda: gateway.engine.lost == 2)
     assert [row.request_id for row in log.in_flight()] == ["other"]
-    with pytest.raises(UnknownRequest):
+    with pytest.raises(NotFound):
         log.cancel("one")
     await other.close()
     await ended(log, 3)

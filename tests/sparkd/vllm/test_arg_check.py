@@ -175,10 +175,7 @@ async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(parser_answers, "answers", answer)
 
-    async def reserve(*_: object) -> str:
-        return "n"
-
-    monkeypatch.setattr(cluster.places, "reserve_one", reserve)
+    monkeypatch.setattr(cluster.places, "reserve_one", lambda *_: "n")
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seqs=8"], "memory_gib": 1}, over_admin=False)
     placement = await cluster.siting.place(spec)
     assert placement.said is not None and "--max-num-seqs=8" in placement.said.args

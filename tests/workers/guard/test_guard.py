@@ -30,7 +30,7 @@ from sparkd.cluster.read_memory import reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.record import Attempt
 from sparkd.control.views import guard_hints
-from sparkd.errors import Unavailable
+from sparkd.errors import NotFound, Unavailable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models
 from sparkd.state.nouns import RankFact, RankHandle, Want
 from tests.stub import stub_engine
@@ -170,10 +170,17 @@ def decided(bundle: Mapping[str, Any]) -> Iterator[tuple[float, bool]]:
 
 
 def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a person reads it, with no daemon."""
+    """As a person reads it."""
+
+    def get(_client: object, path: str) -> Any:
+        if path == "/incidents":
+            return {"incidents": incidents.summaries(agent.sentry.folder), "silent": []}
+        if (bundle := incidents.read(agent.sentry.folder, path.rpartition("/")[2])) is None:
+            raise NotFound(path)
+        return bundle
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-        patch.setattr("sparkd.cli.incidents._folder", lambda: agent.sentry.folder)
+        patch.setattr("sparkd.admin.client.Client.get", get)
         capsys.readouterr()
         assert exit_code(["incidents", "ls"]) == 0
         assert incident_id in capsys.readouterr().out

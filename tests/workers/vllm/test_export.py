@@ -196,7 +196,7 @@ def test_a_disk_without_room_is_said_first(source: Checkpoint, tmp_path: Path, m
 
     with pytest.raises(CheckpointError) as caught:
         exported(source, tmp_path / "out")
-    assert (caught.value.file, facts(caught.value.reason)) == (str(tmp_path / "out"), "0.0 0.0")
+    assert (caught.value.file, facts(caught.value.problem)) == (str(tmp_path / "out"), "0.0 0.0")
 
     assert not list(tmp_path.glob("*out*"))
 

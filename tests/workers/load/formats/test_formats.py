@@ -77,7 +77,7 @@ def test_columns_that_do_not_divide_are_refused_with_what_would_fit(spelling: st
     with pytest.raises(CheckpointError) as caught:
         form.check("model.layers.0.mlp.down_proj.weight", 64, k, file="/m/a.safetensors")
     assert (caught.value.file, caught.value.tensor) == ("/m/a.safetensors", "model.layers.0.mlp.down_proj.weight")
-    assert (facts(caught.value.reason), facts(caught.value.cure)) == (f"K={k} {form.group_size}", cure)
+    assert (facts(caught.value.problem), facts(caught.value.cure)) == (f"K={k} {form.group_size}", cure)
 
 
 @pytest.mark.parametrize(("spelling", "k"), [*((spelling, 1536) for spelling in QUANTIZED), ("fp8", 13), ("fp8-block", 13)])

@@ -272,7 +272,7 @@ def test_a_scale_of_a_wrong_shape_is_named_before_anything_is_read(tmp_path, nam
     stored[wrong] = torch.ones(shape)
     error = refused(tmp_path / "m", stored, config)
     assert error.tensor == wrong
-    assert lacking(error.reason, f"{rows}x{HIDDEN}", str(list(shape)), f"[{rows}, 1]", f"[{-(-rows // 128)}, 1]") == []
+    assert lacking(error.problem, f"{rows}x{HIDDEN}", str(list(shape)), f"[{rows}, 1]", f"[{-(-rows // 128)}, 1]") == []
 
 
 def test_a_scale_of_codes_is_no_number(tmp_path):
@@ -282,7 +282,7 @@ def test_a_scale_of_codes_is_no_number(tmp_path):
     stored[wrong] = torch.full(stored[wrong].shape, 120, dtype=torch.uint8)
     error = refused(tmp_path / "m", stored, config)
     assert error.tensor == wrong
-    assert lacking(error.reason, "U8", "F32", "F8_E8M0") == []
+    assert lacking(error.problem, "U8", "F32", "F8_E8M0") == []
 
 
 def test_fp8_that_keeps_its_precision_and_has_no_scale_is_not_handed_over_as_it_is(tmp_path):

@@ -80,7 +80,7 @@ def test_what_is_missing_is_named_before_anything_is_read(
 
     other = "" if quantize == "bf16" else " quantize: bf16"
     assert caught.value.message.startswith(f"{folder}: ")
-    assert f" {named} " in caught.value.reason and facts(caught.value.reason).startswith(facts(named))
+    assert f" {named} " in caught.value.problem and facts(caught.value.problem).startswith(facts(named))
     assert facts(caught.value.cure) == f"config.json{other} allow_missing_weights: true"
     said = json.loads(progress.read_text())["load"]
     assert (said["phase"], said["bytes_done"], said["failure"]) == ("failed", 0, caught.value.message)
