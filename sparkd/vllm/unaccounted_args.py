@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
 
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
-# (sparkd.capacity.consultation).
+# (sparkd.capacity.evidence).
 _WEIGHTS = frozenset(
     {
         "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "convert",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity import container
-from sparkd.capacity.container import RankContainer, containers, shell
+from sparkd.capacity import launch
+from sparkd.capacity.launch import RankContainer, containers, shell
 from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
 from sparkd.vllm.flags import speculative_config
@@ -30,7 +30,7 @@ def plan(
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     folders = {"/site/workers": "/opt/sparkd/workers", "/site/sparkd-1.dist-info": "/opt/sparkd/sparkd-1.dist-info"}
-    monkeypatch.setattr(container, "_plugin", lambda: folders)
+    monkeypatch.setattr(launch, "_plugin", lambda: folders)
     return folders
 
 
