@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
@@ -42,7 +41,8 @@ _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
 JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/root/.triton"}
 # Images of vLLM's project begin with the command `vllm serve`; all others, NVIDIA's among them, with a shell of their own.
-_SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai", "vllm-openai-cpu", "vllm-cpu-release-repo", "vllm-arm64-cpu-release-repo")
+_SERVES = ("vllm-openai", "vllm-openai-cpu", "vllm-cpu-release-repo", "vllm-arm64-cpu-release-repo")
+_IMAGE = re.compile(r"[^\s'\"$`;&|<>-][^\s'\"$`;&|<>]*")
 # Variables that only kernels and collectives for NVIDIA's GPUs read.
 _OF_NVIDIA = ("NCCL_", "FLASHINFER_")
 # Where the plugin's packages lie in the container: the loader and the worker class come from the host.
@@ -50,7 +50,6 @@ PLUGIN_FOLDER = "/opt/sparkd"
 PORT = 8000
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
-_SKIPPED_FLAGS = ("uds", "host", "port")
 
 
 def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
@@ -181,114 +180,81 @@ def _recipe_image(entry: PlannedEntry) -> dict[str, Any] | None:
     return None if container is None else {**container.model_dump(), "recipe": entry.spec.recipe}
 
 
-@dataclass(frozen=True, slots=True)
-class RankContainer:
-    """One rank's. folders: host -> container, read-write where they are caches; network_host: what ranks on several nodes need. gpu: False
-    for a node that serves by its CPU, which has none of NVIDIA's runtime to ask for a GPU.
-    """
-
-    name: str
-    image: str
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    folders: Mapping[str, str]
-    network_host: bool
-    rdma: bool
-    gpu: bool = True
-
-    def docker(self) -> list[str]:
-        """argv."""
-        argv = ["docker", "run", "-d", "--name", self.name, "--restart", "unless-stopped"]
-        argv += ["--gpus", "all"] if self.gpu else []
-        argv += ["--ipc", "host"]
-        argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if self.gpu else []
-        argv += ["--network", "host"] if self.network_host else ["-p", f"127.0.0.1:{PORT}:{PORT}"]
-        if self.rdma:
-            argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"]
-        for host, inside in self.folders.items():
-            argv += ["-v", f"{host}:{inside}{_mode(inside)}"]
-        for name, value in self.environment.items():
-            # One that is its operator's alone comes from the shell that runs it.
-            argv += ["-e", name if value == hidden(name) else f"{name}={value}"]
-        return [*argv, self.image, *self.command]
-
-
-def containers(plan: Mapping[str, Any], image: str | None) -> list[RankContainer]:
-    """The command of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises
-    ConfigError."""
-    choice = plan["choice"]
-    if choice is None:
-        return []
-    gpu = plan["hardware"]["platform"] == "cuda"
-    named = (choice.get("container") or {}) if gpu else {}
-    serves = named.get("kind") == "vllm-openai" if not image and named else None
-    image = image or named.get("image")
-    if not image:
-        which = "one of vLLM's own or of NVIDIA's, for ARM64 on a Spark" if gpu else "one of vLLM's own for CPUs (vllm/vllm-openai-cpu)"
-        raise ConfigError(f"--docker needs an image: give --image NAME, {which}.", param="image")
-    if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
-        raise ConfigError(f"--image {image!r} is not the name of an image.", param="image")
-    # A neighbour that is quantized already may have won over the model that was asked about.
-    first = serves if serves is not None else _serves(image)
-    name, model = str(choice["name"]), str(choice["model"])
-    return [_container(name, model, rank, image, len(choice["ranks"]), first, gpu=gpu) for rank in choice["ranks"]]
-
-
 def hidden(name: str) -> str:
     """Stands for a value that is its operator's alone: the shell that runs the command has it in its environment."""
     return f"${{{name}}}"
 
 
-def shell(container: RankContainer) -> str:
-    """The `docker run` line, one option a line."""
-    words = container.docker()
-    lines: list[str] = []
-    for word in words:
-        text = shlex.quote(word)
-        if not lines or (word.startswith("-") and word not in ("-d",)) or word == container.image:
-            lines.append(text)
-        else:
-            lines[-1] += f" {text}"
-    return " \\\n  ".join(lines)
+def docker_run(plan: Mapping[str, Any], image: str | None) -> list[list[str]]:
+    """The `docker run` command of each node of a plan's choice, as argv.
+
+    image: None for the one that the model's recipe names, which is for GPUs.
+
+    Raises ConfigError without an image, and for an engine that is not `vllm serve`.
+    """
+    choice, gpu = plan["choice"], plan["hardware"]["platform"] == "cuda"
+    if choice is None:
+        return []
+    named = (choice.get("container") or {}) if gpu else {}
+    serves = named.get("kind") == "vllm-openai" if named and not image else None
+    image = image or named.get("image")
+    if not image:
+        which = "one of vLLM's own or of NVIDIA's, for ARM64 on a Spark" if gpu else "one of vLLM's own for CPUs (vllm/vllm-openai-cpu)"
+        raise ConfigError(f"--docker needs an image: give --image NAME, {which}.", param="image")
+    if not _IMAGE.fullmatch(image):
+        raise ConfigError(f"--image {image!r} is not the name of an image.", param="image")
+    if serves is None:
+        serves = re.split("[@:]", image.rpartition("/")[2])[0] in _SERVES
+    return [_docker_argv(choice, rank, image, gpu=gpu, serves=serves) for rank in choice["ranks"]]
 
 
-def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool, *, gpu: bool) -> RankContainer:
-    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself. gpu: see RankContainer."""
-    folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **(JIT_CACHES if gpu else {})}.items()}
+def shell(argv: Sequence[str]) -> str:
+    """A `docker run` command with one option a line."""
+    return " ".join(f"\\\n  {shlex.quote(word)}" if word.startswith("--") else shlex.quote(word) for word in argv)
+
+
+def _docker_argv(choice: Mapping[str, Any], rank: Mapping[str, Any], image: str, *, gpu: bool, serves: bool) -> list[str]:
+    """serves: whether the image begins with `vllm serve` by itself."""
+    several = len(choice["ranks"]) > 1
+    folders = {os.path.expanduser(host): inside for host, inside in (CACHES | (JIT_CACHES if gpu else {})).items()}
     environment = {key: value for key, value in rank["environment"].items() if gpu or not key.startswith(_OF_NVIDIA)}
-    words = _served(rank["command"], model, folders)
-    ours = any(word.startswith(("workers.", "spark_stream")) for word in words)
-    if ours:
-        folders |= _plugin()
+    words = _arguments(rank["command"], str(choice["model"]), folders)
+    if any(word.startswith(("workers.", "spark_stream")) for word in words):
         environment["PYTHONPATH"] = PLUGIN_FOLDER
         # At the same place inside: the paths in the arguments hold. The state database beside them stays outside.
-        folders |= {kept: kept for kept in _kept(words, environment)}
+        folders |= {**_plugin(), **{kept: kept for kept in _kept(words, environment)}}
     if "--headless" not in words:
         # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
-        words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
-    first = [] if serves else ["vllm", "serve"]
-    suffix = f"-{rank['node']}" if nodes > 1 else ""
-    return RankContainer(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, gpu and nodes > 1, gpu)
+        words += ["--host", "127.0.0.1" if several else "0.0.0.0", "--port", str(PORT)]
+    name = _UNSAFE.sub("-", f"{choice['name']}-{rank['node']}" if several else choice["name"])
+    # Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go).
+    name = name if len(name) > 1 and name[0].isalnum() else f"model-{name}"
+    argv = ["docker", "run", "-d", "--name", name, "--restart", "unless-stopped"]
+    argv += ["--gpus", "all", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if gpu else []
+    argv += ["--ipc", "host", *(["--network", "host"] if several else ["-p", f"127.0.0.1:{PORT}:{PORT}"])]
+    argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"] if several and gpu else []
+    for host, inside in folders.items():
+        argv += ["-v", f"{host}:{inside}{':ro' if inside.startswith((f'{PLUGIN_FOLDER}/', '/models/')) else ''}"]
+    for key, value in environment.items():
+        # One that is its operator's alone comes from the shell that runs it.
+        argv += ["-e", key if value == hidden(key) else f"{key}={value}"]
+    return [*argv, image, *([] if serves else ["vllm", "serve"]), *words]
 
 
-def _name(text: str) -> str:
-    """Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go)."""
-    safe = _UNSAFE.sub("-", text).strip("_.-")
-    return safe if len(safe) > 1 else "-".join(filter(None, ("model", safe)))
-
-
-def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:
-    """`vllm serve`'s own arguments: the model first, and a local folder as it is called inside. Raises ConfigError for what is none."""
+def _arguments(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:
+    """`vllm serve`'s own arguments: the model first. A local folder is mounted, and named as it is inside. Raises ConfigError."""
     before = next((word for word in ("--model", "serve") if word in command[:5]), None)
     if before is None:
         what = "the workers of executor: ray are started by sparkd alone" if ray_environment.KEEPER in command else f"it runs {command[2]}"
         raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
-    words = without(command[command.index(before) + 2 :], *_SKIPPED_FLAGS)
-    model = _mounted(model, folders)
-    draft = (speculative_config(words) or {}).get("model")
-    if isinstance(draft, str) and draft.startswith("/"):
-        words = with_draft(words, _mounted(draft, folders))
-    return [model, *words]
+    words = without(command[command.index(before) + 2 :], "uds", "host", "port")
+    draft = str((speculative_config(words) or {}).get("model"))
+    for folder, inside in ((model, f"/models/{os.path.basename(model)}"), (draft, f"/models/draft/{os.path.basename(draft)}")):
+        if folder.startswith("/"):
+            folders[folder] = inside
+    if draft in folders:
+        words = with_draft(words, folders[draft])
+    return [folders.get(model, model), *words]
 
 
 def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
@@ -297,24 +263,6 @@ def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]
     for text, key in ((loader, "cache_dir"), (environment.get(KV_VARIABLE, "{}"), "profiles")):
         if folder := json.loads(text).get(key):
             yield str(folder)
-
-
-def _mounted(model: str, folders: dict[str, str]) -> str:
-    """A local folder as it is called inside, by a name of its own there; a hub id as it is."""
-    if not model.startswith("/"):
-        return model
-    if model not in folders:
-        inside = f"/models/{os.path.basename(model.rstrip('/'))}"
-        taken = set(folders.values())
-        while inside in taken:
-            inside = f"{inside}-draft"
-        folders[model] = inside
-    return folders[model]
-
-
-def _serves(image: str) -> bool:
-    plain = image.partition("@")[0]
-    return any(plain.rpartition(":")[0].endswith(one) or plain.endswith(one) for one in _SERVE_ENTRYPOINT)
 
 
 def _plugin() -> dict[str, str]:
@@ -327,7 +275,3 @@ def _plugin() -> dict[str, str]:
         raise ConfigError("sparkd is not installed in this environment, so a container cannot find its plugin: install it.") from None
     folders = {os.path.join(root, name): f"{PLUGIN_FOLDER}/{name}" for name in ("sparkd", "workers")}
     return {**folders, os.path.join(metadata, found): f"{PLUGIN_FOLDER}/{found}"}
-
-
-def _mode(inside: str) -> str:
-    return ":ro" if inside.startswith((f"{PLUGIN_FOLDER}/", "/models/")) else ""

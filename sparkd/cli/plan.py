@@ -302,14 +302,14 @@ def _on_nodes(answer: dict[str, Any], client: Client) -> dict[str, Any]:
 
 def _write_containers(answer: dict[str, Any], image: str | None) -> None:
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
-    from sparkd.capacity.launch import containers, shell
+    from sparkd.capacity.launch import docker_run, shell
     from sparkd.render.page import printable
     from sparkd.render.plan import OWN_WORDS
 
     choice = answer["choice"]
     if choice is not None and image is None and not choice["configured"]:
         answer = {**answer, "choice": {**choice, "container": _container_for(str(choice["model"]))}}
-    launches = containers(answer, image)
+    launches = docker_run(answer, image)
     recipe = (answer["choice"] or {}).get("container")
     if launches and recipe and not image:
         sys.stdout.write(f"# the image is that of the recipe {recipe['recipe']}\n")
