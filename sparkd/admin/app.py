@@ -54,7 +54,7 @@ from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import planned_here, planning_hardware
-from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
+from sparkd.capacity.planned_entry import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault

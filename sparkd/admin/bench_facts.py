@@ -15,7 +15,7 @@ from sparkd.bench.figures import WEIGHTS, measured, read
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
-from sparkd.capacity.learned_rates import LearnedName
+from sparkd.capacity.plan_for_node import LearnedName
 from sparkd.checkpoint.remote_headers import checkpoint_of as headers_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name

@@ -23,7 +23,7 @@ from sparkd.bench.load_bench import LoadBench, load_bench
 from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchResult, BenchStore, CellResult, Kind
 from sparkd.bench.speed_bench import SpeedBench, speed_bench
-from sparkd.capacity.learned_rates import learn
+from sparkd.capacity.plan_for_node import learn
 from sparkd.control.registry import Roster
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel

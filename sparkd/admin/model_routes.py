@@ -15,8 +15,8 @@ from fastapi import APIRouter
 from sparkd.admin.answers import answers
 from sparkd.admin.page_answers import EnginePage, LayersAnswer, SettingsAnswer, StartAnswer
 from sparkd.admin.starts import Starts
+from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import layers_of
-from sparkd.capacity.mixes import mix_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.remote_headers import checkpoint_of
 from sparkd.cluster.cluster import Cluster

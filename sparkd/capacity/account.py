@@ -1,34 +1,33 @@
-"""Owns the account of a configured model: the bytes that it needs at least, those that it will take, and the GiB to reserve for it. Decides
-nothing that is `auto` (sparkd.capacity.auto_resolve).
-"""
+"""The account of a configured model: its format and length where they are `auto`, its bytes on a node, and the GiB to reserve."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from math import ceil
 
-from sparkd.capacity.candidates import Candidate
-from sparkd.capacity.consultation import Ask, Consultation, nobody
-from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
-from sparkd.capacity.headers import Headers
-from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, sized
-from sparkd.capacity.parallelism import uneven_heads
-from sparkd.capacity.profiles import engine_of, peaks_of
-from sparkd.capacity.vllm_figures import EXACT, GUESS
-from sparkd.capacity.weights import Inventory
-from sparkd.checkpoint import Checkpoint
+from sparkd.capacity.evidence import EXACT, GUESS, NOTHING, Consultation, Evidence, Ways
+from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
+from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, Terms, footprint, margin_of
+from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, recipes
+from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, largest, sized
+from sparkd.capacity.weights import FormattedModel, Inventory, uneven_groups, uneven_heads
+from sparkd.checkpoint.prequantized import prequantized
 from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import AUTO
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from workers.kv.profiles import KeptProfile
 from workers.kv.settings import CPU_KV_CACHE_GIB
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS
 
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
-# Tensor-parallel and pipeline-parallel size.
-Ways = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Account:
     sentence: the parts of `least`, for a message.
     layout: how the layers share a cache, for requests of max_model_len tokens.
     upper: by how much a guess of `fixed` may be too low; None without a guess.
-    sureness: of the numbers, one of sparkd.capacity.vllm_figures.
+    sureness: of the numbers, one of sparkd.capacity.evidence.
     """
 
     least: int
@@ -65,34 +64,6 @@ class Account:
     def total(self) -> int | None:
         """Bytes of the whole model; None if the cache takes all free memory."""
         return None if self.cache is None else self.fixed + self.cache
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Numbers that override a formula.
-
-    profiles: measurements of earlier starts on this machine, by the engine's release `vllm`.
-    ask: vLLM's answers about a model.
-    draft: the headers of its draft, which need not be on this machine.
-    """
-
-    profiles: tuple[KeptProfile, ...] = ()
-    vllm: str | None = None
-    ask: Ask = nobody
-    draft: Checkpoint | None = None
-
-    def consultation(self, args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware) -> Consultation:
-        return Consultation(self.ask, checkpoint, args.flags, args.env, hardware, self.draft)
-
-    def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
-        """The measurements of an earlier start of this engine."""
-        if not self.profiles:
-            return None
-        engine = engine_of(args.flags, args.quantize, args.env, self.vllm, hardware.platform)
-        return peaks_of(self.profiles, engine, headers.identity, ways, hardware.name)
-
-
-NOTHING = Evidence()
 
 
 def account(
@@ -242,3 +213,149 @@ def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
     for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
         tenths[number] += 1
     return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that a model may take on each of its nodes. engine: in all; cache: of its cache, None without a limit of its own."""
+
+    engine: int
+    cache: int | None = None
+
+    def holds(self, known: Account) -> bool:
+        """Whether a request of full length fits, also into the configured cache."""
+        caches = [size for size in (self.cache, known.cache) if size is not None]
+        return known.least <= self.engine and all(known.kv.least <= size for size in caches)
+
+
+def room_of(args: EngineArgs, hardware: Hardware, free_bytes: int) -> Room:
+    """The memory that the entry's limits leave of free_bytes, the memory of a node that other models leave.
+
+    memory_gib limits the engine; kv_margin_gib stays free in addition to it. gpu_memory_utilization limits all but the processes' memory on
+    the host.
+    """
+    own = free_bytes if args.memory_gib is None else int(args.memory_gib * GIB)
+    if args.share is not None:
+        beside = PROCESS_BYTES[hardware.platform] if hardware.unified else 0
+        return Room(min(free_bytes, own, int(args.share * hardware.memory_bytes) + beside))
+    margin = margin_of(hardware, args.margin_bytes)
+    return Room(min(free_bytes - margin, own), cache_limit(args, hardware.platform))
+
+
+def resolved(
+    candidates: Sequence[Candidate], hardware: Hardware, free_bytes: int, ways: Ways = (1, 1), evidence: Evidence = NOTHING
+) -> Candidate:
+    """Decide `quantize: auto` and `max_model_len: auto`.
+
+    The choice is the first candidate in which a request of the configured length fits into free_bytes and the entry's limits.
+    Its length is the longest that fits, at most the model's own. If nothing fits, the choice is the smallest, whose refusal gives the
+    reason.
+    candidates: at least one (`candidates_of`).
+    evidence: as in sparkd.capacity.account.account.
+
+    If flags leave an account a guess, the guess decides the format, and vLLM decides a length of `auto` by measuring.
+    Raises CheckpointError as sparkd.capacity.account.account.
+    """
+    plain, asked = candidates[0], candidates[0].args.max_model_len
+    if asked != AUTO and len(candidates) == 1:
+        return plain
+    completed = consulted(plain, hardware, ways, evidence).completed(plain.model.inventory)
+    room = room_of(plain.args, hardware, free_bytes)
+
+    def at(one: Candidate, tokens: int) -> Account | None:
+        try:
+            return account(_of_length(one, tokens), hardware, evidence, ways, guesses=True)
+        except CheckpointError:
+            return None  # of a neighbour: the entry's own files were judged above
+
+    def fits(one: Candidate, tokens: int) -> bool:
+        found = at(one, tokens)
+        return found is not None and room.holds(found)
+
+    most = asked if isinstance(asked, int) else completed.shape.max_len
+    step = CONTEXT_STEP if asked == AUTO else most
+    enough = min(most, DEFAULT_CONTEXT) if asked == AUTO else most
+    legal = [one for one in candidates if uneven_groups(one.model) is None and illegal(one, hardware, ways, evidence) is None]
+    lengths = [(one, largest(partial(fits, one), most, step)) for one in legal]
+    best = next((pair for pair in lengths if pair[1] >= enough), None)
+    best = best or max(lengths, key=lambda pair: pair[1], default=(plain, 0))
+    if not best[1] and lengths:
+        best = min(lengths, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
+    one, tokens = best
+    chosen = _of_length(one, tokens)
+    if asked != AUTO or not tokens or account(chosen, hardware, evidence, ways) is None:
+        return one
+    return chosen
+
+
+def _of_length(candidate: Candidate, tokens: int) -> Candidate:
+    return replace(candidate, args=replace(candidate.args, max_model_len=tokens))
+
+
+def _least(known: Account | None) -> float:
+    return float("inf") if known is None else known.least
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model in one of the ways that come into question. args: the entry in this format; model: the weights in it."""
+
+    args: EngineArgs
+    headers: Headers
+    model: FormattedModel
+
+
+def candidate_of(args: EngineArgs, headers: Headers) -> Candidate | None:
+    """The entry in its own format, as stored for `auto`; None where the weights cannot have it: the engine says why, with the tensor's
+    name."""
+    if args.recipe is None:
+        return None
+    try:
+        return Candidate(args, headers, headers.model.formatted(args.recipe))
+    except (CheckpointError, ConfigError):
+        return None
+
+
+def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False) -> tuple[Candidate, ...]:
+    """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
+    data to calibrate with, then by ourselves (sparkd.capacity.fit.rank), then in mixes that are smaller than any one format.
+
+    beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
+    """
+    ways: Iterable[tuple[EngineArgs, Headers]] = ((args, headers),)
+    if args.quantize == AUTO:
+        ways = chain(_ways(args, headers, beside=beside), _smaller(args, headers))
+    elif (wish := best_of(args.quantize)) is not None:
+        ways = _mixes(args, headers, wish)
+    return tuple(candidate for way in ways if (candidate := candidate_of(*way)) is not None)
+
+
+def _ways(args: EngineArgs, headers: Headers, *, beside: bool) -> Iterator[tuple[EngineArgs, Headers]]:
+    plain = args.undecided()
+    yield plain, headers
+    if beside:
+        yield from _neighbours(args, headers)
+    yield from ((plain.quantized(recipe), headers) for _, recipe in recipes(headers.model, None) if recipe.quantizes)
+
+
+def _smaller(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
+    with suppress(CheckpointError):  # the engine says why, with the tensor's name
+        for recipe in mixes_below(headers.model, FORMATS, args.tensor_parallel or 1):
+            yield args.undecided().quantized(recipe), headers
+
+
+def _mixes(args: EngineArgs, headers: Headers, wish: BestWish) -> Iterator[tuple[EngineArgs, Headers]]:
+    with suppress(CheckpointError):  # the engine says why, with the tensor's name
+        for recipe in mixes_of(headers.model, wish, args.tensor_parallel or 1):
+            yield args.quantized(recipe), headers
+
+
+def _neighbours(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
+    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
+    with it there is none."""
+    if args.trusts_code:
+        return
+    for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env}):
+        other = replace(args, model=name, revision=None, quantize=None, recipe=AS_IT_IS)
+        if (there := headers_here(other)) is not None:
+            yield other, there

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.account import Account, Ways, cache_limit, serving_of
-from sparkd.capacity.fit import AS_STORED, Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
+from sparkd.capacity.account import Account, cache_limit, serving_of
+from sparkd.capacity.evidence import Ways
+from sparkd.capacity.fit import Cause, FitRequest, Option, choose, doubt_in_short, gib, short_cache
+from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
-from sparkd.capacity.parallelism import even_formats, possible_ranks
-from sparkd.capacity.weights import Inventory, inventory
+from sparkd.capacity.weights import Inventory, even_formats, inventory, possible_ranks
 from sparkd.checkpoint.prequantized import prequantized
 from sparkd.checkpoint.shape import shape_of
 from sparkd.config.engine_args import EngineArgs

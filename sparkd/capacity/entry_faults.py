@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from sparkd.capacity.account import Evidence
+from sparkd.capacity.evidence import Evidence
+from sparkd.capacity.formats import mixes_of
 from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.mixes import mixes_of
-from sparkd.capacity.parallelism import uneven_groups, uneven_heads
+from sparkd.capacity.weights import uneven_groups, uneven_heads
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig

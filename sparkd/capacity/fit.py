@@ -6,37 +6,36 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sparkd.capacity.footprint import Footprint, MeasuredPeaks, Terms, footprint
+from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
+from sparkd.capacity.footprint import Footprint, Terms, footprint
+from sparkd.capacity.formats import quality_of, recipes
+from sparkd.capacity.headers import Drafting
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
-from sparkd.capacity.parallelism import uneven_groups, uneven_heads
-from sparkd.capacity.speculative import Drafting
-from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
-from sparkd.capacity.weights import Inventory
+from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
 from sparkd.checkpoint.shape import LENGTHS
 from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
-AS_STORED = "as stored"
-# The name of a recipe with rules.
-CONFIGURED = "as configured"
-# Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
-# whole groups of 128: int4-g128 stands where its error of Gaussian weights puts it (.090 before it, .097, .111 behind it).
-FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
-_RECIPES = {spelling: QuantizationRecipe.parse(spelling) for spelling in FORMATS}
 CONTEXT_STEP = 1024
 # Without a requested length, a format fits from this length on (or from the model's own), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
 # The characters of a sentence of vLLM's, which may have all of a configuration in it.
 _DOUBT_CHARACTERS = 300
-
-
 # The sort key of an option; the best has the least.
 Rank = tuple[bool, float, int, int]
 # memory: of a node, or of the entry's limit; cache: of its given size; length: more tokens than the model has; links: between nodes; vllm:
 # its own word; split: of the tensors over ranks; format: of the weights; uncounted: nothing tells what the cache takes.
 Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format", "uncounted"]
+_CALLED = {
+    "weights": "of weights",
+    "kv": "KV cache",
+    "peak": "for a batch",
+    "graphs": "CUDA graphs",
+    "context": "CUDA context",
+    "processes": "processes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +126,6 @@ def choose(inventory: Inventory, hardware: Hardware, wish: FitRequest) -> FitRes
         for ways in ways_of(wish)
     ]
     return FitResult(tuple(sorted(options, key=rank)))
-
-
-def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Iterator[tuple[str, QuantizationRecipe]]:
-    """(name, recipe) of each, best first. requested: None for any of FORMATS."""
-    source = inventory.checkpoint.quantization
-    if (recipe := requested) is not None:
-        yield (recipe.default.spelling if not recipe.rules else CONFIGURED) if recipe.quantizes else AS_STORED, recipe
-        return
-    yield AS_STORED, AS_IT_IS
-    if source is None or source.requantizable:
-        # FP8 weights are not quantized to FP8 again.
-        yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
 
 
 def rank(option: Option) -> Rank:
@@ -293,27 +280,12 @@ def _short(needed: Footprint, hardware: Hardware, longest: int, wish: FitRequest
     return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
 
 
-_CALLED = {
-    "weights": "of weights",
-    "kv": "KV cache",
-    "peak": "for a batch",
-    "graphs": "CUDA graphs",
-    "context": "CUDA context",
-    "processes": "processes",
-}
-
-
 def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
 def _size(size: int) -> str:
     return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
-
-
-def quality_of(name: str) -> int:
-    """The less the better: 0 of what is stored."""
-    return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 
 def format_notes(best: Option | None) -> Iterator[str]:

@@ -1,22 +1,24 @@
-"""Owns the bytes a model takes on each node: weights, cache, the peak of a batch, graphs, processes; and the time bounds that follow from
-them. Never measures, and a measured number goes before one of these.
-"""
+"""The bytes that a model takes on each node, by part, and the time bounds that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from sparkd.capacity.calibration import Calibration, calibration_of
+from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
 from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, KvCost, KvLayout, Serving, kv_layout, sized
-from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
+from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import Shape
+from sparkd.errors import CheckpointError
 from sparkd.hardware import GIB, Hardware
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.host.memory_limits import spare
+from workers.quantization.calibration_file import BESIDE_BYTES, SPARE_BYTES, calibration_file
+from workers.quantization.calibration_text import text_of
+from workers.quantization.recipe import QuantizationRecipe
 
 MIB = 1 << 20
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
@@ -42,15 +44,9 @@ STEP_ROWS = 40
 LOGITS_BYTES = 4 + 4 + 8 + 4
 # Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
 ENCODER_BYTES = GIB
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPeaks:
-    """The measurements of an engine of this kind at an earlier start: bytes of the largest batch beyond what is reserved, and of its
-    graphs."""
-
-    peak: int
-    graphs: int
+# The child that imports torch and transformers, with 512 tokens of SmolLM2-135M: 4.3 to 5.0 s on two cores of an x86_64 CPU, in a load of
+# vLLM 0.32 whose own imports had read the same files before.
+CHILD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,7 @@ class Footprint:
     total: bytes for `requests` requests of max_model_len tokens. free_bytes: left of them and the margin, negative if it does not fit.
     *_s: seconds; decode_tokens_s: an upper bound for one request. Each is None if the machine's rates are unknown.
     limit_bytes: most bytes of the whole engine; None for all of the node.
-    sureness: of weights and cache, one of sparkd.capacity.vllm_figures.
+    sureness: of weights and cache, one of sparkd.capacity.evidence.
     upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
     calibration: of the first load, which counts it; None without one.
     """
@@ -261,3 +257,42 @@ def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: 
         talking = 2 * shape.layers * (latency + row / link) if serving.tensor_parallel > 1 else 0.0
         talking += (serving.pipeline_parallel - 1) * latency
     return 1 / (reading + talking) if reading + talking else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One run of the unquantized model. seconds: None where the disk's rate is not known; free_bytes: that must be free for it; fits:
+    whether a node without other models has them."""
+
+    seconds: float | None
+    free_bytes: int
+    fits: bool
+
+
+def calibration_of(model: FormattedModel, hardware: Hardware, held_bytes: int) -> Calibration | None:
+    """None where no weight gets such a format, or transformers could not run the checkpoint as it is stored. held_bytes: what the rank has
+    allocated on the GPU by then, room for all its weights."""
+    inventory = model.inventory
+    rounds = any(one.form is not None and one.form.rounds_activations for one in model.groups)
+    if not rounds or inventory.checkpoint.quantization is not None:
+        return None
+    free_bytes = inventory.stored_bytes + BESIDE_BYTES + SPARE_BYTES
+    # Where the device has memory of its own, that of the host is not known here.
+    fits = not hardware.unified or free_bytes + held_bytes <= hardware.memory_bytes - hardware.system_bytes
+    seconds = None if hardware.disk_bytes_s is None else inventory.stored_bytes / hardware.disk_bytes_s + CHILD_S
+    return Calibration(seconds if fits else 0.0, free_bytes, fits)
+
+
+def kept_in(cache_dir: str | None, checkpoint: Checkpoint) -> Callable[[QuantizationRecipe], bool]:
+    """A function that says whether an earlier load has calibrated this checkpoint over the recipe's text. cache_dir: the folder of
+    quantized weights, None for none."""
+
+    def is_kept(recipe: QuantizationRecipe) -> bool:
+        if cache_dir is None or not recipe.rounds_activations:
+            return False
+        try:
+            return calibration_file(cache_dir, checkpoint, text_of(recipe.calibration)).stat().st_size > 0
+        except (OSError, CheckpointError):
+            return False
+
+    return is_kept

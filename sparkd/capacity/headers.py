@@ -1,19 +1,30 @@
-"""Owns the headers of a model and its draft, read once. Counts nothing."""
+"""The headers of a model and of its draft, read once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.speculative import Drafting, of_config
-from sparkd.capacity.weights import Inventory, inventory, refuse_incomplete
+from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.checkpoint.shape import shape_of
+from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.engine_args import EngineArgs
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, CheckpointUncounted, ConfigError
+from sparkd.vllm.flags import draft_method
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import checkpoint_of
+
+if TYPE_CHECKING:
+    pass
+
+# Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
+_OF_TEXT = ("ngram", "suffix")
+# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+_SUFFIX_DEPTH = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +75,71 @@ def _read(folder: str, _identity: str) -> Inventory:
     model = inventory(checkpoint, shape_of(checkpoint.config))
     refuse_incomplete(model)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """One method of speculation for a model.
+
+    tokens: proposed at a time.
+    layers: those that keep a cache in addition to the model's own.
+    ahead: whether the checkpoint's own layers for it are loaded.
+    draft: a separate checkpoint.
+    is_read: whether the draft's headers could be read.
+    args, env, settings: the model's entry with it.
+    recipe: the recipe that has it.
+    """
+
+    method: str
+    tokens: int
+    layers: int = 0
+    ahead: bool = False
+    draft: Checkpoint | None = None
+    is_read: bool = True
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+
+    def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
+        """The inventory of model and draft together. A draft's own tensors are never quantized here. Raises ConfigError where nothing
+        drafts."""
+        own = inventory(checkpoint, shape, ahead=self.ahead)
+        if self.ahead and not has_layers_ahead(own):
+            told = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
+            raise ConfigError(f"speculative {self.method}: {told}: choose off, ngram or suffix.", param="speculative")
+        if self.draft is None:
+            return own
+        parts = tuple(_beside(inventory(self.draft, shape_of(self.draft.config))))
+        more = sum(part.tensor.nbytes * part.count for part in parts)
+        return replace(own, parts=own.parts + parts, stored_bytes=own.stored_bytes + more)
+
+    def serving(self, plain: Serving) -> Serving:
+        unknown = plain.unknown if self.is_read else plain.unknown | {WEIGHTS, CACHE}
+        return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers, unknown=unknown)
+
+
+def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
+    """config: vLLM's own (config/speculative.py). Raises CheckpointError and ConfigError for a draft that is missing."""
+    config = {key.replace("-", "_"): value for key, value in config.items()}
+    method, tokens = draft_method(config), config.get("num_speculative_tokens")
+    if method == "suffix" and tokens is None:
+        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
+    tokens = tokens if type(tokens) is int and tokens > 0 else 1
+    if method in _OF_TEXT:
+        return Drafting(method, tokens)
+    if not isinstance(config.get("model"), str):
+        return Drafting(method, tokens, 1, ahead=True)
+    try:
+        draft = read(config["model"])
+    except CheckpointUncounted:  # EAGLE's drafts are often pickled
+        return Drafting(method, tokens, 1, is_read=False)
+    return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
+
+
+def _beside(draft: Inventory) -> Iterator[WeightPart]:
+    """In the last stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
+    for part in draft.parts:
+        number = "" if part.layer is None else f"{part.layer}."
+        tensor = part.tensor._replace(name=f"draft.{number}{part.tensor.name}")
+        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sparkd.capacity.consultation import Consultation
+from sparkd.capacity.evidence import EXACT, GUESS, Consultation, Exact
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.parallelism import even_formats
-from sparkd.capacity.vllm_figures import EXACT, GUESS, Exact
-from sparkd.capacity.weights import inventory, refuse_incomplete
+from sparkd.capacity.weights import even_formats, inventory, refuse_incomplete
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
 from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError, CheckpointIncomplete
@@ -22,7 +20,6 @@ from workers.quantization.recipe import Assignment, QuantizationRecipe
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # The tensors that stand beside an FP8 weight and go with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
-
 # vLLM, about a model's headers.
 Consult = Callable[[Checkpoint], Consultation]
 Misfit = tuple[Format, int]  # a format, and columns that its groups do not divide
@@ -50,7 +47,7 @@ class LayerRow:
 @dataclass(frozen=True, slots=True)
 class RankShare:
     """The parts of a checkpoint that one GPU holds under a recipe. bytes: of parameters and buffers; sureness: one of
-    sparkd.capacity.vllm_figures; unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so,
+    sparkd.capacity.evidence; unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so,
     without a full stop, None where it does."""
 
     bytes: int

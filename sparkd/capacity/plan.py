@@ -6,39 +6,34 @@ A model without an entry has one made for it (sparkd.capacity.planned_entry). Th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.account import Evidence, needed_gib, serving_of
-from sparkd.capacity.advice import advice, advised, refusal, share_too_large
-from sparkd.capacity.auto_resolve import resolved, room_of
-from sparkd.capacity.calibration import kept_in
-from sparkd.capacity.candidates import candidates_of
-from sparkd.capacity.consultation import Answers, Ask, nobody
+from sparkd.capacity.account import candidates_of, needed_gib, resolved, room_of, serving_of
+from sparkd.capacity.advice import FitRefusal, advice, advised, refusal, share_too_large
+from sparkd.capacity.evidence import GUESS, Answers, Ask, Evidence, MeasuredPeaks, nobody
 from sparkd.capacity.fit import (
-    CONFIGURED,
     FitRequest,
     Option,
     choose,
     doubt_in_short,
+    floor,
     format_notes,
     gib,
-    quality_of,
     rank,
-    recipes,
     refuse_uncounted,
+    smallest,
     splits,
     unread,
 )
-from sparkd.capacity.footprint import MeasuredPeaks
+from sparkd.capacity.footprint import kept_in
+from sparkd.capacity.formats import AS_STORED, CONFIGURED, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.plan_report import to_json
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.planned_entry import PlannedEntry, overlaid
-from sparkd.capacity.planned_start import start_of
-from sparkd.capacity.vllm_figures import GUESS
+from sparkd.capacity.launch import start_of
+from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
+from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
@@ -50,8 +45,14 @@ from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST
 from workers.quantization.recipe import QuantizationRecipe
 
+if TYPE_CHECKING:
+    from sparkd.capacity.evidence import Witness
+    from sparkd.vllm.ask.model import InquiryRuntime
+
 # (folder or hub id, headers) -> the same for quantized copies of the model.
 Copies = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
+# The utilizations of a floor table; the smallest that works is one more.
+STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ def plan(
     wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
     asked = replace(wish, quantize=None if is_open(spec.quantize) else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
-    completed, asked = consultation.informed(headers.model, asked)
+    completed = consultation.ask_formats(headers.model, asked.quantize, ways)
+    asked = replace(asked, exact=consultation.exact)
     refuse_uncounted(completed, asked)
     headers, wish = replace(headers, model=completed), replace(wish, exact=asked.exact)
     beside = dict(copies(spec.model, checkpoint)) if copies is not None and spec.quantize == AUTO else {}
@@ -268,3 +270,103 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
     elif OTHER in unknown:
         cure = "a start measures it"
     return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
+
+
+def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
+    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
+    return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
+
+
+def to_json(
+    model: str,
+    inventory: Inventory,
+    hardware: Hardware,
+    request: FitRequest,
+    options: Sequence[Option],
+    refusal: FitRefusal | None,
+    start: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The plan as plain JSON: bytes as integers, seconds and tokens/s as floats, null for unknown values.
+
+    options: best first, which is the choice where it fits; each names its model.
+    start: of the choice, as sparkd.capacity.launch has it.
+    """
+    checkpoint, shape = inventory.checkpoint, inventory.shape
+    best = options[0] if options and options[0].fits else None
+    return {
+        "model": model,
+        "folder": checkpoint.folder,
+        "architecture": shape.architecture,
+        "layers": shape.layers,
+        "max_len": shape.max_len,
+        "bytes": inventory.stored_bytes,
+        "unloaded": dict(inventory.unloaded),
+        "unknown_experts": inventory.unknown_experts() if any(option.format != AS_STORED for option in options) else {},
+        "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
+        "hardware": asdict(hardware),
+        "asked": {
+            "nodes": request.nodes,
+            "requests": request.requests,
+            "max_model_len": request.max_model_len,
+            "eager": request.eager,
+            "speculative": request.drafting.method if request.drafting is not None else None,
+        },
+        "options": [option_json(option, model) for option in options],
+        "choice": None if best is None else {**option_json(best, model), **(start or {})},
+        "refusal": None if refusal is None else refusal.to_json(),
+        "floor": [] if best is None else _floor(best, hardware),
+    }
+
+
+def option_json(option: Option, model: str) -> dict[str, Any]:
+    """An option as JSON. model: that is asked for. footprint: null where vLLM cannot split the model that way."""
+    footprint = option.footprint
+    return {
+        "model": option.copy or model,
+        "prequantized": option.method,
+        "format": option.format,
+        "nodes": option.nodes,
+        "tensor_parallel": option.tensor,
+        "pipeline_parallel": option.pipeline,
+        "fits": option.fits,
+        "reason": option.reason,
+        "max_model_len": option.serving.max_model_len,
+        "longest": option.longest,
+        "footprint": None
+        if footprint is None
+        else {
+            **footprint.parts,
+            "system": footprint.system_bytes,
+            "margin": footprint.margin_bytes,
+            "free": footprint.free_bytes,
+            "withheld": footprint.withheld_bytes,
+            "memory": footprint.memory_bytes,
+            "total": footprint.total,
+            "sureness": footprint.sureness,
+            "upper": footprint.upper_bytes,
+            "upper_kv": footprint.upper_cache_bytes,
+            "requests": footprint.requests,
+            "kv_bytes_per_token": footprint.kv.per_token,
+            "kv_bytes_per_request": footprint.kv.per_request,
+            "load_peak": footprint.load_peak_bytes,
+            "disk": footprint.weights.disk_bytes if footprint.weights.changed else 0,
+            "by_class": dict(footprint.weights.by_kind),
+            "first_load_s": footprint.first_load_s,
+            "next_load_s": footprint.next_load_s,
+            "calibration_s": None if footprint.calibration is None else footprint.calibration.seconds,
+            "calibration_free": 0 if footprint.calibration is None else footprint.calibration.free_bytes,
+            "decode_tokens_s": footprint.decode_tokens_s,
+            "active_bytes": footprint.weights.active_bytes,
+            "notes": list(footprint.weights.notes),
+        },
+    }
+
+
+def _floor(option: Option, hardware: Hardware) -> list[dict[str, Any]]:
+    least = smallest(option, hardware)
+    steps = sorted({*STEPS, *([] if least is None else [least])})
+    need = option.footprint.kv.least if option.footprint is not None else 0
+    return [
+        {"utilization": share, "allowed": allowed, "kv": left, "works": left >= need, "smallest": share == least}
+        for share, allowed, left in floor(option, hardware, steps)
+    ]

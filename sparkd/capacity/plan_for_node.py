@@ -7,20 +7,20 @@ for seconds, and a thread would keep Python's lock from the gateway for that tim
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sparkd.capacity.account import machine
-from sparkd.capacity.consultation import Witness
-from sparkd.capacity.learned_rates import learned_rates, with_learned_rates
-from sparkd.capacity.plan import plan
-from sparkd.capacity.plan_report import vllm_json
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.planned_entry import PlannedEntry, entry_of, made_for
+from sparkd.capacity.evidence import Witness
+from sparkd.capacity.plan import plan, vllm_json
+from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.model_folder import unusable
@@ -31,7 +31,7 @@ from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import ClusterError, ConfigError, Unavailable
+from sparkd.errors import ClusterError, ConfigError, StateError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
@@ -41,20 +41,50 @@ from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host import processes
 from workers.host.meminfo import mem_total_bytes
+from workers.host.private_files import write_private
 from workers.host.runtime import GPU_SIGNS
 
+LearnedName = Literal["bandwidth_bytes_s", "disk_bytes_s"]
+NAMES: tuple[LearnedName, ...] = ("bandwidth_bytes_s", "disk_bytes_s")
+FILE = "learned-rates.json"
 # The time limit of a plan, with all headers of a model from the hub, because an HTTP client does not wait for ever.
 LIMIT_S = 60.0
 # Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
 _PLANS = Threads("plan", 2, 4)
+# Finds another node's runtime for an interpreter that this node lacks.
+Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
+
+
+def learned_rates(state_dir: Path) -> dict[LearnedName, float]:
+    """Bytes a second by name. A file that cannot be read is as one that is not there: the next bench writes it again."""
+    with suppress(OSError, ValueError):
+        kept = json.loads((state_dir / FILE).read_text(encoding="utf-8"))
+        if isinstance(kept, dict):
+            return {name: float(kept[name]) for name in NAMES if isinstance(kept.get(name), int | float) and kept[name] > 0}
+    return {}
+
+
+def learn(state_dir: Path, rates: Mapping[LearnedName, float]) -> None:
+    """Keep these rates in place of earlier ones; the others stay. Raises StateError where the disk is full."""
+    if rates:
+        path = state_dir / FILE
+        try:
+            write_private(path, json.dumps({**learned_rates(state_dir), **rates}))
+        except OSError as error:
+            raise StateError(f"The measured rates cannot be written to {path}: {error.strerror or error}. Free space there.") from None
+
+
+def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -> Hardware:
+    return replace(
+        hardware,
+        bandwidth_bytes_s=rates.get("bandwidth_bytes_s", hardware.bandwidth_bytes_s),
+        disk_bytes_s=rates.get("disk_bytes_s", hardware.disk_bytes_s),
+        learned=tuple(sorted(rates)),
+    )
 
 
 class Unlinked(Protocol):
     async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
-
-
-# Finds another node's runtime for an interpreter that this node lacks.
-Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 def hardware_here(name: str, config: Config) -> Hardware:

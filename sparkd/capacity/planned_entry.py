@@ -1,17 +1,18 @@
-"""The entry that a plan is made of: a configured one, or one made for a folder or a hub id; with the options of the question in it."""
+"""The question that a plan answers, and the entry that the plan is made of: a configured one, or one made for a folder or a hub id."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.headers import _OF_TEXT, Drafting, of_config
 from sparkd.capacity.requirement import runtime_of
-from sparkd.capacity.speculative import drafting
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
@@ -19,9 +20,15 @@ from sparkd.config.engine_args import at_any_length
 from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ConfigError, RankError, clause
-from sparkd.vllm.flags import DRAFTS, parsed, without
+from sparkd.units import MOST
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, draft_method, parsed, speculative_config, without
 from workers.host.runtime import API_SERVER, probe
 
+if TYPE_CHECKING:
+    from sparkd.recipes.file import RecipeFile
+
+MODEL_CHARACTERS = 4096
+KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 # By key of the question: the keys of the entry that it replaces.
 _INSTEAD = {
     "quantize": ("quantization", "load_format"),
@@ -34,6 +41,40 @@ _FLAGS_INSTEAD = {
     "kv_cache": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
     "kv_margin_gib": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
 }
+METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
+# vLLM's configuration of the methods that need no draft of their own (config/speculative.py).
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+}
+
+
+class PlanRequest(BaseModel):
+    """The options of one plan; each that is not None overrides the model's entry.
+
+    model: a configured name, a recipe, a folder or a hub id.
+    nodes: how many there are.
+    max_model_len: tokens of one request.
+    requests: of that length at once.
+    quantize: a format, a mapping of formats, `auto` or `best`.
+    hardware: of the daemon's plan; `node` is its own machine.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, max_length=MODEL_CHARACTERS)
+    nodes: int | None = Field(default=None, ge=1, le=MOST["nodes"])
+    max_model_len: int | None = Field(default=None, ge=1, le=MOST["max_model_len"])
+    requests: int | None = Field(default=None, ge=1, le=MOST["requests"])
+    quantize: str | dict[str, Any] | None = None
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MOST["max_num_batched_tokens"])
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
+    kv_cache_dtype: KvDtype | None = None
+    margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
+    speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
+    enforce_eager: bool | None = None
+    hardware: Literal["node", "spark", "h200"] = "node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +178,42 @@ def _validated(name: str, keys: Mapping[str, Any]) -> ModelConfig:
         where = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("item")
         reason = clause(first["msg"].removeprefix("Value error, "))
         raise ConfigError(f"{name}: {where or 'the entry'}: {reason}.", param=where) from None
+
+
+def drafting(method: str, model: str, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
+    """The meaning of `--speculative METHOD` for a model without an entry; None for `off`.
+
+    A draft that the checkpoint lacks is that of the recipe for this model.
+    wish: the requested `max_num_seqs`, `quantize` and `kv_cache_dtype`. read: reads the headers of a draft.
+
+    Raises ConfigError and CheckpointError.
+    """
+    if method == "off":
+        return None
+    recipe = recipe_for(model, method) if method not in _OF_TEXT else None
+    config = _CONFIGS.get(method) if recipe is None else speculative_config(recipe.arguments)
+    if config is None:
+        raise ConfigError(f"speculative {method}: no recipe has such a draft for it: choose off, ngram or suffix.", param="speculative")
+    needed = recipe.settings.get("kv_cache_dtype") if recipe is not None and method == "dflash" else None
+    dtype = wish.get("kv_cache_dtype") or "auto"
+    if needed is not None and dtype not in ("auto", needed):
+        raise ConfigError(f"speculative {method} needs a KV cache in {needed}: leave {dtype} out.", param="kv_cache_dtype")
+    settings = {"kv_cache_dtype": needed} if needed is not None else {}
+    env = (recipe.settings.get("env") or {}) if recipe is not None else {}
+    name = recipe.name if recipe is not None else None
+    return replace(of_config(config, read), args=(SPECULATIVE, json.dumps(config)), env=env, settings=settings, recipe=name)
+
+
+def recipe_for(model: str, method: str | None = None) -> RecipeFile | None:
+    """The recipe for this folder or hub id; with `method`, one that drafts by it."""
+    from sparkd.recipes.library import RecipeLibrary
+
+    book = RecipeLibrary(None, os.environ)
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    for each in book.names():
+        file, _ = book.read(each)
+        if file is None or (method is not None and draft_method(speculative_config(file.arguments) or {}) != method):
+            continue
+        if model == file.recipe.model or (model.startswith("/") and file.recipe.model.rpartition("/")[2].lower() == name):
+            return file
+    return None

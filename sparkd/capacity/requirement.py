@@ -1,8 +1,4 @@
-"""Owns the need of one model on a node before it is placed: platform, entry point, the choices for `auto`, and GiB to reserve.
-
-`subject_of` reads the entry, the headers, the runtime's abilities and earlier measurements. `need_of` computes from them. Never reserves
-anything. Everything here blocks.
-"""
+"""The requirement of one model on a node before it is placed: platform, entry point, the choices for `auto`, and GiB to reserve."""
 
 from __future__ import annotations
 
@@ -13,12 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from sparkd.capacity.account import Account, Evidence, Ways, account, illegal, machine, needed_gib
-from sparkd.capacity.auto_resolve import resolved
-from sparkd.capacity.candidates import Candidate, candidates_of
-from sparkd.capacity.consultation import Answers
+from sparkd.capacity.account import Account, Candidate, account, candidates_of, illegal, machine, needed_gib, resolved
 from sparkd.capacity.entry_faults import file_fault, format_fault
-from sparkd.capacity.fit import FitRequest
+from sparkd.capacity.evidence import Answers, Evidence, Ways
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
@@ -42,10 +35,48 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The place of one model.
+
+    slug: its name as a file name. platform: `cuda` or `cpu`.
+    entrypoint: the module that is its engine. vllm: its version, if it is known.
+    spec: the model with a choice for each `auto`; None without a choice.
+    peers: the nodes of its other ranks, in their order; memory_gib: reserved on each node.
+    tensor, pipeline: parallel sizes, together one rank on each node.
+    said: its flags in the words of its vLLM.
+    parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
+    """
+
+    node_id: str
+    slug: str
+    memory_gib: int
+    platform: str
+    entrypoint: str
+    vllm: str | None = None
+    spec: ModelConfig | None = None
+    peers: tuple[str, ...] = ()
+    tensor: int = 1
+    pipeline: int = 1
+    said: Translation | None = None
+    parsers: Parsers | None = None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of every rank, rank 0's first."""
+        return (self.node_id, *self.peers)
+
+
+def offered_gib(config: Config) -> int:
+    """The memory that this node offers to models, whole GiB: all but the system's reserve."""
+    total = mem_total_bytes()
+    return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """A model and everything that its need follows from.
 
-    headers: None if they are not on this machine. candidates: see sparkd.capacity.candidates; none without headers.
+    headers: None if they are not on this machine. candidates: see sparkd.capacity.account.candidates_of; none without headers.
     hardware: the node's. vllm: the version of the runtime's vLLM, if it is known.
     """
 
@@ -163,7 +194,7 @@ def ask_vllm(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> None:
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
     consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
     try:
-        consultation.informed(headers.model, FitRequest(ways=(ways,), quantize=None if is_open(args.quantize) else args.recipe))
+        consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
         log.warning("%s is placed by an estimate, because vLLM could not be asked about it: %s", spec.name, error)
 

@@ -20,7 +20,7 @@ from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.calibration_text import text_of
-from workers.quantization.formats import Format
+from workers.quantization.formats import Format, fitting
 from workers.quantization.packed_scale import packed_module_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -37,6 +37,8 @@ _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Nodes that a model may be split over.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Inventory:
     stored_bytes: int
     unloaded: Mapping[str, int]
     _formatted: dict[QuantizationRecipe, FormattedModel] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # By what they were made for (sparkd.capacity.mixes), because a model that waits for room is asked about again and again.
+    # By what they were made for (sparkd.capacity.formats), because a model that waits for room is asked about again and again.
     mixes: dict[object, tuple[QuantizationRecipe, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def widened(self) -> Inventory:
@@ -303,3 +305,38 @@ def _bytes(tensor: TensorRef, form: Format | None, shape: Shape) -> int:
         return blocks * form.nbytes(*sides(tensor, shape))
     is_float = tensor.dtype in _FLOATS and "scale" not in tensor.name.rpartition(".")[2]
     return prod(tensor.shape) * shape.dtype_bytes if is_float else tensor.nbytes
+
+
+def uneven_heads(shape: Shape, ranks: int) -> str | None:
+    """Why so many ranks cannot share its heads (vllm/config/model.py, verify_with_parallel_config); None where they can."""
+    return f"{shape.heads} attention heads do not divide by {ranks} ranks" if shape.heads % ranks else None
+
+
+def possible_ranks(shape: Shape, ranks: int) -> str:
+    """The other sizes of tensor parallelism by which its heads divide, in words."""
+    return ", ".join(str(size) for size in range(1, MOST_RANKS + 1) if size != ranks and uneven_heads(shape, size) is None)
+
+
+def uneven_groups(model: FormattedModel) -> str | None:
+    """Why the loader would refuse the formats: the columns that share a scale must divide a weight's (Quantizer.check of
+    workers/load/formats/base.py)."""
+    uneven = next(_uneven(model), None)
+    if uneven is None:
+        return None
+    name, columns, form, fits = uneven
+    return f"{columns} columns of {name} do not divide into groups of {form.group}: {fits} would fit"
+
+
+def even_formats(model: FormattedModel) -> str | None:
+    """The formats for the weight of `uneven_groups`, in words; None where there is none."""
+    return next((fits for *_, fits in _uneven(model)), None)
+
+
+def _uneven(model: FormattedModel) -> Iterator[tuple[str, int, Format, str]]:
+    """(tensor, its columns, its format, formats that fit)."""
+    for one in model.groups:
+        if one.form is None or one.form.group is None:
+            continue
+        columns = sides(one.part.tensor, model.inventory.shape)[1]
+        if columns % one.form.group:
+            yield one.part.tensor.name, columns, one.form, fitting(one.form.group, columns, one.form.name)

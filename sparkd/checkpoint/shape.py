@@ -2,7 +2,7 @@
 
 Keys are those of transformers' configurations (configuration_*.py), of vLLM's own (vllm/transformers_utils/configs) and of Mistral's
 params.json. It serves a rough estimate: a kind of layer that is not known counts as full attention. Shape.gaps names the keys that
-config.json lacks. vLLM's own answer overrides all of it (sparkd.capacity.consultation).
+config.json lacks. vLLM's own answer overrides all of it (sparkd.capacity.evidence).
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import amount_of, flags_in, parsed, value_of
+from sparkd.vllm.flags import flags_in, parsed, value_of
 from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
 from sparkd.vllm.translate import translated
-from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, reserved_whole, share_of
+from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, amount_in, reserved_whole, share_of
 from workers.vllm.symbols import SUPPORTED
 
 _NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
@@ -194,14 +194,15 @@ class _Entry:
     def _of_numbers(self) -> Iterator[ConfigProblem]:
         """Numbers of flags that stand for keys, and are outside of the key's range."""
         args = self._model.extra_args
-        if SHARE in parsed(args) and share_of(args) is None:
+        flags = parsed(args)
+        if SHARE in flags and share_of(flags) is None:
             yield self._at_flag(FlagNote(SHARE, "it must be above 0 and at most 1."))
         for name in (*NUMBERS, "max-model-len"):
             text = value_of(args, name) or "1"
             if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
                 yield self._at_flag(FlagNote(name, "it must be above 0."))
         tokens, requests = (
-            amount_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
+            amount_in(flags, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
         )
         if tokens is not None and requests is not None and tokens < requests:
             reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"

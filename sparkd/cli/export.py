@@ -72,8 +72,7 @@ def export(
 def _check_groups(wanted: Chosen) -> None:
     """Raises CheckpointError for what the program would refuse after half a minute of imports. A checkpoint that cannot be read, or is of a
     kind that is not known here, is left to it."""
-    from sparkd.capacity.parallelism import uneven_groups
-    from sparkd.capacity.weights import inventory
+    from sparkd.capacity.weights import inventory, uneven_groups
     from sparkd.checkpoint import read_checkpoint
     from sparkd.checkpoint.shape import shape_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import Consult, LayerListing, layers_of
-from sparkd.capacity.mixes import mix_of
 from sparkd.checkpoint.remote_headers import Progress, checkpoint_of
 from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
 from sparkd.config.config import Config, ModelConfig

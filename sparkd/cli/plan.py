@@ -20,8 +20,8 @@ from sparkd.units import MOST, real, whole
 
 if TYPE_CHECKING:
     from sparkd.admin.client import Client
-    from sparkd.capacity.consultation import Consultation
-    from sparkd.capacity.plan_request import PlanRequest
+    from sparkd.capacity.evidence import Consultation
+    from sparkd.capacity.planned_entry import PlanRequest
     from sparkd.checkpoint import Checkpoint
     from sparkd.cli.named_entry import NamedEntry
     from sparkd.hardware import Hardware
@@ -74,8 +74,7 @@ def plan(
 
     Reads config.json and the headers of the weights (local or Hub); asks vLLM.
     """
-    from sparkd.capacity.plan_request import MODEL_CHARACTERS, PlanRequest
-    from sparkd.capacity.speculative import METHODS
+    from sparkd.capacity.planned_entry import METHODS, MODEL_CHARACTERS, PlanRequest
     from sparkd.cli.named_entry import value_of
     from sparkd.recipes.file import refuse_as_model
     from sparkd.render import plan as show_plan
@@ -172,7 +171,7 @@ def planned(
 
 def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
     """vLLM, about the headers of a model on a Spark. quick, unheard: as asked_here."""
-    from sparkd.capacity.consultation import Consultation
+    from sparkd.capacity.evidence import Consultation
     from sparkd.hardware import SPARK
 
     # The entry that is made for a folder leaves open how its layers are served.
@@ -212,9 +211,9 @@ def asked_here(
 def _planned_here(
     named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], draw: Draw | None, *, quick: bool
 ) -> dict[str, Any]:
-    from sparkd.capacity.consultation import Witness
+    from sparkd.capacity.evidence import Witness
     from sparkd.capacity.plan import plan as plan_of
-    from sparkd.capacity.plan_report import vllm_json
+    from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_of
@@ -303,14 +302,14 @@ def _on_nodes(answer: dict[str, Any], client: Client) -> dict[str, Any]:
 
 def _write_containers(answer: dict[str, Any], image: str | None) -> None:
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
-    from sparkd.capacity.container import containers, shell
+    from sparkd.capacity.launch import docker_run, shell
     from sparkd.render.page import printable
     from sparkd.render.plan import OWN_WORDS
 
     choice = answer["choice"]
     if choice is not None and image is None and not choice["configured"]:
         answer = {**answer, "choice": {**choice, "container": _container_for(str(choice["model"]))}}
-    launches = containers(answer, image)
+    launches = docker_run(answer, image)
     recipe = (answer["choice"] or {}).get("container")
     if launches and recipe and not image:
         sys.stdout.write(f"# the image is that of the recipe {recipe['recipe']}\n")
@@ -324,7 +323,7 @@ def _write_containers(answer: dict[str, Any], image: str | None) -> None:
 
 def _container_for(model: str) -> dict[str, Any] | None:
     """The image that the recipe for this very model names; an entry that names the recipe takes its settings."""
-    from sparkd.capacity.speculative import recipe_for
+    from sparkd.capacity.planned_entry import recipe_for
 
     recipe = recipe_for(model)
     container = recipe.recipe.container if recipe is not None else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.capacity.reservation import offered_gib
+from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.node_paths import agent_arguments, rank_folders, remove_empty

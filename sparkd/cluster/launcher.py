@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparkd.capacity.launch_spec import rank_fields
-from sparkd.capacity.requirement import said_to
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.launch import rank_fields
+from sparkd.capacity.requirement import Placement, said_to
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.config.config import Config, ModelConfig
 from sparkd.errors import ClusterError, RankError

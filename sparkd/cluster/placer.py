@@ -9,11 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparkd.capacity.account import Ways
 from sparkd.capacity.advice import outgrown, too_large
-from sparkd.capacity.fit import AS_STORED, quality_of
-from sparkd.capacity.requirement import Node, Requirement, ask_vllm, refuse_unloadable, requirement_of, runtime_of, said_to, why_illegal
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.evidence import Ways
+from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.requirement import (
+    Node,
+    Placement,
+    Requirement,
+    ask_vllm,
+    refuse_unloadable,
+    requirement_of,
+    runtime_of,
+    said_to,
+    why_illegal,
+)
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink

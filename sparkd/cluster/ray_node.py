@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
-from sparkd.capacity.reservation import offered_gib
+from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster import membership
 from sparkd.cluster.head_probe import probe_head
 from sparkd.cluster.machine_lock import machine_lock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
-from sparkd.vllm.flags import DRAFTS, amount, amount_of, parsed, speculative_config, value_of, without
+from sparkd.vllm.flags import DRAFTS, Value, amount, json_object, parsed, value_of, without
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
     BYTES,
@@ -24,10 +24,11 @@ from sparkd.vllm.unaccounted_args import (
     SHARE,
     WEIGHTS,
     WIDE,
+    amount_in,
+    blocks_of,
     changed_by,
     in_blocks,
     kv_dtype_of,
-    length_of,
     share_of,
     unsized,
 )
@@ -134,17 +135,17 @@ class EngineArgs:
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
     spec = at_any_length(spec)
-    args = spec.extra_args
-    flags = parsed(args)
-    kv_dtype = kv_dtype_of(args) or spec.kv_cache_dtype or "auto"
-    uncounted = tuple(unsized(args))
-    wide = (value_of(args, DTYPE) or spec.dtype) in WIDE
+    flags = parsed(spec.extra_args)
+    length, blocks = amount_in(flags, LENGTH), blocks_of(flags)
+    kv_dtype = kv_dtype_of(flags) or spec.kv_cache_dtype or "auto"
+    uncounted = tuple(unsized(flags))
+    wide = flags.get(DTYPE, spec.dtype) in WIDE
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
-    share = _share(spec)
+    share, share_words = _share(spec, flags)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
-    cache = kv_sizing.cache_of(spec)
+    cache = spec.kv_cache if blocks is None else {"blocks": blocks}
     return EngineArgs(
         name=spec.name,
         model=spec.model,
@@ -154,33 +155,33 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         recipe=_recipe(spec),
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
-        max_model_len=length_of(args) or spec.max_model_len,
-        max_num_seqs=amount_of(args, "max-num-seqs") or spec.max_num_seqs,
-        max_num_batched_tokens=amount_of(args, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        max_model_len=length or spec.max_model_len,
+        max_num_seqs=amount_in(flags, "max-num-seqs") or spec.max_num_seqs,
+        max_num_batched_tokens=amount_in(flags, "max-num-batched-tokens") or spec.max_num_batched_tokens,
         wide=wide,
         kv_cache_dtype=kv_dtype,
-        block_tokens=amount_of(args, BLOCK),
+        block_tokens=amount_in(flags, BLOCK),
         enforce_eager=flags.get("enforce-eager", spec.enforce_eager) is True,
         prefix_caching=flags.get("enable-prefix-caching") is not False,
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
         cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
-        cache_bytes=_cache_bytes(args),
+        cache_bytes=_cache_bytes(flags.get(BYTES)),
         cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
         share=share,
-        share_words=_share_words(spec),
+        share_words=share_words,
         vllm_sizes=kv_sizing.vllm_sizes(spec),
         margin_bytes=None if share is not None else kv_sizing.margin_bytes(spec, env),
         margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
         memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
-        draft=speculative_config(args),
+        draft=json_object(str(flags.get(DRAFTS, ""))),
         drafts=drafts,
         uncounted=uncounted,
         changes=changes,
         trusts_code=spec.trusts_code(),
         other_config=not _OTHER_CONFIG.isdisjoint(flags),
-        load_format=value_of(args, "load-format") or spec.load_format,
-        length_by_flag=spec.max_model_len is None and length_of(args) is not None,
+        load_format=loader if isinstance(loader := flags.get("load-format"), str) else spec.load_format,
+        length_by_flag=spec.max_model_len is None and length is not None,
         rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
     )
 
@@ -189,7 +190,7 @@ def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
     """The entry with the values of `args` in place of `auto`."""
     spec = at_any_length(spec)
     values: dict[str, Any] = {"model": args.model, "revision": args.revision, "quantize": args.quantize}
-    if not length_of(spec.extra_args):
+    if not amount_in(parsed(spec.extra_args), LENGTH):
         values["max_model_len"] = args.max_model_len
     changed = {key: value for key, value in values.items() if value != getattr(spec, key)}
     return spec.model_copy(update=changed) if changed else spec
@@ -226,25 +227,20 @@ def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
         return None
 
 
-def _share(spec: ModelConfig) -> float | None:
-    """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
-    share = share_of(spec.extra_args)
-    if share is None and SHARE in parsed(spec.extra_args):
+def _share(spec: ModelConfig, flags: Mapping[str, Value]) -> tuple[float | None, str]:
+    """The share of the node's memory for vLLM, and its spelling. On the CPU backend it is one of the machine's memory (cpu_worker.py)."""
+    if (share := share_of(flags)) is not None:
+        return share, f"--{SHARE} {share:g}"
+    if SHARE in flags:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
-    return kv_sizing.utilization_of(spec) if share is None else share
-
-
-def _share_words(spec: ModelConfig) -> str:
-    if (share := share_of(spec.extra_args)) is not None:
-        return f"--{SHARE} {share:g}"
     if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
-        return kv_sizing.written("kv_cache", spec.kv_cache)
-    return "" if spec.gpu_memory_utilization is None else f"gpu_memory_utilization {spec.gpu_memory_utilization:g}"
+        return float(spec.kv_cache["utilization"]), kv_sizing.written("kv_cache", spec.kv_cache)
+    share = spec.gpu_memory_utilization
+    return share, "" if share is None else f"gpu_memory_utilization {share:g}"
 
 
-def _cache_bytes(args: Sequence[str]) -> int | None:
-    size = value_of(args, BYTES)
-    size_bytes = None if size is None else amount(size)
-    if size is not None and size_bytes is None:
+def _cache_bytes(size: Value | None) -> int | None:
+    size_bytes = amount(size) if isinstance(size, str) else None
+    if isinstance(size, str) and size_bytes is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
     return size_bytes

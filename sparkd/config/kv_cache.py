@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError
 from sparkd.vllm import reserved_args
-from sparkd.vllm.unaccounted_args import blocks_of, length_of
+from sparkd.vllm.flags import parsed
+from sparkd.vllm.unaccounted_args import LENGTH, amount_in
 from workers.host.runtime import GUARDED
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
@@ -62,7 +63,7 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def impossible(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of each size that contradicts another number of the entry, for any model."""
-    size, length = model.kv_cache, length_of(model.extra_args) or model.max_model_len
+    size, length = model.kv_cache, amount_in(parsed(model.extra_args), LENGTH) or model.max_model_len
     if not isinstance(size, dict):
         return
     if isinstance(length, int) and size.get("at", 0) > length:
@@ -102,12 +103,6 @@ def utilization_of(model: ModelConfig) -> float | None:
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
-
-
-def cache_of(model: ModelConfig) -> dict[str, Any] | str | None:
-    """The effective size: `kv_cache`, overridden by vLLM's --num-gpu-blocks-override as {blocks: N} (sparkd.capacity.kv_cache.sized)."""
-    blocks = blocks_of(model.extra_args)
-    return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
 def vllm_sizes(model: ModelConfig) -> bool:

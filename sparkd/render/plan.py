@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparkd.capacity.evidence import EXACT, GUESS
 from sparkd.capacity.fit import gib
-from sparkd.capacity.vllm_figures import EXACT, GUESS
 from sparkd.capacity.weights import AHEAD
 from sparkd.checkpoint.source import name_of
 from sparkd.hardware import GIB

@@ -111,11 +111,6 @@ def value_of(args: Sequence[str], name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def amount_of(args: Sequence[str], name: str) -> int | None:
-    """The number of a flag, above 0; None where vLLM would read none."""
-    return amount(value_of(args, name) or "") or None
-
-
 def speculative_config(args: Sequence[str]) -> Mapping[str, Any] | None:
     """vLLM's configuration of drafts; None where there is none, or it is no JSON object."""
     return json_object(value_of(args, DRAFTS) or "")

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sparkd.vllm.flags import DRAFTS, Value, amount_of, parsed, value_of
+from sparkd.vllm.flags import DRAFTS, Value, amount, parsed
 from sparkd.vllm.reserved_args import OWN_WORKERS
 
 if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
 
+# The flags of an entry by name (sparkd.vllm.flags.parsed).
+Flags = Mapping[str, Value]
 # Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
-# (sparkd.capacity.consultation).
+# (sparkd.capacity.evidence).
 _WEIGHTS = frozenset(
     {
         "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "convert",
@@ -87,9 +89,9 @@ _BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 
 
-def uncounted(args: Sequence[str]) -> list[str]:
+def uncounted(flags: Flags) -> list[str]:
     """Every such flag, without its value."""
-    return [_written(name, value) for name, value in parsed(args).items() if name in _FLAGS and value not in OWN_WORKERS]
+    return [_written(name, value) for name, value in flags.items() if name in _FLAGS and value not in OWN_WORKERS]
 
 
 def measured(args: Sequence[str]) -> list[str]:
@@ -97,22 +99,21 @@ def measured(args: Sequence[str]) -> list[str]:
     return [_written(name, value) for name, value in parsed(args).items() if name in _MEASURED and name not in NUMBERS]
 
 
-def unsized(args: Sequence[str]) -> list[str]:
+def unsized(flags: Flags) -> list[str]:
     """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
     less what has no effect."""
-    flags = parsed(args)
-    sized = {_BLOCKS: blocks_of(args), SHARE: share_of(args), LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
+    sized = {_BLOCKS: blocks_of(flags), SHARE: share_of(flags), LENGTH: amount_in(flags, LENGTH), _KV_DTYPE: kv_dtype_of(flags)}
     said = {name for name, value in sized.items() if value is not None}
-    said |= {BLOCK} if (amount_of(args, BLOCK) or 1) % BLOCK_STEP == 0 else set()
-    said |= {DTYPE} if value_of(args, DTYPE) in (*NARROW, *WIDE) else set()
+    said |= {BLOCK} if (amount_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
+    said |= {DTYPE} if flags.get(DTYPE) in (*NARROW, *WIDE) else set()
     said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
     said |= {name for name in _OFF if flags.get(name) is False}
-    return [flag for flag in uncounted(args) if _name(flag) not in said]
+    return [flag for flag in uncounted(flags) if _name(flag) not in said]
 
 
 def unanswered(args: Sequence[str]) -> list[str]:
     """The flags of `unsized` that vLLM's answer about the model does not account for either."""
-    return [flag for flag in unsized(args) if OTHER in changed_by([flag])]
+    return [flag for flag in unsized(parsed(args)) if OTHER in changed_by([flag])]
 
 
 def changed_by(flags: Iterable[str]) -> frozenset[str]:
@@ -126,40 +127,41 @@ def changed_by(flags: Iterable[str]) -> frozenset[str]:
     return frozenset(changed)
 
 
-def share_of(args: Sequence[str]) -> float | None:
+def amount_in(flags: Flags, name: str) -> int | None:
+    """The number of a flag, above 0; None where vLLM would read none. Of --max-model-len: None also where vLLM chooses (`auto`, -1)."""
+    value = flags.get(name)
+    return amount(value) or None if isinstance(value, str) else None
+
+
+def share_of(flags: Flags) -> float | None:
     """The --gpu-memory-utilization that vLLM would take; None where there is none that it could."""
     try:
-        share = float(value_of(args, SHARE) or "")
+        share = float(str(flags.get(SHARE)))
     except ValueError:
         return None
     return share if 0 < share <= 1 else None
 
 
-def length_of(args: Sequence[str]) -> int | None:
-    """The tokens of --max-model-len; None where there is none, or vLLM chooses (`auto`, -1)."""
-    return amount_of(args, LENGTH)
-
-
-def kv_dtype_of(args: Sequence[str]) -> str | None:
+def kv_dtype_of(flags: Flags) -> str | None:
     """The --kv-cache-dtype where it is one whose cost is counted."""
-    dtype = value_of(args, _KV_DTYPE)
-    return dtype if dtype in KV_DTYPES else None
+    dtype = flags.get(_KV_DTYPE)
+    return dtype if isinstance(dtype, str) and dtype in KV_DTYPES else None
 
 
-def blocks_of(args: Sequence[str]) -> int | None:
+def blocks_of(flags: Flags) -> int | None:
     """The number of KV-cache blocks of --num-gpu-blocks-override; None without the flag, or where vLLM could not serve with its value."""
-    blocks = value_of(args, _BLOCKS) or ""
+    blocks = str(flags.get(_BLOCKS))
     return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
 
 def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
     """Warnings of `sparkd check` for flags of extra_args by which sparkd.capacity.account.needed_gib reserves the whole machine. keys: the
     keys that a model's entry may have."""
-    args = model.extra_args
-    flags = unsized(args)
+    given = parsed(model.extra_args)
+    flags = unsized(given)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
-    share = share or share_of(args) is not None
-    if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
+    share = share or share_of(given) is not None
+    if model.memory_gib != "auto" or not flags or (share and blocks_of(given) is None):
         return
     better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"

@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparkd.capacity.reservation import offered_gib
+from sparkd.capacity.requirement import offered_gib
 from sparkd.config.config import load_config
 from tests.bench.arguments import Parser, count, folder
 from tests.stub import stub_engine

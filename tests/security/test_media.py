@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.launch import rank_fields
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
 from sparkd.vllm.translate import Translation

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
-from sparkd.capacity import auto_resolve, entry_faults
-from sparkd.capacity.account import NOTHING, Account, Evidence, Ways, machine
-from sparkd.capacity.candidates import candidate_of, candidates_of
+from sparkd.capacity import entry_faults
+from sparkd.capacity.account import Account, candidate_of, candidates_of, machine
+from sparkd.capacity.evidence import NOTHING, Evidence, Ways
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
 from sparkd.capacity.requirement import Requirement
@@ -49,7 +49,7 @@ def resolved(
     candidates = () if headers is None else candidates_of(args, headers, beside=beside)
     if not candidates:
         return decided(spec, args.undecided())
-    return decided(spec, auto_resolve.resolved(candidates, hardware, free_bytes).args)
+    return decided(spec, accounts.resolved(candidates, hardware, free_bytes).args)
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:

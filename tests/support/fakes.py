@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.admin.operator import Operator
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition

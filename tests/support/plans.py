@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.plan import plan
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.planned_entry import PlannedEntry, made_for
+from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, made_for
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.config.config import Config, ModelConfig
 from sparkd.hardware import SPARK, Hardware

@@ -20,7 +20,7 @@ from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.vllm.flags import without
+from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write
@@ -120,7 +120,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
     args = without(model.extra_args, "speculative-config")
     keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
     found = account(model.model_copy(update=keys), SPARK, {})
-    assert (found is None) == any(unsized(args))
+    assert (found is None) == any(unsized(parsed(args)))
 
 
 @pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker-cls=some.Worker"]])

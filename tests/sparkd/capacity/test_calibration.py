@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.calibration import CHILD_S
+from sparkd.capacity.footprint import CHILD_S
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import QuantizedCache, load_config
 from sparkd.hardware import GIB, SPARK, Hardware

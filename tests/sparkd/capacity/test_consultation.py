@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.account import Evidence
 from sparkd.capacity.advice import outgrown
-from sparkd.capacity.consultation import MOST_QUESTIONS, Answers, Consultation
-from sparkd.capacity.fit import FitRequest, choose
+from sparkd.capacity.evidence import MOST_QUESTIONS, Answers, Consultation, Evidence
+from sparkd.capacity.fit import FitRequest, choose, ways_of
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
@@ -25,7 +24,7 @@ from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, EngineError
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
-from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support import published_headers
 from tests.support.accounts import account, needed_gib
 from tests.support.checkpoints import dense, write
@@ -159,8 +158,9 @@ def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0))
     formula = choose(known, SPARK, wish).options[0].footprint
     vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
-    found, informed = Consultation(vllm, checkpoint, [], {}, SPARK).informed(known, wish)
-    (option,) = choose(found, SPARK, informed).options
+    consultation = Consultation(vllm, checkpoint, [], {}, SPARK)
+    found = consultation.ask_formats(known, wish.quantize, ways_of(wish))
+    (option,) = choose(found, SPARK, replace(wish, exact=consultation.exact)).options
     assert formula is not None and formula.sureness == "guess"
     assert option.footprint is not None and option.footprint.sureness == "exact"
     assert option.footprint.parts["weights"] == 1000 and option.footprint.kv.per_token == 1000 / 16
@@ -173,8 +173,9 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
     for reply, reason in ((replace(answer(), refusal=ODD), "9 heads are odd"), (answer(FULL, blocks=1), None)):
         # Three ranks are none of a power of two heads, as far as the formulas know.
         wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0), nodes=3, ways=((3, 1),))
-        _, informed = Consultation(Vllm(reply), checkpoint, [], {}, SPARK).informed(known, wish)
-        (option,) = choose(known, SPARK, informed).options
+        consultation = Consultation(Vllm(reply), checkpoint, [], {}, SPARK)
+        consultation.ask_formats(known, wish.quantize, ways_of(wish))
+        (option,) = choose(known, SPARK, replace(wish, exact=consultation.exact)).options
         assert option.reason == reason
 
 

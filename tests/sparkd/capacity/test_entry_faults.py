@@ -12,7 +12,7 @@ from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.config.config import Config, load_config
 from sparkd.errors import ConfigError
 from sparkd.vllm.ask.answers import ModelRefusal
-from tests.sparkd.capacity.test_vllm_figures import answer
+from tests.sparkd.capacity.test_evidence import answer
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts
 from tests.support.published_tensors import tensors_of

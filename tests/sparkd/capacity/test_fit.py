@@ -10,20 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.capacity.fit import (
-    AS_STORED,
-    CONTEXT_STEP,
-    DEFAULT_CONTEXT,
-    FORMATS,
-    FitRequest,
-    FitResult,
-    Option,
-    choose,
-    floor,
-    format_notes,
-    smallest,
-)
-from sparkd.capacity.footprint import MeasuredPeaks
+from sparkd.capacity.evidence import MeasuredPeaks
+from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT, FitRequest, FitResult, Option, choose, floor, format_notes, smallest
+from sparkd.capacity.formats import AS_STORED, FORMATS
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, SPARK, Hardware

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.footprint import (
-    CONTEXT_BYTES,
-    GRAPH_LAYER_BYTES,
-    NCCL_BYTES,
-    PROCESS_BYTES,
-    Footprint,
-    MeasuredPeaks,
-    Terms,
-    footprint,
-)
+from sparkd.capacity.evidence import Exact, MeasuredPeaks
+from sparkd.capacity.footprint import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES, Footprint, Terms, footprint
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.vllm_figures import Exact
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
 from tests.support.accounts import kv_cost

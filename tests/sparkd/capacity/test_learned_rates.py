@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.learned_rates import FILE, learn, learned_rates, with_learned_rates
+from sparkd.capacity.plan_for_node import FILE, learn, learned_rates, with_learned_rates
 from sparkd.errors import StateError
 from sparkd.hardware import SPARK
 

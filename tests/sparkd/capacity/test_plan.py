@@ -18,13 +18,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
-from sparkd.capacity import container, plan_for_node, planned_entry, requirement
+from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
 from sparkd.capacity import plan as plans
 from sparkd.capacity.account import machine
-from sparkd.capacity.plan_request import PlanRequest
-from sparkd.capacity.planned_start import OWN
-from sparkd.capacity.requirement import requirement_of
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.launch import OWN
+from sparkd.capacity.planned_entry import PlanRequest
+from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
@@ -71,7 +70,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
     monkeypatch.setattr(planned_entry, "probe", asked)
-    monkeypatch.setattr(container, "_plugin", dict)  # of an installed sparkd
+    monkeypatch.setattr(launch, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry
-from sparkd.capacity.account import Evidence, machine
-from sparkd.capacity.launch_spec import rank_fields
+from sparkd.capacity.account import machine
+from sparkd.capacity.evidence import Evidence
+from sparkd.capacity.launch import rank_fields
 from sparkd.capacity.requirement import said_to
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model

@@ -10,8 +10,9 @@ import pytest
 
 from sparkd.capacity import headers
 from sparkd.capacity.fit import FitRequest, choose
+from sparkd.capacity.headers import of_config
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.speculative import drafting, of_config
+from sparkd.capacity.planned_entry import drafting
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.shape import shape_of

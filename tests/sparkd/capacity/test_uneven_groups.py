@@ -14,7 +14,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import Config, load_config
 from sparkd.config.engine_args import engine_args
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion, ModelRefusal
-from tests.sparkd.capacity.test_vllm_figures import answer as vllm_answer
+from tests.sparkd.capacity.test_evidence import answer as vllm_answer
 from tests.support.checkpoints import dense, write
 from tests.support.plans import entry_with, planned
 from tests.support.published_tensors import tensors_of

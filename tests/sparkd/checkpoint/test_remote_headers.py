@@ -21,7 +21,7 @@ from huggingface_hub import constants
 
 from sparkd.capacity import plan_for_node
 from sparkd.capacity.plan_for_node import entry_here
-from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.checkpoint import Checkpoint, hub, read_checkpoint
 from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.config.config import Config

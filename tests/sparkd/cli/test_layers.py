@@ -17,7 +17,7 @@ from sparkd.cli import named_entry
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
-from tests.sparkd.capacity.test_vllm_figures import FULL, answer
+from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
 from tests.support.daemon_process import free_port
 from tests.support.facts import lacking

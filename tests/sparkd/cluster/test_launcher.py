@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import refuse_unloadable
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.requirement import Placement, refuse_unloadable
 from sparkd.cluster import placer
 from sparkd.cluster.placer import Placer
 from sparkd.cluster.reservations import Reservations

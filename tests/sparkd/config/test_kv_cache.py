@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.account import machine
-from sparkd.capacity.auto_resolve import room_of
-from sparkd.capacity.launch_spec import sizing_of
+from sparkd.capacity.account import machine, room_of
+from sparkd.capacity.launch import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.engine_args import engine_args

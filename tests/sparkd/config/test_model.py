@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.launch_spec import loader_of
+from sparkd.capacity.launch import loader_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError

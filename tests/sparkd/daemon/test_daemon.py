@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.reservation import offered_gib
+from sparkd.capacity.requirement import offered_gib
 from sparkd.config.config import Config
 from tests.support.daemon_process import DaemonProcess, alive
 from tests.support.facts import lacking

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.plan_request import PlanRequest
+from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.config.config import Config, load_config
 from sparkd.errors import SparkdError, Unavailable
 from sparkd.execution import bounded_call

@@ -12,6 +12,7 @@ from sparkd.config.config import parse_model
 from sparkd.config.engine_args import at_any_length
 from sparkd.config.kv_cache import WORKERS, vllm_sizes
 from sparkd.config.model import ModelConfig
+from sparkd.vllm.flags import parsed
 from sparkd.vllm.unaccounted_args import (
     _FLAGS,
     CACHE,
@@ -39,7 +40,7 @@ FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
     ],
 )
 def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> None:
-    assert list(uncounted(args)) == told
+    assert list(uncounted(parsed(args))) == told
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_what_a_flag_may_change_is_known_by_its_kind(flags: list[str], changed: 
     ],
 )
 def test_a_flag_without_an_effect_changes_nothing(args: list[str], left: list[str]) -> None:
-    assert list(unsized(args)) == left
+    assert list(unsized(parsed(args))) == left
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_a_flag_without_an_effect_changes_nothing(args: list[str], left: list[st
     ],
 )
 def test_a_number_of_blocks_is_a_size(args: list[str], blocks: int | None) -> None:
-    assert blocks_of(args) == blocks
-    assert list(unsized(args)) == ([] if blocks is not None else [arg for arg in args if arg[:2] == "--"])
+    assert blocks_of(parsed(args)) == blocks
+    assert list(unsized(parsed(args))) == ([] if blocks is not None else [arg for arg in args if arg[:2] == "--"])
 
 
 @pytest.mark.parametrize("name", sorted(WORKERS.values()))
@@ -109,7 +110,7 @@ def test_a_worker_class_of_ours_is_the_same_whoever_names_it(name: str) -> None:
     args = ["--worker-cls", name]
     spec = parse_model("m", {"model": "o/m", "extra_args": args, "kv_cache": {"tokens": 4096}}, over_admin=False)
     assert not vllm_sizes(spec)
-    assert list(uncounted(args)) == []
+    assert list(uncounted(parsed(args))) == []
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--worker-cls", f"{name}s"]}, over_admin=False)
     assert vllm_sizes(spec)
 

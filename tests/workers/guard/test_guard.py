@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.reservation import Placement
+from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation, facts_of
 from sparkd.cluster.read_memory import reading

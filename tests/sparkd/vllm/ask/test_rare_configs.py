@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.evidence import exact_of
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.vllm_figures import exact_of
 from sparkd.hardware import SPARK as SPARK_MACHINE
 from sparkd.vllm.ask.answers import SPARK, ModelAnswer, ModelQuestion
 from tests.conftest import VllmAnswers

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from sparkd.capacity import container
-from sparkd.capacity.container import RankContainer, containers, shell
+from sparkd.capacity import launch
+from sparkd.capacity.launch import docker_run, shell
 from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
 from sparkd.vllm.flags import speculative_config
@@ -30,13 +31,22 @@ def plan(
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     folders = {"/site/workers": "/opt/sparkd/workers", "/site/sparkd-1.dist-info": "/opt/sparkd/sparkd-1.dist-info"}
-    monkeypatch.setattr(container, "_plugin", lambda: folders)
+    monkeypatch.setattr(launch, "_plugin", lambda: folders)
     return folders
 
 
-def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> RankContainer:
-    (made,) = containers(found, image)
-    return made
+def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> list[str]:
+    (argv,) = docker_run(found, image)
+    return argv
+
+
+def command_of(argv: list[str]) -> list[str]:
+    """The words after the image."""
+    return argv[next(at for at, word in enumerate(argv) if "/vllm" in word and word[0] != "-" and argv[at - 1] != "-v") + 1 :]
+
+
+def values_of(argv: list[str], option: str) -> set[str]:
+    return {value for name, value in pairwise(argv) if name == option}
 
 
 @pytest.mark.parametrize(
@@ -47,78 +57,70 @@ def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> RankContai
     ],
 )
 def test_only_some_images_begin_with_the_command(image: str, first: list[str]) -> None:
-    assert list(one(plan(), image).command[: len(first) + 1]) == [*first, "owner/Name"]
+    assert command_of(one(plan(), image))[: len(first) + 1] == [*first, "owner/Name"]
 
 
 def test_a_folder_is_mounted_and_called_by_its_place_inside() -> None:
-    made = one(plan("/data/my models/X"))
-    assert made.command[0] == "/models/X"
-    assert made.folders["/data/my models/X"] == "/models/X"
-    assert "'/data/my models/X:/models/X:ro'" in shell(made)
-    assert shlex.split(shell(made).replace("\\\n", "")) == made.docker()
+    argv = one(plan("/data/my models/X"))
+    assert command_of(argv)[0] == "/models/X"
+    assert "'/data/my models/X:/models/X:ro'" in shell(argv)
+    assert shlex.split(shell(argv).replace("\\\n", "")) == argv
 
 
 def test_a_container_is_called_as_its_model_is() -> None:
     """Not as its folder is; and so that docker takes it."""
     for nodes, expected in ((1, "me-Mine-v2"), (2, "me-Mine-v2-1")):
         found = plan("/data/Some-Folder", nodes=nodes)
-        made = containers({**found, "choice": {**found["choice"], "name": "me/Mine:v2"}}, "vllm/vllm-openai:v1")[-1]
-        argv = made.docker()
+        argv = docker_run({**found, "choice": {**found["choice"], "name": "me/Mine:v2"}}, "vllm/vllm-openai:v1")[-1]
         assert argv[argv.index("--name") + 1] == expected
 
 
-@pytest.mark.parametrize(("draft", "inside"), [("/drafts/D", "/models/D"), ("/drafts/X", "/models/X-draft"), ("owner/D", "owner/D")])
+@pytest.mark.parametrize(("draft", "inside"), [("/drafts/D", "/models/draft/D"), ("/drafts/X", "/models/draft/X"), ("owner/D", "owner/D")])
 def test_a_draft_in_a_folder_is_mounted_too(draft: str, inside: str) -> None:
     config = {"method": "dflash", "num_speculative_tokens": 4, "model": draft}
-    made = one(plan("/data/X", ["python", "-m", "api", "--model", "/data/X", "--speculative-config", json.dumps(config)]))
-    assert speculative_config(made.command) == {**config, "model": inside}
-    assert made.folders.get(draft, draft) == inside
-    assert draft.startswith("owner") or f"{draft}:{inside}:ro" in made.docker()
+    argv = one(plan("/data/X", ["python", "-m", "api", "--model", "/data/X", "--speculative-config", json.dumps(config)]))
+    assert speculative_config(command_of(argv)) == {**config, "model": inside}
+    assert draft.startswith("owner") or f"{draft}:{inside}:ro" in argv
 
 
 def test_the_plugin_comes_along_only_where_it_is_used() -> None:
-    assert one(plan()).environment["PYTHONPATH"] == "/opt/sparkd"
-    assert "/site/workers:/opt/sparkd/workers:ro" in one(plan()).docker()
+    assert {"PYTHONPATH=/opt/sparkd", "/site/workers:/opt/sparkd/workers:ro"} <= set(one(plan()))
     stock = one(plan(command=["python", "-m", "api", "--model", "owner/Name", "--max-model-len", "64"]))
-    assert "PYTHONPATH" not in stock.environment
-    assert not any("sparkd" in word for word in stock.docker())
+    assert not any("sparkd" in word for word in stock)
 
 
 def test_what_is_kept_is_mounted_and_the_state_is_not() -> None:
-    made = one(plan(SPARKD_KV='{"profiles": "/var/lib/sparkd/kv-profiles"}'))
-    assert made.folders["/var/lib/sparkd/kv-profiles"] == "/var/lib/sparkd/kv-profiles"
-    assert not {"/var/lib/sparkd", "/var/lib/sparkd/quantized"} & made.folders.keys()
+    argv = one(plan(SPARKD_KV='{"profiles": "/var/lib/sparkd/kv-profiles"}'))
+    kept = {folder for folder in values_of(argv, "-v") if folder.startswith("/var/lib/sparkd")}
+    assert kept == {"/var/lib/sparkd/kv-profiles:/var/lib/sparkd/kv-profiles"}
 
 
 def test_one_node_publishes_on_the_loopback_and_several_share_the_hosts_network() -> None:
-    alone = one(plan()).docker()
+    alone = one(plan())
     assert alone[alone.index("-p") + 1] == "127.0.0.1:8000:8000"
     assert "/dev/infiniband" not in alone
-    first, second = containers(plan(nodes=2), "vllm/vllm-openai:v1")
-    assert (first.name, second.name) == ("name-0", "name-1")
-    argv = first.docker()
-    assert argv[argv.index("--network") + 1] == "host"
-    assert argv[argv.index("--device") + 1] == "/dev/infiniband"
-    assert first.command[-4:] == ("--host", "127.0.0.1", "--port", "8000")
+    first, second = docker_run(plan(nodes=2), "vllm/vllm-openai:v1")
+    assert [argv[argv.index("--name") + 1] for argv in (first, second)] == ["name-0", "name-1"]
+    assert first[first.index("--network") + 1] == "host"
+    assert first[first.index("--device") + 1] == "/dev/infiniband"
+    assert first[-4:] == ["--host", "127.0.0.1", "--port", "8000"]
 
 
 def test_a_node_without_a_gpu_asks_for_nothing_of_nvidias() -> None:
     """Docker without NVIDIA's runtime ends over --gpus."""
     variables = {"FLASHINFER_NVCC_THREADS": "1", "NCCL_SOCKET_IFNAME": "=eth0", "MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0"}
     found = plan(nodes=2, platform="cpu", **variables)
-    first, second = containers(found, "vllm/vllm-openai-cpu:v0.32.0")
-    for made in (first, second):
-        argv = made.docker()
+    for argv in docker_run(found, "vllm/vllm-openai-cpu:v0.32.0"):
         assert not {"--gpus", "--ulimit", "--device", "--cap-add"} & set(argv) and argv[argv.index("--ipc") + 1] == "host"
-        assert made.environment == {"MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "/opt/sparkd"}
-        assert not {"/root/.cache/flashinfer", "/root/.triton"} & set(made.folders.values())
+        assert values_of(argv, "-e") == {"MAX_JOBS=2", "GLOO_SOCKET_IFNAME=eth0", "PYTHONPATH=/opt/sparkd"}
+        assert not any("flashinfer" in folder or "triton" in folder for folder in values_of(argv, "-v"))
     # The image that a recipe names is one for GPUs.
     found["choice"]["container"] = {"kind": "vllm-openai", "image": "vllm/vllm-openai:nightly"}
     with pytest.raises(ConfigError, match="one of vLLM's own for CPUs"):
-        containers(found, None)
+        docker_run(found, None)
 
 
 @pytest.mark.parametrize(("image", "told"), [(None, "an image"), ("-v", "'-v'")])
 def test_an_image_must_be_named(image: str | None, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        containers(plan(), image)
+        docker_run(plan(), image)

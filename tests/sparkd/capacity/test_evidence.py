@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from sparkd.capacity.evidence import Exact, exact_of
 from sparkd.capacity.kv_cache import KvLayout, Serving
-from sparkd.capacity.vllm_figures import Exact, exact_of
 from sparkd.vllm.ask.answers import LayerCache, ModelAnswer, ModelRefusal, Stage
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, WEIGHTS
 

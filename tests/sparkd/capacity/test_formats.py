@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity import auto_resolve
-from sparkd.capacity.account import account, machine
-from sparkd.capacity.candidates import candidates_of
+from sparkd.capacity import account as accounts
+from sparkd.capacity.account import account, candidates_of, machine
 from sparkd.capacity.entry_faults import format_fault
-from sparkd.capacity.fit import FORMATS
+from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, unit_list
 from sparkd.capacity.headers import headers_here
-from sparkd.capacity.mixes import mixes_below, mixes_of, unit_list
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.engine_args import EngineArgs, engine_args
@@ -50,7 +48,7 @@ def chosen(folder: Path, gib: float, quantize: Any = "best") -> tuple[Quantizati
     headers = headers_here(args)
     assert headers is not None
     hardware: Hardware = machine("cuda", 121 * GIB, 0)
-    one = auto_resolve.resolved(candidates_of(args, headers), hardware, int(gib * GIB))
+    one = accounts.resolved(candidates_of(args, headers), hardware, int(gib * GIB))
     assert one.args.recipe is not None
     return one.args.recipe, one.model.weights().bytes
 
@@ -131,11 +129,11 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     assert mixes_below(headers.model, FORMATS) is below, "a model that waits for room is asked about again and again"
     needed, held = account(single, hardware), account(mixes[-1], hardware)
     assert needed is not None and held is not None and held.least < needed.least
-    margin = 121 * GIB - auto_resolve.room_of(args, hardware, 121 * GIB).engine
+    margin = 121 * GIB - accounts.room_of(args, hardware, 121 * GIB).engine
     free = (needed.least + held.least) // 2 + margin
-    room = auto_resolve.room_of(args, hardware, free)
+    room = accounts.room_of(args, hardware, free)
     assert room.holds(held) and not room.holds(needed)
-    assert auto_resolve.resolved(candidates, hardware, free).args.recipe == mixes[-1].args.recipe
+    assert accounts.resolved(candidates, hardware, free).args.recipe == mixes[-1].args.recipe
 
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:

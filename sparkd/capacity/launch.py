@@ -1,0 +1,277 @@
+"""The start of every rank of a model: its fields, the same as a plan shows them, and as `docker run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+from sparkd.capacity.evidence import FAMILIES, engine_of
+from sparkd.capacity.fit import Option
+from sparkd.capacity.planned_entry import PlannedEntry
+from sparkd.capacity.requirement import runtime_of, said_to
+from sparkd.config import kv_cache, quantize
+from sparkd.config.config import Config, ModelConfig
+from sparkd.config.quantize import AUTO, is_open
+from sparkd.entry.parser_choice import with_parsers
+from sparkd.entry.trusted_commits import commits_of, pinned
+from sparkd.errors import ConfigError, LoadRefused
+from sparkd.fabric.environment import expected, wants_rdma
+from sparkd.hardware import GIB, JIT_CAPS, Hardware
+from sparkd.vllm.flags import speculative_config, value_of, with_draft, without
+from sparkd.vllm.parsers import OFF
+from sparkd.vllm.translate import Translation
+from workers.kv.settings import VARIABLE as KV_VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
+from workers.rank import ray_environment
+from workers.rank.command import build_command, build_environment, media_flags, parallel_flags
+from workers.rank.spec import RankSpec
+
+# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
+QUIET = ("--disable-uvicorn-access-log",)
+MASTER_PORT = 29500
+# Variables of one start, which a plan does not show.
+OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+# The cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
+CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
+JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/root/.triton"}
+# Images of vLLM's project begin with the command `vllm serve`; all others, NVIDIA's among them, with a shell of their own.
+_SERVES = ("vllm-openai", "vllm-openai-cpu", "vllm-cpu-release-repo", "vllm-arm64-cpu-release-repo")
+_IMAGE = re.compile(r"[^\s'\"$`;&|<>-][^\s'\"$`;&|<>]*")
+# Variables that only kernels and collectives for NVIDIA's GPUs read.
+_OF_NVIDIA = ("NCCL_", "FLASHINFER_")
+# Where the plugin's packages lie in the container: the loader and the worker class come from the host.
+PLUGIN_FOLDER = "/opt/sparkd"
+PORT = 8000
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+_METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
+
+
+def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
+    """spec: nothing in it is `auto` any more. said: its flags and variables as its release knows them. vllm: that release, None where it is
+    not known. Reads the checkpoint's headers. `env` is what sparkd sets and the entry's own variables override."""
+    reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
+    fields: dict[str, Any] = {
+        "model_name": spec.name,
+        "served_names": list(spec.served_names()),
+        "model": spec.model,
+        "runtime": runtime_of(spec, config),
+        "entrypoint": entrypoint,
+        "platform": platform,
+        # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
+        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec.media.domains)],
+        "env": {},
+        "extra_args": list(said.args),
+        **loader_of(config, spec),
+        **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
+    }
+    if (commits := commits_of(spec)) is not None:
+        fields["trusted_code"] = commits.to_dict()
+    if "kv_cache" in fields:
+        # By this name the next plan and the next start find what this one measures.
+        engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
+        fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
+    return fields
+
+
+def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
+    """See sparkd.config.quantize.loader_of."""
+    limit_gib = config.quantized_cache.limit_gib
+    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+    return quantize.loader_of(spec, str(config.quantized_path), limit_bytes)
+
+
+def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
+    """See sparkd.config.kv_cache.sizing_of."""
+    return kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)
+
+
+def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
+    """The start of an option, as JSON.
+
+    spec: the entry without `auto`.
+    config: in the answer, the keys that were `auto` with their values; of an entry that was made for the plan, all of its keys.
+
+    Raises ConfigError where the runtime's vLLM would refuse the flags.
+    """
+    try:
+        spec = pinned(spec, entry.config)
+    except LoadRefused as error:
+        raise ConfigError(error.message, param="model") from None
+    if spec.runs_vllm(entry.config.engine):
+        spec, _ = with_parsers(spec, entry.env)
+    translation = said_to(spec, entry.config, entry.vllm)
+    if translation.refused:
+        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")
+    decided = _decided(entry.spec, spec, option)
+    return {
+        "name": spec.name,
+        "configured": entry.added is None,
+        "config": decided if entry.added is None else {**entry.added, **decided},
+        "ranks": _ranks(entry, option, spec, translation, hardware),
+        "container": _recipe_image(entry),
+        "notes": list(translation.notes),
+    }
+
+
+def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[str, Any]:
+    """The keys that a start decides. written: the entry before."""
+    decided: dict[str, Any] = {"model": spec.model} if spec.model != written.model else {}
+    if is_open(written.quantize) and spec.quantize is not None:
+        recipe = QuantizationRecipe.parse(spec.quantize)
+        decided["quantize"] = spec.quantize if recipe.rules else recipe.default.spelling
+    if written.max_model_len == AUTO:
+        decided["max_model_len"] = spec.max_model_len
+    for key in ("tool_call_parser", "reasoning_parser"):
+        if getattr(written, key) is None and getattr(spec, key) not in (None, OFF):
+            decided[key] = getattr(spec, key)
+    # No entry asks for stages of a pipeline: `tensor_parallel: auto` takes them.
+    if written.tensor_parallel == AUTO and option.tensor > 1 and option.pipeline == 1:
+        decided["tensor_parallel"] = option.tensor
+    return decided
+
+
+def _ranks(entry: PlannedEntry, option: Option, spec: ModelConfig, translation: Translation, hardware: Hardware) -> list[dict[str, Any]]:
+    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, translation, entry.vllm)
+    flags = fields.pop("flags")
+    network = _network(hardware, option.nodes, translation.env)
+    ranks = []
+    for number in range(option.nodes):
+        own: dict[str, Any] = {
+            "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
+            "env": fields["env"] | network | dict(translation.env),
+            "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
+        }
+        rank = _rank_at(number, option.nodes, {**fields, **own})
+        variables = {name: value for name, value in build_environment(rank, {}).items() if name not in OWN}
+        shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in variables.items()}
+        ranks.append({"node": number, "command": build_command(rank), "environment": shown})
+    return ranks
+
+
+def _rank_at(number: int, nodes: int, fields: Mapping[str, Any]) -> RankSpec:
+    """The RankSpec of a start, on a placeholder node."""
+    own = {"rank_id": "plan", "generation": 0, "node_id": "node", "run_dir": "/run/sparkd", "log_path": "/dev/null", "config_hash": ""}
+    return RankSpec.from_dict({**fields, **own, "rank": number, "world": nodes})
+
+
+def _network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
+    """The variables of sparkd.fabric.environment for each rank, as far as they are known without the nodes' interfaces."""
+    variables = dict(JIT_CAPS) if hardware.unified else {}
+    return variables | (expected(rdma=wants_rdma(hardware.platform, configured)) if nodes > 1 else {})
+
+
+def _is_shown(name: str, own: Mapping[str, str]) -> bool:
+    """Whether a variable is shown: sparkd sets it, or it is one of the entry's that engines and kernels read, and no secret."""
+    return name not in own or (name.startswith(FAMILIES) and not _SECRET.search(name))
+
+
+def _recipe_image(entry: PlannedEntry) -> dict[str, Any] | None:
+    """The container image of the entry's recipe."""
+    if entry.spec.recipe is None:
+        return None
+    file, _ = entry.config.book().read(entry.spec.recipe)
+    container = None if file is None else file.recipe.container
+    return None if container is None else {**container.model_dump(), "recipe": entry.spec.recipe}
+
+
+def hidden(name: str) -> str:
+    """Stands for a value that is its operator's alone: the shell that runs the command has it in its environment."""
+    return f"${{{name}}}"
+
+
+def docker_run(plan: Mapping[str, Any], image: str | None) -> list[list[str]]:
+    """The `docker run` command of each node of a plan's choice, as argv.
+
+    image: None for the one that the model's recipe names, which is for GPUs.
+
+    Raises ConfigError without an image, and for an engine that is not `vllm serve`.
+    """
+    choice, gpu = plan["choice"], plan["hardware"]["platform"] == "cuda"
+    if choice is None:
+        return []
+    named = (choice.get("container") or {}) if gpu else {}
+    serves = named.get("kind") == "vllm-openai" if named and not image else None
+    image = image or named.get("image")
+    if not image:
+        which = "one of vLLM's own or of NVIDIA's, for ARM64 on a Spark" if gpu else "one of vLLM's own for CPUs (vllm/vllm-openai-cpu)"
+        raise ConfigError(f"--docker needs an image: give --image NAME, {which}.", param="image")
+    if not _IMAGE.fullmatch(image):
+        raise ConfigError(f"--image {image!r} is not the name of an image.", param="image")
+    if serves is None:
+        serves = re.split("[@:]", image.rpartition("/")[2])[0] in _SERVES
+    return [_docker_argv(choice, rank, image, gpu=gpu, serves=serves) for rank in choice["ranks"]]
+
+
+def shell(argv: Sequence[str]) -> str:
+    """A `docker run` command with one option a line."""
+    return " ".join(f"\\\n  {shlex.quote(word)}" if word.startswith("--") else shlex.quote(word) for word in argv)
+
+
+def _docker_argv(choice: Mapping[str, Any], rank: Mapping[str, Any], image: str, *, gpu: bool, serves: bool) -> list[str]:
+    """serves: whether the image begins with `vllm serve` by itself."""
+    several = len(choice["ranks"]) > 1
+    folders = {os.path.expanduser(host): inside for host, inside in (CACHES | (JIT_CACHES if gpu else {})).items()}
+    environment = {key: value for key, value in rank["environment"].items() if gpu or not key.startswith(_OF_NVIDIA)}
+    words = _arguments(rank["command"], str(choice["model"]), folders)
+    if any(word.startswith(("workers.", "spark_stream")) for word in words):
+        environment["PYTHONPATH"] = PLUGIN_FOLDER
+        # At the same place inside: the paths in the arguments hold. The state database beside them stays outside.
+        folders |= {**_plugin(), **{kept: kept for kept in _kept(words, environment)}}
+    if "--headless" not in words:
+        # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
+        words += ["--host", "127.0.0.1" if several else "0.0.0.0", "--port", str(PORT)]
+    name = _UNSAFE.sub("-", f"{choice['name']}-{rank['node']}" if several else choice["name"])
+    # Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go).
+    name = name if len(name) > 1 and name[0].isalnum() else f"model-{name}"
+    argv = ["docker", "run", "-d", "--name", name, "--restart", "unless-stopped"]
+    argv += ["--gpus", "all", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if gpu else []
+    argv += ["--ipc", "host", *(["--network", "host"] if several else ["-p", f"127.0.0.1:{PORT}:{PORT}"])]
+    argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"] if several and gpu else []
+    for host, inside in folders.items():
+        argv += ["-v", f"{host}:{inside}{':ro' if inside.startswith((f'{PLUGIN_FOLDER}/', '/models/')) else ''}"]
+    for key, value in environment.items():
+        # One that is its operator's alone comes from the shell that runs it.
+        argv += ["-e", key if value == hidden(key) else f"{key}={value}"]
+    return [*argv, image, *([] if serves else ["vllm", "serve"]), *words]
+
+
+def _arguments(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:
+    """`vllm serve`'s own arguments: the model first. A local folder is mounted, and named as it is inside. Raises ConfigError."""
+    before = next((word for word in ("--model", "serve") if word in command[:5]), None)
+    if before is None:
+        what = "the workers of executor: ray are started by sparkd alone" if ray_environment.KEEPER in command else f"it runs {command[2]}"
+        raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
+    words = without(command[command.index(before) + 2 :], "uds", "host", "port")
+    draft = str((speculative_config(words) or {}).get("model"))
+    for folder, inside in ((model, f"/models/{os.path.basename(model)}"), (draft, f"/models/draft/{os.path.basename(draft)}")):
+        if folder.startswith("/"):
+            folders[folder] = inside
+    if draft in folders:
+        words = with_draft(words, folders[draft])
+    return [folders.get(model, model), *words]
+
+
+def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """The folders of what sparkd keeps of a model: quantized weights, and what sizing the cache has learned."""
+    loader = value_of(words, "model-loader-extra-config") or "{}"
+    for text, key in ((loader, "cache_dir"), (environment.get(KV_VARIABLE, "{}"), "profiles")):
+        if folder := json.loads(text).get(key):
+            yield str(folder)
+
+
+def _plugin() -> dict[str, str]:
+    """The two packages that an engine imports, and the metadata by which vLLM finds the plugin; nothing else of this environment."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        metadata = str(distribution("sparkd").locate_file(""))
+        found = next(name for name in sorted(os.listdir(metadata)) if _METADATA.fullmatch(name))
+    except (PackageNotFoundError, OSError, StopIteration):
+        raise ConfigError("sparkd is not installed in this environment, so a container cannot find its plugin: install it.") from None
+    folders = {os.path.join(root, name): f"{PLUGIN_FOLDER}/{name}" for name in ("sparkd", "workers")}
+    return {**folders, os.path.join(metadata, found): f"{PLUGIN_FOLDER}/{found}"}
