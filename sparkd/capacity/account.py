@@ -12,7 +12,7 @@ from math import ceil
 
 from sparkd.capacity.evidence import EXACT, GUESS, NOTHING, Consultation, Evidence, Ways
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
-from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, Terms, footprint, margin_of
+from sparkd.capacity.footprint import PROCESS_BYTES, FitRequest, Footprint, footprint, margin_of
 from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, largest, sized
@@ -93,7 +93,8 @@ def account(
     if exact.layout is None and not model.inventory.shape.attentions:
         return None
     learned = evidence.learned(args, headers, ways, hardware)
-    needed = footprint(model, serving, hardware, Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact))
+    request = FitRequest(eager=args.enforce_eager, margin_bytes=0, learned=lambda _recipe, _serving: learned, exact=consultation.exact)
+    needed = footprint(model, serving, hardware, request)
     fixed, layout = needed.fixed + needed.upper_bytes, needed.layout
     cache = sized(args.cache, layout, serving.max_model_len)
     cache_words = args.cache_words if cache is not None and cache > needed.kv.least else None

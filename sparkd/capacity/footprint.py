@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -50,23 +50,43 @@ CHILD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The settings of one account, apart from the model and the machine.
+class FitRequest:
+    """One question: which formats and splits of a model fit, and how much of a node each takes.
 
-    requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default.
-    learned: measured peaks, which replace the formulas; so does exact, vLLM's own answer.
-    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. limit_bytes: see Footprint.
-    calibrated: what a calibration would measure is kept already.
+    max_model_len: tokens; None for as many as fit, at least DEFAULT_CONTEXT.
+    requests: the number that runs at once at that length.
+    nodes: the number of nodes.
+    serving: the settings of the engine.
+    quantize: a recipe; None for any of sparkd.capacity.formats.FORMATS.
+    eager: without CUDA graphs.
+    margin_bytes: that stay free; None for the default.
+    unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
+    ways: the allowed (tensor, pipeline); None for all.
+    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`.
+    cache_limit: its most bytes.
+    limit: most bytes of the engine, and the setting that limits it.
+    beyond: whether a length may exceed the model's own.
+    learned: the measurements of an earlier start; None without one.
+    exact: vLLM's numbers for a format and a split.
+    calibrated: whether the calibration of a recipe is kept already.
     """
 
-    requests: float = 1
+    max_model_len: int | None = None
+    requests: int = 1
+    nodes: int = 1
+    serving: Serving = field(default_factory=lambda: Serving(0))
+    quantize: QuantizationRecipe | None = None
     eager: bool = False
     margin_bytes: int | None = None
-    learned: MeasuredPeaks | None = None
-    exact: Exact | None = None
+    unlinked: Mapping[int, str] = field(default_factory=dict)
+    ways: tuple[tuple[int, int], ...] | None = None
     cache: Mapping[str, Any] | None = None
-    limit_bytes: int | None = None
-    calibrated: bool = False
+    cache_limit: int | None = None
+    limit: tuple[int, str] | None = None
+    beyond: bool = False
+    learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
+    exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
+    calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +158,14 @@ class Footprint:
         return self.free_bytes + self.parts["kv"]
 
 
-def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms: Terms | None = None) -> Footprint:
-    """The account of one node."""
-    terms = terms or Terms()
+def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, request: FitRequest) -> Footprint:
+    """The account of one node for an engine that serves so."""
     inventory, shape = model.inventory, model.inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = model.weights(ranks, stages)
-    exact = terms.exact or Exact()
+    exact, learned = request.exact(model.recipe, serving), request.learned(model.recipe, serving)
     layout = exact.layout or kv_layout(shape, serving)
-    kv, cache_bytes = layout.cost(serving.max_model_len), sized(terms.cache, layout, serving.max_model_len)
+    kv, cache_bytes = layout.cost(serving.max_model_len), sized(request.cache, layout, serving.max_model_len)
     cuda = hardware.platform == "cuda"
     held = weights.bytes
     if exact.weight_bytes is not None:
@@ -155,25 +174,25 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
     layers = ceil(shape.layers / stages)
     parts = {
         "weights": held,
-        "kv": cache_bytes if cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
-        "peak": terms.learned.peak if terms.learned else step_bytes(shape, serving) + encoder,
-        "graphs": _graph_bytes(serving, layers, terms) if cuda or terms.learned else 0,
+        "kv": cache_bytes if cache_bytes is not None else ceil(request.requests * kv.per_request) + kv.block_bytes,
+        "peak": learned.peak if learned else step_bytes(shape, serving) + encoder,
+        "graphs": _graph_bytes(serving, layers, learned, eager=request.eager) if cuda or learned else 0,
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
     guesses = exact.guesses(serving.unknown)
     available = hardware.memory_bytes
-    margin = margin_of(hardware, terms.margin_bytes)
+    margin = margin_of(hardware, request.margin_bytes)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
-    calibration = None if terms.calibrated else calibration_of(model, hardware, held if cuda else 0)
+    calibration = None if request.calibrated(model.recipe) else calibration_of(model, hardware, held if cuda else 0)
     if first_load_s is not None and calibration is not None:
         first_load_s += calibration.seconds or 0.0
     return Footprint(
         parts=parts,
         kv=kv,
         layout=layout,
-        requests=terms.requests,
+        requests=request.requests,
         weights=weights,
         margin_bytes=margin,
         system_bytes=hardware.system_bytes,
@@ -182,7 +201,7 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=terms.limit_bytes,
+        limit_bytes=None if request.limit is None else request.limit[0],
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=held // 50 + TABLE_BYTES if WEIGHTS in guesses else 0,
         upper_cache_bytes=parts["kv"] // 10 if CACHE in guesses and cache_bytes is None else 0,
@@ -213,11 +232,11 @@ def _weighed(formula: Weights, weight_bytes: int) -> Weights:
     return replace(formula, by_kind=by_kind, active_bytes=int(formula.active_bytes * share))
 
 
-def _graph_bytes(serving: Serving, layers: int, terms: Terms) -> int:
+def _graph_bytes(serving: Serving, layers: int, learned: MeasuredPeaks | None, *, eager: bool) -> int:
     """On a GPU."""
-    if terms.learned:
-        return terms.learned.graphs
-    return 0 if terms.eager else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers
+    if learned:
+        return learned.graphs
+    return 0 if eager else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers
 
 
 def graph_sizes(serving: Serving) -> int:
