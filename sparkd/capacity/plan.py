@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.account import candidates_of, needed_gib, resolved, room_of, serving_of
 from sparkd.capacity.advice import Cure, FitRefusal, advice, refusal, share_too_large
-from sparkd.capacity.evidence import GUESS, Answers, Ask, Evidence, MeasuredPeaks, nobody
+from sparkd.capacity.evidence import GUESS, Answers, Evidence, MeasuredPeaks, nobody
 from sparkd.capacity.fit import Option, choose, doubt_in_short, floor, format_notes, gib, rank, refuse_uncounted, smallest, splits, unread
 from sparkd.capacity.footprint import FitRequest, kept_in
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, quality_of, recipes
@@ -32,7 +32,7 @@ from workers.quantization.best_wish import BEST
 from workers.quantization.recipe import QuantizationRecipe
 
 if TYPE_CHECKING:
-    from sparkd.capacity.evidence import Witness
+    from sparkd.capacity.evidence import Answers
     from sparkd.vllm.ask.model import InquiryRuntime
 
 # (folder or hub id, headers) -> the same for quantized copies of the model.
@@ -68,7 +68,7 @@ def plan(
     read: Callable[[str], Checkpoint] = read_checkpoint,
     unlinked: Mapping[int, str] | None = None,
     copies: Copies | None = None,
-    ask: Ask = nobody,
+    answers: Answers | None = None,
 ) -> dict[str, Any]:
     """The plan of an entry as plain JSON. Blocks.
 
@@ -77,7 +77,7 @@ def plan(
     read: reads the headers of a draft.
     unlinked: see sparkd.capacity.fit.FitRequest.
     copies: called for `quantize: auto`.
-    ask: asks vLLM about the model.
+    answers: vLLM's, about the model.
 
     Raises ConfigError and CheckpointError.
     """
@@ -89,7 +89,7 @@ def plan(
     headers, plain = Headers.of(args, checkpoint, read), args.undecided()
     nodes = max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
-    answers, draft = Answers(ask), headers.drafting.draft if headers.drafting is not None else None
+    answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
     kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
     wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
@@ -256,9 +256,9 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
     return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
 
 
-def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
+def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
     """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
-    return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
+    return {"runtime": runtime.place, "version": runtime.version, "answered": answers.answered}
 
 
 def to_json(
