@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES
 from sparkd.capacity.evidence import Exact, MeasuredPeaks
-from sparkd.capacity.footprint import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES, FitRequest, Footprint, footprint
+from sparkd.capacity.footprint import FitRequest, Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
