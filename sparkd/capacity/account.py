@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from math import ceil
 
+from sparkd.capacity.estimate import PROCESS_BYTES, margin_of
 from sparkd.capacity.evidence import EXACT, GUESS, NOTHING, Consultation, Evidence, Ways
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT
-from sparkd.capacity.footprint import PROCESS_BYTES, Footprint, Terms, footprint, margin_of
-from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, recipes
+from sparkd.capacity.footprint import FitRequest, Footprint, footprint
+from sparkd.capacity.formats import open_recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, largest, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, uneven_groups, uneven_heads
 from sparkd.checkpoint.prequantized import prequantized
 from sparkd.config.engine_args import EngineArgs
-from sparkd.config.quantize import AUTO
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import CPU_KV_CACHE_GIB
-from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS
 
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
@@ -93,7 +91,8 @@ def account(
     if exact.layout is None and not model.inventory.shape.attentions:
         return None
     learned = evidence.learned(args, headers, ways, hardware)
-    needed = footprint(model, serving, hardware, Terms(eager=args.enforce_eager, margin_bytes=0, learned=learned, exact=exact))
+    request = FitRequest(eager=args.enforce_eager, margin_bytes=0, learned=lambda _recipe, _serving: learned, exact=consultation.exact)
+    needed = footprint(model, serving, hardware, request)
     fixed, layout = needed.fixed + needed.upper_bytes, needed.layout
     cache = sized(args.cache, layout, serving.max_model_len)
     cache_words = args.cache_words if cache is not None and cache > needed.kv.least else None
@@ -322,32 +321,13 @@ def candidates_of(args: EngineArgs, headers: Headers, *, beside: bool = False) -
 
     beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
     """
-    ways: Iterable[tuple[EngineArgs, Headers]] = ((args, headers),)
-    if args.quantize == AUTO:
-        ways = chain(_ways(args, headers, beside=beside), _smaller(args, headers))
-    elif (wish := best_of(args.quantize)) is not None:
-        ways = _mixes(args, headers, wish)
+    ways = [(args, headers)]
+    if is_open(args.quantize):
+        recipes = open_recipes(headers.model, args.quantize, args.tensor_parallel or 1)
+        ways = [(args.quantized(recipe), headers) for recipe in recipes]
+    if args.quantize == AUTO and beside:
+        ways[1:1] = _neighbours(args, headers)
     return tuple(candidate for way in ways if (candidate := candidate_of(*way)) is not None)
-
-
-def _ways(args: EngineArgs, headers: Headers, *, beside: bool) -> Iterator[tuple[EngineArgs, Headers]]:
-    plain = args.undecided()
-    yield plain, headers
-    if beside:
-        yield from _neighbours(args, headers)
-    yield from ((plain.quantized(recipe), headers) for _, recipe in recipes(headers.model, None) if recipe.quantizes)
-
-
-def _smaller(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
-    with suppress(CheckpointError):  # the engine says why, with the tensor's name
-        for recipe in mixes_below(headers.model, FORMATS, args.tensor_parallel or 1):
-            yield args.undecided().quantized(recipe), headers
-
-
-def _mixes(args: EngineArgs, headers: Headers, wish: BestWish) -> Iterator[tuple[EngineArgs, Headers]]:
-    with suppress(CheckpointError):  # the engine says why, with the tensor's name
-        for recipe in mixes_of(headers.model, wish, args.tensor_parallel or 1):
-            yield args.quantized(recipe), headers
 
 
 def _neighbours(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:

@@ -153,19 +153,6 @@ def nobody(questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
     return [None] * len(questions)
 
 
-class Witness:
-    """An `Ask` that knows whether any question through it was answered."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-        self.answered = False
-
-    def __call__(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
-        answers = self._ask(questions)
-        self.answered = self.answered or any(answer is not None for answer in answers)
-        return answers
-
-
 class Answers:
     """Asks no question twice: a plan makes many accounts of one model."""
 
@@ -178,6 +165,11 @@ class Answers:
         if unanswered:
             self._kept.update(zip(unanswered, self._ask(list(unanswered.values())), strict=True))
         return self.kept(questions)
+
+    @property
+    def answered(self) -> bool:
+        """Whether any question was answered."""
+        return any(answer is not None for answer in self._kept.values())
 
     def kept(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         """The answers to those that were asked before, without asking."""

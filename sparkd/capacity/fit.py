@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
-from sparkd.capacity.footprint import Footprint, Terms, footprint
+from sparkd.capacity.evidence import EXACT, GUESS
+from sparkd.capacity.footprint import FitRequest, Footprint, footprint
 from sparkd.capacity.formats import quality_of, recipes
-from sparkd.capacity.headers import Drafting
 from sparkd.capacity.kv_cache import KvCost, Serving, longest
 from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
 from sparkd.checkpoint.shape import LENGTHS
@@ -36,45 +35,6 @@ _CALLED = {
     "context": "CUDA context",
     "processes": "processes",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FitRequest:
-    """One question: which formats and splits of a model fit.
-
-    max_model_len: tokens; None for as many as fit, at least `context`.
-    requests: the number that runs at once at that length.
-    nodes: the number of nodes.
-    unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
-    quantize: a recipe; None for any of FORMATS.
-    drafting: the speculation that the inventory and `serving` include.
-    ways: the allowed (tensor, pipeline); None for all.
-    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. cache_limit: its most bytes.
-    limit: most bytes of the engine, and the setting that limits it.
-    beyond: whether a length may exceed the model's own.
-    learned: the measurements of an earlier start; None without one.
-    exact: vLLM's numbers for a format and a split.
-    calibrated: whether the calibration of a recipe is kept already.
-    """
-
-    max_model_len: int | None = None
-    requests: int = 1
-    nodes: int = 1
-    serving: Serving = field(default_factory=lambda: Serving(0))
-    quantize: QuantizationRecipe | None = None
-    eager: bool = False
-    margin_bytes: int | None = None
-    drafting: Drafting | None = None
-    context: int = DEFAULT_CONTEXT
-    unlinked: Mapping[int, str] = field(default_factory=dict)
-    ways: tuple[tuple[int, int], ...] | None = None
-    cache: Mapping[str, Any] | None = None
-    cache_limit: int | None = None
-    limit: tuple[int, str] | None = None
-    beyond: bool = False
-    learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
-    exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
-    calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +146,7 @@ def _option(
     ways: tuple[int, int],
 ) -> Option:
     tensor, pipeline = ways
-    context = wish.max_model_len or min(inventory.shape.max_len, wish.context)
+    context = wish.max_model_len or min(inventory.shape.max_len, DEFAULT_CONTEXT)
     seqs = max(wish.serving.max_num_seqs, wish.requests)
     serving = replace(wish.serving, max_model_len=context, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
     if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
@@ -209,18 +169,7 @@ def _option(
             return Option(name, tensor, pipeline, serving, None, "the size of its KV cache is unknown", cause="uncounted")
 
         def at(tokens: int) -> Footprint:
-            there = replace(serving, max_model_len=tokens)
-            terms = Terms(
-                requests=wish.requests,
-                eager=wish.eager,
-                margin_bytes=wish.margin_bytes,
-                learned=wish.learned(recipe, there),
-                exact=exact,
-                cache=wish.cache,
-                limit_bytes=None if wish.limit is None else wish.limit[0],
-                calibrated=wish.calibrated(recipe),
-            )
-            return footprint(model, there, hardware, terms)
+            return footprint(model, replace(serving, max_model_len=tokens), hardware, wish)
 
         needed = at(context)
         length = _longest(needed, inventory, wish)

@@ -3,70 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from sparkd.capacity.estimate import (
+    MIB,
+    cache_doubt,
+    context_bytes,
+    graph_bytes,
+    kv_layout,
+    margin_of,
+    process_bytes,
+    step_bytes,
+    weights_doubt,
+)
 from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
-from sparkd.capacity.kv_cache import DRAFTED_REQUESTS, KvCost, KvLayout, Serving, kv_layout, sized
+from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import Shape
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from workers.host.memory_limits import spare
 from workers.quantization.calibration_file import BESIDE_BYTES, SPARE_BYTES, calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.quantization.recipe import QuantizationRecipe
 
-MIB = 1 << 20
-# CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
-CONTEXT_BYTES = 350 * MIB
-# NCCL's buffers and channels, for each rank of a group: 0.5 to 1 GiB in the logs of two Sparks.
-NCCL_BYTES = 768 * MIB
-# The engine's processes on the host: Python, torch and vLLM three times (API, core, worker); 1.7 GiB together as measured on a CPU build,
-# a CUDA build's libraries add about as much.
-PROCESS_BYTES = {"cuda": 3 * GIB, "cpu": int(1.7 * GIB)}
-# FULL_AND_PIECEWISE graphs of vLLM: 0.26 GiB were logged for 51 sizes of an 87 GiB model; a share for each layer and size.
-GRAPH_LAYER_BYTES = 110_000
-LARGEST_GRAPH = 512
 # The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
 LOADER_BYTES = 154 * MIB
 CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
-# Tables of sines of another length, masks and the like, that a class keeps beside its parameters, in small models too.
-TABLE_BYTES = 16 * MIB
-# Rows of the hidden width that a step holds for each token, with what torch reserves: 20 to 75 for the models in the recipes.
-STEP_ROWS = 40
-# The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities.
-LOGITS_BYTES = 4 + 4 + 8 + 4
-# Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
-ENCODER_BYTES = GIB
 # The child that imports torch and transformers, with 512 tokens of SmolLM2-135M: 4.3 to 5.0 s on two cores of an x86_64 CPU, in a load of
 # vLLM 0.32 whose own imports had read the same files before.
 CHILD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The settings of one account, apart from the model and the machine.
+class FitRequest:
+    """One question: which formats and splits of a model fit, and how much of a node each takes.
 
-    requests: of max_model_len tokens, running at once. eager: no CUDA graphs. margin_bytes: None for the default.
-    learned: measured peaks, which replace the formulas; so does exact, vLLM's own answer.
-    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`. limit_bytes: see Footprint.
-    calibrated: what a calibration would measure is kept already.
+    max_model_len: tokens; None for as many as fit, at least DEFAULT_CONTEXT.
+    requests: the number that runs at once at that length.
+    nodes: the number of nodes.
+    serving: the settings of the engine.
+    quantize: a recipe; None for any of sparkd.capacity.formats.FORMATS.
+    eager: without CUDA graphs.
+    margin_bytes: that stay free; None for the default.
+    unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
+    ways: the allowed (tensor, pipeline); None for all.
+    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`.
+    cache_limit: its most bytes.
+    limit: most bytes of the engine, and the setting that limits it.
+    beyond: whether a length may exceed the model's own.
+    learned: the measurements of an earlier start; None without one.
+    exact: vLLM's numbers for a format and a split.
+    calibrated: whether the calibration of a recipe is kept already.
     """
 
-    requests: float = 1
+    max_model_len: int | None = None
+    requests: int = 1
+    nodes: int = 1
+    serving: Serving = field(default_factory=lambda: Serving(0))
+    quantize: QuantizationRecipe | None = None
     eager: bool = False
     margin_bytes: int | None = None
-    learned: MeasuredPeaks | None = None
-    exact: Exact | None = None
+    unlinked: Mapping[int, str] = field(default_factory=dict)
+    ways: tuple[tuple[int, int], ...] | None = None
     cache: Mapping[str, Any] | None = None
-    limit_bytes: int | None = None
-    calibrated: bool = False
+    cache_limit: int | None = None
+    limit: tuple[int, str] | None = None
+    beyond: bool = False
+    learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
+    exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
+    calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,42 +149,38 @@ class Footprint:
         return self.free_bytes + self.parts["kv"]
 
 
-def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms: Terms | None = None) -> Footprint:
-    """The account of one node."""
-    terms = terms or Terms()
+def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, request: FitRequest) -> Footprint:
+    """The account of one node for an engine that serves so."""
     inventory, shape = model.inventory, model.inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = model.weights(ranks, stages)
-    exact = terms.exact or Exact()
+    exact, learned = request.exact(model.recipe, serving), request.learned(model.recipe, serving)
     layout = exact.layout or kv_layout(shape, serving)
-    kv, cache_bytes = layout.cost(serving.max_model_len), sized(terms.cache, layout, serving.max_model_len)
+    kv, cache_bytes = layout.cost(serving.max_model_len), sized(request.cache, layout, serving.max_model_len)
     cuda = hardware.platform == "cuda"
     held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
-    encoder = ENCODER_BYTES if "vision" in weights.by_kind else 0
-    layers = ceil(shape.layers / stages)
     parts = {
         "weights": held,
-        "kv": cache_bytes if cache_bytes is not None else ceil(terms.requests * kv.per_request) + kv.block_bytes,
-        "peak": terms.learned.peak if terms.learned else step_bytes(shape, serving) + encoder,
-        "graphs": _graph_bytes(serving, layers, terms) if cuda or terms.learned else 0,
-        "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
-        # On a discrete GPU the host's memory is another's affair.
-        "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
+        "kv": cache_bytes if cache_bytes is not None else ceil(request.requests * kv.per_request) + kv.block_bytes,
+        "peak": learned.peak if learned else step_bytes(shape, serving, images="vision" in weights.by_kind),
+        "graphs": learned.graphs if learned else graph_bytes(shape, serving, hardware, eager=request.eager),
+        "context": context_bytes(hardware, ranks * stages),
+        "processes": process_bytes(hardware),
     }
     guesses = exact.guesses(serving.unknown)
     available = hardware.memory_bytes
-    margin = margin_of(hardware, terms.margin_bytes)
+    margin = margin_of(hardware, request.margin_bytes)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
-    calibration = None if terms.calibrated else calibration_of(model, hardware, held if cuda else 0)
+    calibration = None if request.calibrated(model.recipe) else calibration_of(model, hardware, held if cuda else 0)
     if first_load_s is not None and calibration is not None:
         first_load_s += calibration.seconds or 0.0
     return Footprint(
         parts=parts,
         kv=kv,
         layout=layout,
-        requests=terms.requests,
+        requests=request.requests,
         weights=weights,
         margin_bytes=margin,
         system_bytes=hardware.system_bytes,
@@ -182,25 +189,12 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, terms
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=terms.limit_bytes,
+        limit_bytes=None if request.limit is None else request.limit[0],
         sureness=GUESS if guesses else EXACT,
-        upper_weight_bytes=held // 50 + TABLE_BYTES if WEIGHTS in guesses else 0,
-        upper_cache_bytes=parts["kv"] // 10 if CACHE in guesses and cache_bytes is None else 0,
+        upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
+        upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache_bytes is None else 0,
         calibration=calibration,
     )
-
-
-def step_bytes(shape: Shape, serving: Serving) -> int:
-    """A rough estimate of the largest step, beside weights and cache; a start measures it. A step of single tokens takes
-    what its logits do."""
-    rows = max(serving.max_num_seqs, min(serving.max_num_seqs, DRAFTED_REQUESTS) * (1 + serving.speculative_tokens))
-    batch = STEP_ROWS * serving.max_num_batched_tokens * shape.hidden * shape.dtype_bytes
-    return max(batch, rows * shape.vocab * (shape.dtype_bytes + LOGITS_BYTES))
-
-
-def margin_of(hardware: Hardware, asked: int | None) -> int:
-    """Bytes of a node that stay free beside an engine: the operator's margin (`asked`), or what `kv_cache: auto` leaves there."""
-    return spare(hardware.memory_bytes, shared=hardware.unified or hardware.platform != "cuda") if asked is None else asked
 
 
 def _weighed(formula: Weights, weight_bytes: int) -> Weights:
@@ -211,20 +205,6 @@ def _weighed(formula: Weights, weight_bytes: int) -> Weights:
     by_kind = {kind: int(size * share) for kind, size in formula.by_kind.items()}
     by_kind[max(by_kind, key=lambda kind: by_kind[kind])] += weight_bytes - sum(by_kind.values())
     return replace(formula, by_kind=by_kind, active_bytes=int(formula.active_bytes * share))
-
-
-def _graph_bytes(serving: Serving, layers: int, terms: Terms) -> int:
-    """On a GPU."""
-    if terms.learned:
-        return terms.learned.graphs
-    return 0 if terms.eager else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers
-
-
-def graph_sizes(serving: Serving) -> int:
-    """How many sizes of a batch vLLM captures: 1, 2, 4, each 8 up to 256 and each 16 up to twice what max_num_seqs requests decode at once
-    (vllm/config/vllm.py, _set_cudagraph_sizes; a data center's Blackwell goes to 1,024)."""
-    most = min(2 * serving.max_num_seqs * (1 + serving.speculative_tokens), serving.max_num_batched_tokens, LARGEST_GRAPH)
-    return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)))
 
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float | None, float | None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import shape_of
-from sparkd.errors import ConfigError
-from workers.quantization.best_wish import BestWish
+from sparkd.errors import CheckpointError, ConfigError
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.quantization.units import UnitList, units_of
@@ -35,6 +36,18 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
     if source is None or source.requantizable:
         # FP8 weights are not quantized to FP8 again.
         yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
+
+
+def open_recipes(model: Inventory, quantize: object, ranks: int = 1) -> Iterator[QuantizationRecipe]:
+    """The recipes that `auto` or `best` may become, best first. ranks: of tensor parallelism.
+
+    Raises ConfigError where no mix is as small as `best` asks for.
+    """
+    wish = best_of(quantize)
+    if wish is None:
+        yield from (recipe for _, recipe in recipes(model, None))
+    with suppress(CheckpointError):  # the engine says why, with the tensor's name
+        yield from mixes_below(model, FORMATS, ranks) if wish is None else mixes_of(model, wish, ranks)
 
 
 def quality_of(name: str) -> int:

@@ -6,22 +6,16 @@ groups of equal size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
 from sparkd.hardware import GIB
 
-# Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
-BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 # vLLM's defaults for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
 # With asynchronous scheduling, vLLM's default, a second batch is in flight (vllm/config/vllm.py, max_concurrent_batches).
-# From this many requests on vLLM drafts nothing: sparkd's flags set this limit (sparkd.recipes.speculation, BATCH_LIMIT).
-DRAFTED_REQUESTS = 32
 BATCHES_IN_FLIGHT = 2
 
 
@@ -101,23 +95,6 @@ class KvLayout:
         return _blocks(block_tokens, window, chunked, self.serving, max_model_len)
 
 
-def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
-    """A rough estimate of the cache of one rank: keys and values of all layers, those with a window in groups of their own, and states in
-    blocks of that size. max_model_len of `serving` is not looked at."""
-    whole = next((one for one in shape.attentions if one is not None and one.window is None), None)
-    sizes: Counter[int | None] = Counter()
-    for one in (*shape.attentions, *[whole] * serving.draft_layers):
-        if one is not None:
-            sizes[one.window] += token_bytes(one, shape, serving)
-    block, state_bytes = serving.block_tokens or BLOCK_TOKENS[serving.platform], shape.state_bytes // serving.tensor_parallel
-    each = min(sizes.values(), default=ceil(state_bytes / block))
-    if not each:
-        return KvLayout(0, (), serving)
-    groups = [(block, window, False) for window, size in sizes.items() for _ in range(ceil(size / each))]
-    groups += [(0, None, False)] * ceil(state_bytes / (each * block))
-    return KvLayout(ceil(each / serving.pipeline_parallel) * block, tuple(groups), serving)
-
-
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
     """Bytes of a cache whose size an entry gives (sparkd.config.engine_args) for requests of max_model_len tokens, with the
     block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
@@ -174,12 +151,6 @@ def stages_of(layers: int, stages: int) -> list[int]:
     for number in range(layers % stages):
         sizes[-2 - number] += 1
     return [stage for stage, size in enumerate(sizes) for _ in range(size)]
-
-
-def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
-    """One token of one layer on one rank. Heads that are fewer than the ranks are on several of them."""
-    heads = attention.heads if attention.latent else max(1, attention.heads // serving.tensor_parallel)
-    return heads * (attention.key_dim + attention.value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

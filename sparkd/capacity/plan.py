@@ -11,29 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.account import candidates_of, needed_gib, resolved, room_of, serving_of
-from sparkd.capacity.advice import FitRefusal, advice, advised, refusal, share_too_large
-from sparkd.capacity.evidence import GUESS, Answers, Ask, Evidence, MeasuredPeaks, nobody
-from sparkd.capacity.fit import (
-    FitRequest,
-    Option,
-    choose,
-    doubt_in_short,
-    floor,
-    format_notes,
-    gib,
-    rank,
-    refuse_uncounted,
-    smallest,
-    splits,
-    unread,
-)
-from sparkd.capacity.footprint import kept_in
+from sparkd.capacity.advice import Cure, FitRefusal, advice, refusal, share_too_large
+from sparkd.capacity.evidence import GUESS, Answers, Evidence, MeasuredPeaks, nobody
+from sparkd.capacity.fit import Option, choose, doubt_in_short, floor, format_notes, gib, rank, refuse_uncounted, smallest, splits, unread
+from sparkd.capacity.footprint import FitRequest, kept_in
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.launch import start_of
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
-from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
@@ -46,7 +32,7 @@ from workers.quantization.best_wish import BEST
 from workers.quantization.recipe import QuantizationRecipe
 
 if TYPE_CHECKING:
-    from sparkd.capacity.evidence import Witness
+    from sparkd.capacity.evidence import Answers
     from sparkd.vllm.ask.model import InquiryRuntime
 
 # (folder or hub id, headers) -> the same for quantized copies of the model.
@@ -82,7 +68,7 @@ def plan(
     read: Callable[[str], Checkpoint] = read_checkpoint,
     unlinked: Mapping[int, str] | None = None,
     copies: Copies | None = None,
-    ask: Ask = nobody,
+    answers: Answers | None = None,
 ) -> dict[str, Any]:
     """The plan of an entry as plain JSON. Blocks.
 
@@ -91,7 +77,7 @@ def plan(
     read: reads the headers of a draft.
     unlinked: see sparkd.capacity.fit.FitRequest.
     copies: called for `quantize: auto`.
-    ask: asks vLLM about the model.
+    answers: vLLM's, about the model.
 
     Raises ConfigError and CheckpointError.
     """
@@ -103,7 +89,7 @@ def plan(
     headers, plain = Headers.of(args, checkpoint, read), args.undecided()
     nodes = max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
-    answers, draft = Answers(ask), headers.drafting.draft if headers.drafting is not None else None
+    answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
     kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
     wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
@@ -121,9 +107,6 @@ def plan(
     options = [option for option, _ in ranked]
     best = ranked[0] if ranked and options[0].fits else None
     notes = [*_format_notes(spec, headers, args, options, beside)]
-    # The refusal of a format names those that fit.
-    if best is None and not is_open(spec.quantize) and not all(option.cause == "format" for option in options):
-        notes.append(_advice(args, hardware))
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     unknown, doubt = serving_of(plain, headers, hardware).unknown, consultation.doubt()
@@ -134,8 +117,10 @@ def plan(
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
     start = None if best is None else start_of(entry, best[0], decided(spec, best[1]), hardware)
     refused = share or refusal(options, headers.model, asked)
+    if refused is not None and refused.cause == "memory" and not is_open(spec.quantize) and (cure := _cure(args, hardware)) is not None:
+        refused = replace(refused, cure=cure)
     return {
-        **to_json(spec.model, headers.model, hardware, asked, options, refused, start),
+        **to_json(spec.model, headers, hardware, asked, options, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
         "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
     }
@@ -210,7 +195,6 @@ def _wish(plain: EngineArgs, args: EngineArgs, headers: Headers, hardware: Hardw
         max_model_len=None if args.max_model_len == AUTO else serving.max_model_len,
         requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
         serving=serving,
-        drafting=headers.drafting,
         eager=args.enforce_eager,
         margin_bytes=0 if args.share is not None else args.margin_bytes,
         cache=cache,
@@ -243,13 +227,13 @@ def _copy_note(name: str, quantization: SourceQuantization, taken: str | None) -
     return f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize one here."
 
 
-def _advice(args: EngineArgs, hardware: Hardware) -> str:
+def _cure(args: EngineArgs, hardware: Hardware) -> Cure | None:
     """The choices that would fit over as many nodes as the entry asks for, or else on one."""
     free, here = max(0, room_of(args, hardware, _free(hardware)).engine), headers_here(args)
-    smaller = advised(advice(args, here, hardware, free, args.split))
-    if smaller or args.split == (1, 1):
-        return smaller
-    return advised(advice(args, here, hardware, free, instead_of=math.prod(args.split)))
+    cure = advice(args, here, hardware, free, args.split)
+    if cure is None and args.split != (1, 1):
+        cure = advice(args, here, hardware, free, instead_of=math.prod(args.split))
+    return cure
 
 
 def _length(args: EngineArgs, headers: Headers) -> int:
@@ -272,14 +256,14 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
     return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
 
 
-def vllm_json(runtime: InquiryRuntime, witness: Witness) -> dict[str, Any]:
+def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
     """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
-    return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
+    return {"runtime": runtime.place, "version": runtime.version, "answered": answers.answered}
 
 
 def to_json(
     model: str,
-    inventory: Inventory,
+    headers: Headers,
     hardware: Hardware,
     request: FitRequest,
     options: Sequence[Option],
@@ -291,6 +275,7 @@ def to_json(
     options: best first, which is the choice where it fits; each names its model.
     start: of the choice, as sparkd.capacity.launch has it.
     """
+    inventory = headers.model
     checkpoint, shape = inventory.checkpoint, inventory.shape
     best = options[0] if options and options[0].fits else None
     return {
@@ -309,7 +294,7 @@ def to_json(
             "requests": request.requests,
             "max_model_len": request.max_model_len,
             "eager": request.eager,
-            "speculative": request.drafting.method if request.drafting is not None else None,
+            "speculative": headers.drafting.method if headers.drafting is not None else None,
         },
         "options": [option_json(option, model) for option in options],
         "choice": None if best is None else {**option_json(best, model), **(start or {})},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sparkd.capacity.account import machine
-from sparkd.capacity.evidence import Witness
+from sparkd.capacity.evidence import Answers
 from sparkd.capacity.plan import plan, vllm_json
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
@@ -192,9 +192,9 @@ def _answer(
 
     entry, checkpoint = entry_here(request.model, spec, config, progress, places, there)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
-    answers = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
+    runtime = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
     # The daemon starts no vLLM beside what it serves: this plan uses the answers that `sparkd plan` got and kept.
-    ask = Witness(partial(kept_answers, runtime=answers))
+    answers = Answers(partial(kept_answers, runtime=runtime))
     answer = plan(
         request,
         entry,
@@ -203,9 +203,9 @@ def _answer(
         read=lambda draft: checkpoint_of(draft, None, env, progress),
         unlinked=unlinked,
         copies=lambda source, stored: prequantized(source, stored, env),
-        ask=ask,
+        answers=answers,
     )
-    return {**answer, "vllm": vllm_json(answers, ask)}
+    return {**answer, "vllm": vllm_json(runtime, answers)}
 
 
 def _nodes(request: PlanRequest, spec: ModelConfig | None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from sparkd.capacity.account import Account, Candidate, account, candidates_of, illegal, machine, needed_gib, resolved
+from sparkd.capacity.account import Account, account, candidate_of, candidates_of, illegal, machine, needed_gib, resolved
 from sparkd.capacity.entry_faults import file_fault, format_fault
 from sparkd.capacity.evidence import Answers, Evidence, Ways
 from sparkd.capacity.headers import Headers, headers_here
@@ -73,24 +73,6 @@ def offered_gib(config: Config) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A model and everything that its need follows from.
-
-    headers: None if they are not on this machine. candidates: see sparkd.capacity.account.candidates_of; none without headers.
-    hardware: the node's. vllm: the version of the runtime's vLLM, if it is known.
-    """
-
-    spec: ModelConfig
-    args: EngineArgs
-    headers: Headers | None
-    candidates: tuple[Candidate, ...]
-    evidence: Evidence
-    hardware: Hardware
-    entrypoint: str
-    vllm: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Requirement:
     """The need of one model on each of its nodes.
 
@@ -130,54 +112,51 @@ class Node(Protocol):
 def requirement_of(
     spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
 ) -> Requirement:
-    """The need of an entry (need_of), with its parsers chosen. beside: as in `subject_of`, which raises the same errors."""
-    need = need_of(subject_of(spec, config, node, beside=beside), free_gib, offered_gib, ways)
-    spec, parsers = decided(spec, need.args), None
-    if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, need.args.env)
-    return replace(need, spec=spec, parsers=parsers)
+    """The requirement of an entry, with a choice for each `auto` and its parsers. Uses vLLM's kept answers, and never asks.
 
-
-def subject_of(spec: ModelConfig, config: Config, node: Node, *, beside: bool = False) -> Subject:
-    """Read everything that a need follows from. beside: whether `quantize: auto` may use a quantized copy that is on this machine.
+    free_gib: the most that a node has free of other models.
+    offered_gib: the GiB that the node lends.
+    ways: the tensor and pipeline sizes, with each rank on its own node.
+    beside: whether `quantize: auto` may use a quantized copy that is on this machine.
 
     Raises RankError if the runtime is missing, and ModelUnusable if the folder is missing or holds no model.
-    Raises ConfigError for a number of the entry that vLLM would refuse too.
+    Raises ConfigError for a number of the entry that vLLM would refuse too, and CheckpointError as sparkd.capacity.account.account.
     """
-    engine = config.engine
-    if absent := unusable_of(spec, engine, config.model_places()):
+    if absent := unusable_of(spec, config.engine, config.model_places()):
         raise absent
-    interpreter = runtime_of(spec, config)
-    found = node.runtime(interpreter)
-    entrypoint = spec.entrypoint_of(engine)
-    if entrypoint == "auto":
-        entrypoint = found["entrypoint"]
+    facts = node.runtime(runtime_of(spec, config))
+    entrypoint, hardware = _entrypoint(spec, config, facts), _hardware(config, facts)
+    args = engine_args(spec, spec.environment(config.engine))
+    headers, known = headers_here(args), None
+    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
+    args = args.undecided()
+    if candidates:
+        evidence = evidence_of(spec, config, facts)
+        chosen = resolved(candidates, hardware, int(free_gib * GIB), ways, evidence)
+        args, headers, known = chosen.args, chosen.headers, account(chosen, hardware, evidence, ways)
+    gib = needed_gib(args, hardware, offered_gib, known)
+    spec, parsers = decided(spec, args), None
+    if spec.runs_vllm(config.engine):
+        spec, parsers = with_parsers(spec, args.env)
+    return Requirement(spec, args, hardware, entrypoint, gib, known, facts.get("vllm"), ways, headers, parsers=parsers)
+
+
+def _entrypoint(spec: ModelConfig, config: Config, facts: Mapping[str, Any]) -> str:
+    entrypoint = spec.entrypoint_of(config.engine)
+    entrypoint = facts["entrypoint"] if entrypoint == "auto" else entrypoint
     if entrypoint is None:
+        interpreter = runtime_of(spec, config)
         raise RankError(
             f"The runtime {interpreter} has no vLLM: run `{interpreter} -m pip install vllm~={'.'.join(map(str, READ_OFF))}.0 "
             "-c deploy/constraints.txt` in sparkd's checkout, or set engine.runtime to the Python interpreter that has it."
         )
-    args = engine_args(spec, spec.environment(engine))
-    headers = headers_here(args)
-    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
-    total_bytes, platform = found.get("mem_total_bytes"), platform_of(found, config)
-    there = machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
-    return Subject(spec, args.undecided(), headers, candidates, evidence_of(spec, config, found), there, entrypoint, found.get("vllm"))
+    return str(entrypoint)
 
 
-def need_of(subject: Subject, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Requirement:
-    """The need of a subject, with a choice for each `auto`. Reads no file, but may use vLLM's kept answers.
-
-    free_gib: the most that a node has free of other models; offered_gib: the GiB that it lends.
-    ways: the tensor and pipeline sizes, with each rank on its own node.
-    Raises CheckpointError as sparkd.capacity.account.account.
-    """
-    args, headers, here, known = subject.args, subject.headers, subject.hardware, None
-    if subject.candidates:
-        chosen = resolved(subject.candidates, here, int(free_gib * GIB), ways, subject.evidence)
-        args, headers, known = chosen.args, chosen.headers, account(chosen, here, subject.evidence, ways)
-    gib = needed_gib(args, here, offered_gib, known)
-    return Requirement(subject.spec, args, here, subject.entrypoint, gib, known, subject.vllm, ways, headers)
+def _hardware(config: Config, facts: Mapping[str, Any]) -> Hardware:
+    """The node of a runtime with these facts."""
+    total_bytes, platform = facts.get("mem_total_bytes"), platform_of(facts, config)
+    return machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
 
 
 def ask_vllm(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> None:
@@ -214,8 +193,10 @@ def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
     """The reason why vLLM would not split the model over `ways`; None if it would, or without headers here. Raises RankError."""
-    subject = subject_of(spec, config, node)
-    return illegal(subject.candidates[0], subject.hardware, ways, subject.evidence) if subject.candidates else None
+    facts, args = node.runtime(runtime_of(spec, config)), engine_args(spec, spec.environment(config.engine)).undecided()
+    headers = headers_here(args)
+    stored = None if headers is None else candidate_of(args, headers)
+    return None if stored is None else illegal(stored, _hardware(config, facts), ways, evidence_of(spec, config, facts))
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:

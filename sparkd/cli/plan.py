@@ -211,7 +211,7 @@ def asked_here(
 def _planned_here(
     named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], draw: Draw | None, *, quick: bool
 ) -> dict[str, Any]:
-    from sparkd.capacity.evidence import Witness
+    from sparkd.capacity.evidence import Answers
     from sparkd.capacity.plan import plan as plan_of
     from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
@@ -226,7 +226,7 @@ def _planned_here(
     runtime = _runtime_of(named)
 
     def answer(*, quick: bool) -> dict[str, Any]:
-        witness = Witness(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
+        answers = Answers(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
         answer = plan_of(
             request,
             entry,
@@ -234,9 +234,9 @@ def _planned_here(
             machine,
             read=lambda draft: checkpoint_of(draft, None, env),
             copies=lambda source, stored: prequantized(source, stored, env),
-            ask=witness,
+            answers=answers,
         )
-        return {**answer, "vllm": vllm_json(runtime, witness)}
+        return {**answer, "vllm": vllm_json(runtime, answers)}
 
     if draw is not None and not quick and runtime.version is not None:
         guess = answer(quick=True)

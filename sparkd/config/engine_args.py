@@ -48,8 +48,8 @@ class EngineArgs:
 
     quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored; recipe: the same parsed, as stored for `auto`, None
     where the variables of its rules cannot be parsed. max_model_len: tokens, `auto` for as many as fit, None for the model's own. cache:
-    the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry. cache_bytes: the value of
-    --kv-cache-memory-bytes; cpu_space_bytes: that of the CPU backend's variable. share: the share of the node's memory for vLLM;
+    the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry.
+    cpu_space_bytes: the size in the CPU backend's variable. share: the share of the node's memory for vLLM;
     share_words: its spelling. vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache. margin_bytes: bytes to leave free,
     None for the default. memory_gib: the operator's reservation for the engine. draft: vLLM's configuration of drafts; drafts: whether a
     flag for one exists, even an unreadable one. uncounted: flags whose effect on memory no formula covers; changes: the parts that they and
@@ -77,7 +77,6 @@ class EngineArgs:
     chunked_prefill: bool
     cache: Mapping[str, Any] | str | None
     cache_words: str
-    cache_bytes: int | None
     cpu_space_bytes: int | None
     share: float | None
     share_words: str
@@ -136,6 +135,8 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
     spec = at_any_length(spec)
     flags = parsed(spec.extra_args)
+    if isinstance(size := flags.get(BYTES), str) and amount(size) is None:
+        raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
     length, blocks = amount_in(flags, LENGTH), blocks_of(flags)
     kv_dtype = kv_dtype_of(flags) or spec.kv_cache_dtype or "auto"
     uncounted = tuple(unsized(flags))
@@ -166,7 +167,6 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
         cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
-        cache_bytes=_cache_bytes(flags.get(BYTES)),
         cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
         share=share,
         share_words=share_words,
@@ -237,10 +237,3 @@ def _share(spec: ModelConfig, flags: Mapping[str, Value]) -> tuple[float | None,
         return float(spec.kv_cache["utilization"]), kv_sizing.written("kv_cache", spec.kv_cache)
     share = spec.gpu_memory_utilization
     return share, "" if share is None else f"gpu_memory_utilization {share:g}"
-
-
-def _cache_bytes(size: Value | None) -> int | None:
-    size_bytes = amount(size) if isinstance(size, str) else None
-    if isinstance(size, str) and size_bytes is None:
-        raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    return size_bytes

@@ -8,9 +8,10 @@ from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
 from sparkd.capacity import entry_faults
 from sparkd.capacity.account import Account, candidate_of, candidates_of, machine
+from sparkd.capacity.estimate import kv_layout
 from sparkd.capacity.evidence import NOTHING, Evidence, Ways
 from sparkd.capacity.headers import headers_here
-from sparkd.capacity.kv_cache import KvCost, Serving, kv_layout
+from sparkd.capacity.kv_cache import KvCost, Serving
 from sparkd.capacity.requirement import Requirement
 from sparkd.checkpoint.shape import Shape
 from sparkd.config.engine_args import decided, engine_args

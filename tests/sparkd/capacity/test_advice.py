@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sparkd.capacity.account import machine
 from sparkd.capacity.advice import Cure, FitRefusal, refusal, too_large
-from sparkd.capacity.fit import FitRequest, choose
+from sparkd.capacity.fit import choose
+from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
@@ -98,7 +99,7 @@ def test_an_entry_that_follows_the_cure_of_a_load_is_not_refused_again(folder: P
     def loads(keys: dict[str, Any], most_gib: int) -> None:
         spec = parsed(folder, keys)
         found = None if spec is None else refused(spec, most_gib)
-        for cure in () if found is None else found.cures:
+        for cure in () if found is None else (found.cure,):
             again = parsed(folder, followed(keys, cure)) if cure.settings else None
             if again is not None:
                 cures.append(cure)
@@ -127,7 +128,7 @@ def test_a_plan_that_is_made_again_by_its_cure_has_a_choice(folder: Path) -> Non
         size = kv_cache(cache) if cache and "blocks" not in cache else cache
         wish = FitRequest(length, serving=Serving(0, max_num_seqs=16), quantize=QuantizationRecipe.parse(quantize), ways=ways, cache=size)
         found = refusal(choose(model, node, wish).options, model, wish)
-        for cure in () if found is None else found.cures:
+        for cure in () if found is None else (found.cure,):
             if cure.settings:
                 cures.append(cure)
                 again = replace(wish, max_model_len=cure.settings.get("max_model_len", length), cache=cure.settings.get("kv_cache", size))

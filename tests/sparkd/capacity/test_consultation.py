@@ -13,7 +13,8 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.advice import outgrown
 from sparkd.capacity.evidence import MOST_QUESTIONS, Answers, Consultation, Evidence
-from sparkd.capacity.fit import FitRequest, choose, ways_of
+from sparkd.capacity.fit import choose, ways_of
+from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.capacity.evidence import MeasuredPeaks
-from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT, FitRequest, FitResult, Option, choose, floor, format_notes, smallest
+from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT, FitResult, Option, choose, floor, format_notes, smallest
+from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.formats import AS_STORED, FORMATS
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory

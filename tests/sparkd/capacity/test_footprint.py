@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES
 from sparkd.capacity.evidence import Exact, MeasuredPeaks
-from sparkd.capacity.footprint import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES, Footprint, Terms, footprint
+from sparkd.capacity.footprint import FitRequest, Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.hardware import GIB, H200, SPARK
@@ -34,12 +35,12 @@ def of(
     inventory: Inventory | None = None,
     **more: Any,
 ) -> Footprint:
-    return footprint((inventory or plain()).formatted(recipe), serving or Serving(4096), hardware, Terms(**more))
+    return footprint((inventory or plain()).formatted(recipe), serving or Serving(4096), hardware, FitRequest(**more))
 
 
 def test_vllms_total_of_the_weights_is_divided_as_the_formula_divides_it() -> None:
     formula = plain().formatted(BF16).weights()
-    found = of(exact=Exact(weight_bytes=2 * formula.bytes))
+    found = of(exact=lambda _recipe, _serving: Exact(weight_bytes=2 * formula.bytes))
 
     assert found.parts["weights"] == found.weights.bytes == 2 * formula.bytes
     assert found.weights.by_kind == {kind: 2 * size for kind, size in formula.by_kind.items()}
@@ -78,7 +79,7 @@ def test_what_each_kind_of_machine_adds() -> None:
 
 
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
-    found = of(learned=MeasuredPeaks(peak=123, graphs=45))
+    found = of(learned=lambda _recipe, _serving: MeasuredPeaks(peak=123, graphs=45))
 
     assert (found.parts["peak"], found.parts["graphs"]) == (123, 45)
 

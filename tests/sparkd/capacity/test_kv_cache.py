@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.kv_cache import KvCost, Serving, stages_of, token_bytes
+from sparkd.capacity.estimate import token_bytes
+from sparkd.capacity.kv_cache import KvCost, Serving, stages_of
 from sparkd.checkpoint.shape import Attention, Shape, shape_of
 from sparkd.hardware import GIB
 from tests.support.accounts import kv_cost

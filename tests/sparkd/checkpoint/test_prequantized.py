@@ -13,7 +13,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.prequantized import is_quantized_name, prequantized
 from sparkd.config.config import parse_model
 from sparkd.hardware import GIB, SPARK
-from tests.support.accounts import account, advice, resolved
+from tests.support.accounts import account, resolved
 from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
@@ -156,12 +156,7 @@ def test_auto_takes_it_before_anything_is_quantized_where_there_is_one_node(
     assert found["choice"]["model"] in found["choice"]["ranks"][0]["command"]
 
 
-def test_what_refuses_a_model_tells_of_it_and_takes_it_not(model: Path) -> None:
+def test_a_copy_is_not_taken_where_the_stored_model_fits(model: Path) -> None:
     keys = {"model": str(model), "max_model_len": 256, "max_num_batched_tokens": 16}
-    spec, auto = (parse_model("m", {**keys, **more}, over_admin=False) for more in ({}, {"quantize": "auto"}))
-
-    stored = account(spec, SPARK, {})
-    assert stored is not None
-    assert f"set model: {model}-AWQ (" in advice(spec, SPARK, {}, stored.least - (256 << 20))
-    assert f"{model}-AWQ" not in advice(spec, SPARK, {}, GIB)
+    auto = parse_model("m", {**keys, "quantize": "auto"}, over_admin=False)
     assert resolved(auto, SPARK, {}, 100 * GIB).model == str(model)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkd.capacity.kv_cache import BLOCK_TOKENS, Serving
+from sparkd.capacity.estimate import BLOCK_TOKENS
+from sparkd.capacity.kv_cache import Serving
 from sparkd.checkpoint.shape import Attention
 from sparkd.errors import MissingSymbol
 from tests.support.late import Late
