@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 from sparkd.admin.chosen_nodes import chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell
+from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.journal import Ledger
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
@@ -24,8 +24,6 @@ from sparkd.fabric.nccl_log import judge, parse
 from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
 from sparkd.state.nouns import RESIDENT, STARTING, Operation, Progress
 from sparkd.state.snapshot import Snapshot
-
-log = logging.getLogger("sparkd.measures")
 
 KIND = "measure"
 # The most that a measurement may cost: bytes of both nodes together, seconds for each pair.
@@ -41,20 +39,10 @@ _PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
 Pair = tuple[str, str]
 
 
-class MeasuredNodes(Protocol):
-    """The part of the cluster that a measurement needs."""
-
-    node_ip: str
-
-    def in_sight(self) -> list[str]: ...
-    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any: ...
-    async def fabric(self) -> dict[str, Mapping[str, Any] | None]: ...
-
-
 class Measures:
     def __init__(
         self,
-        nodes: MeasuredNodes,
+        nodes: Cluster,
         ledger: Ledger,
         jobs: Jobs,
         config: Callable[[], Config],

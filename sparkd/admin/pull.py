@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import secrets
 import signal
@@ -13,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sparkd.admin.chosen_nodes import ALL, chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell, Work, message_of
+from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Ledger
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
@@ -27,8 +27,6 @@ from sparkd.state.nouns import Operation, Progress
 from workers.files.manifest import is_loaded, refuse_without_room
 from workers.host.hub_cache import cache_places, is_hub_id
 from workers.host.interpreter import PACKAGE_DIR, module_command, program_environment
-
-log = logging.getLogger("sparkd.pulls")
 
 KIND = "pull"
 CONNECTIONS = 8
@@ -42,16 +40,6 @@ MOST_NAMES = 4  # of files, in a sentence
 MAX_LINE = 1 << 20
 
 
-class PullNodes(Protocol):
-    """The part of the cluster that a pull needs."""
-
-    node_ip: str
-
-    def in_sight(self) -> list[str]: ...
-    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any: ...
-    async def fabric(self) -> dict[str, Mapping[str, Any] | None]: ...
-
-
 class Pulls:
     """Starts a pull as a job, one at a time for each model.
 
@@ -61,7 +49,7 @@ class Pulls:
 
     def __init__(
         self,
-        nodes: PullNodes,
+        nodes: Cluster,
         ledger: Ledger,
         jobs: Jobs,
         find: Callable[[str], ModelConfig | None],
@@ -125,7 +113,7 @@ class _Unasked(RankError):
 class _Pull:
     """One pull, from the hub or the node that has the files to every node that shall have them."""
 
-    def __init__(self, nodes: PullNodes, tell: Tell, clock: Callable[[], float]) -> None:
+    def __init__(self, nodes: Cluster, tell: Tell, clock: Callable[[], float]) -> None:
         self._nodes, self._tell_progress = nodes, tell
         self._clock = clock
         self._began: tuple[float, int] | None = None

@@ -13,7 +13,7 @@ from workers.host.memory_limits import spare
 MIB = 1 << 20
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
-# From this many requests on vLLM drafts nothing: sparkd's flags set this limit (sparkd.recipes.speculation, BATCH_LIMIT).
+# From this many requests on vLLM drafts nothing: sparkd's recipes set this limit.
 DRAFTED_REQUESTS = 32
 # CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
 CONTEXT_BYTES = 350 * MIB

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import name_of, snapshot_of, source_of
+from sparkd.cli.named_entry import value_of
 from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError, ConfigError, Conflict
 from workers.cache import store
@@ -105,7 +106,7 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
         source = str(snapshot)
     refuse_unusable(source, vllm=True)
     own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
-    value = _value(quantize) if quantize is not None else own
+    value = value_of(quantize) if quantize is not None else own
     recipe = QuantizationRecipe.parse(value)
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
@@ -165,13 +166,3 @@ def _is_made_of(folder: str, source: str) -> bool:
     if source.startswith("/"):
         return os.path.realpath(source) == folder
     return f"/models--{source.replace('/', '--')}/" in folder if "/" in source else model_name(folder) == name_of(source)
-
-
-def _value(text: str) -> Any:
-    """`nvfp4`, or a mapping as YAML or JSON has it."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--quantize: {getattr(error, 'problem', None) or 'it is no YAML'}; a format or a mapping is expected.") from None

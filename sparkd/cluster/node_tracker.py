@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -14,8 +13,6 @@ from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
 from workers.agent.ray_probe import CLOCK_S
 from workers.rank.signatures import Diagnosis
-
-log = logging.getLogger("sparkd.cluster")
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 NODE_GRACE_S = 60.0

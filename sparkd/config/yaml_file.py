@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,22 +109,6 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
         # PyYAML does not translate errors of chr() and int(): "\UFFFFFFFF", %YAML with thousands of digits.
         document.problems.append(ConfigProblem(file, None, "The YAML is malformed: it holds a character that YAML forbids. Remove it."))
     return document
-
-
-def check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
-    """Raise ValueError for JSON with more nested levels: sparkd could store it, but not return it."""
-    level: list[Any] = [value]
-    for _ in range(levels):
-        level = [inner for outer in level for inner in _members(outer)]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {levels} levels")
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _without_quotes(error: yaml.MarkedYAMLError) -> str:

@@ -119,7 +119,7 @@ class Roster:
         return spec
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
-        """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
+        """Add a model. Returns `added`, `changed`, or None if the same entry was there."""
         spec = self.judged(name, raw)
         standing = self._added.get(name)
         if standing is None and len(self._added) >= MOST_ADDED:

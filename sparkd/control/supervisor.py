@@ -171,7 +171,7 @@ class Supervisor:
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
 
-        Engines schedule own settings did not change keep running. Models that are new in the preload list are loaded.
+        Engines whose own settings did not change keep running. Models that are new in the preload list are loaded.
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
@@ -180,7 +180,7 @@ class Supervisor:
             self._queue.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
-        # Models that lacked memory may have it now. A model schedule engine hangs or crashes keeps its back-off unless its entry changed.
+        # Models that lacked memory may have it now. A model whose engine hangs or crashes keeps its back-off unless its entry changed.
         end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:

@@ -13,7 +13,7 @@ LOOK_TIMEOUT_S = 1.5
 
 
 class Offers:
-    """look: Supervisor.fabric, which asks every node: too slow for a client that polls each second."""
+    """look: asks every node: too slow for a client that polls each second."""
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look
@@ -22,7 +22,7 @@ class Offers:
         self._at_s = float("-inf")
 
     async def now(self) -> list[dict[str, Any]]:
-        """The fields of fabric_peers.Peer and the text `told` of each peer. The earlier list where a node is slower than LOOK_TIMEOUT_S."""
+        """The fields of a Peer and the text `told` of each peer. The earlier list where a node is slower than LOOK_TIMEOUT_S."""
         if self._clock() - self._at_s >= KEPT_S:
             self._at_s = self._clock()
             try:

@@ -19,7 +19,7 @@ _COUNTERS = (
     *("prefix_cache_queries_total", "prefix_cache_hits_total"),
 )
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-_TTFT, _ITL, _E2E = _HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
 _DRAFTS, _ACCEPTED = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total"
 _NAMES = "|".join((*_COUNTERS, *_GAUGES, *(f"{name}_bucket" for name in _HISTOGRAMS), _DRAFTS, _ACCEPTED))
 _SAMPLE = re.compile(rf"\nvllm:({_NAMES})(?:\{{(.*)\}})? ([^ \n]+)")

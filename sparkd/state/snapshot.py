@@ -23,7 +23,7 @@ class ModelView:
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
     wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
     last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`.
-    transport: for ranks on several nodes, what NCCL's log lines prove: the fields of fabric_findings.Finding, worst first.
+    transport: for ranks on several nodes, what NCCL's log lines prove: the fields of sparkd.fabric.checks.Finding, worst first.
     """
 
     name: str
