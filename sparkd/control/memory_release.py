@@ -168,7 +168,7 @@ class MemoryRelease:
                 ended.models = tuple(sorted({*ended.models, handle.model}))
                 ended.held, ended.missing, ended.since_s = ended.held + held, ended.missing + held, now_s
                 continue
-            # What an earlier end lacks is not missing of this one too.
+            # The memory that an earlier end still lacks is not counted for this one too.
             whole = max(sample.whole for sample in samples)
             if ends:
                 whole = min(whole, ends[-1].whole - ends[-1].missing)
