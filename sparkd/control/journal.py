@@ -78,35 +78,38 @@ class Served:
 
 
 class Ledger:
-    """The supervisor's book. A full disk must not end serving: `trouble` says what is not saved, and the next write tries again."""
+    """The supervisor's book. A full disk must not end serving: `trouble` says so until all that could not be saved is."""
 
     def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
         self._store = store
         self.wall = wall
         self._boundary = boundary or Boundary(time.monotonic)
+        # By table and row, the oldest first: the last write of each row that is not saved.
+        self._unsaved: dict[tuple[str, str], Callable[[], object]] = {}
         self.operations = OperationBook(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
         self.snapshots = SnapshotFeed()
         self.trouble: Condition | None = None
 
     def keep_wish(self, desired: Desired) -> None:
-        self._persist(lambda: self._store.wishes.save_desired(desired))
+        self._persist("wish", desired.model, lambda: self._store.wishes.save_desired(desired))
 
     def forget_wish(self, name: str) -> None:
-        self._persist(lambda: self._store.wishes.forget_desired(name))
+        self._persist("wish", name, lambda: self._store.wishes.forget_desired(name))
 
     def handles(self) -> list[RankHandle]:
         """The handles of all ranks that this or an earlier daemon started and none has ended."""
         return list(self._store.ranks.handles().values())
 
     def keep_handle(self, handle: RankHandle) -> None:
-        self._persist(lambda: self._store.ranks.save_handle(handle))
+        self._persist("handle", handle.rank_id, lambda: self._store.ranks.save_handle(handle))
 
     def forget_handle(self, rank_id: str) -> None:
-        self._persist(lambda: self._store.ranks.forget_handle(rank_id))
+        self._persist("handle", rank_id, lambda: self._store.ranks.forget_handle(rank_id))
 
     def keep_answered(self, rank_id: str, load_s: float) -> None:
-        self._persist(lambda: self._store.ranks.save_answered(rank_id, self.wall(), load_s))
+        at_s = self.wall()
+        self._persist("answered", rank_id, lambda: self._store.ranks.save_answered(rank_id, at_s, load_s))
 
     def answered(self, rank_id: str) -> Served | None:
         """None where it is not known: then it is asked again."""
@@ -145,13 +148,24 @@ class Ledger:
         """All at once. See History.events."""
         return self._store.history.events(after_seq, limit)
 
-    def _persist(self, write: Callable[[], object]) -> None:
-        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
-            try:
-                write()
-                self.trouble = None
-            except StateError as error:
-                self._note(error.message)
+    def save_rest(self) -> None:
+        """Write what could not be saved: in each tick, and with the next write."""
+        for row, write in [*self._unsaved.items()]:
+            with self._boundary.around("store", failed=lambda error: self._note(error.message)):
+                try:
+                    write()
+                except StateError as error:
+                    self._note(error.message)
+                    return
+                del self._unsaved[row]
+                if not self._unsaved:
+                    self.trouble = None
+
+    def _persist(self, table: str, key: str, write: Callable[[], object]) -> None:
+        # Behind the others: to forget a handle is to forget that it has answered.
+        self._unsaved.pop((table, key), None)
+        self._unsaved[table, key] = write
+        self.save_rest()
 
     def _note(self, message: str) -> None:
         if self.trouble is None:

@@ -44,11 +44,11 @@ class Sample:
 
 @dataclass(slots=True)
 class Ended:
-    """The memory of engines that ended on one node, bytes.
+    """The memory of engines that ended together on one node, bytes.
 
     models: their names.
     held: what they held together.
-    whole: what was available on the node or held by living engines just before.
+    whole: what was available on the node or held by living engines just before, less what earlier ends lacked then.
     since_s: when the last of them ended.
     missing: what has not come back. It shrinks only: memory that was back counts as back, whatever takes it then.
     stuck: whether so much was missing after LIMIT_S that the node is closed.
@@ -84,8 +84,8 @@ class MemoryRelease:
         self._limits = limits
         # By rank_id: its handle, and what it held lately.
         self._living: dict[str, tuple[RankHandle, deque[Sample]]] = {}
-        # By node. A node that is out of sight keeps its entry: when it is back, its memory is looked at again.
-        self._ended: dict[str, Ended] = {}
+        # By node, the oldest first. A node that is out of sight keeps its entries: when it is back, its memory is looked at again.
+        self._ended: dict[str, list[Ended]] = {}
         self._in_sight: frozenset[str] = frozenset()
         self.room_gib: dict[str, float] = {}
 
@@ -96,12 +96,15 @@ class MemoryRelease:
     @property
     def shortages(self) -> dict[str, str]:
         """A clause for each node that is shut."""
-        return {node: f"{node} lacks memory of an engine that ended" for node, ended in self._seen.items() if ended.stuck}
+        return {node: f"{node} lacks memory of an engine that ended" for node, ended in self._seen if ended.stuck}
 
     @property
     def missing_bytes(self) -> dict[str, int]:
         """By node, memory of engines that ended which has not come back."""
-        return {node: ended.missing for node, ended in self._seen.items()}
+        missing: dict[str, int] = defaultdict(int)
+        for node, ended in self._seen:
+            missing[node] += ended.missing
+        return missing
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -109,12 +112,12 @@ class MemoryRelease:
             Condition(MEMORY_NOT_RELEASED, f"{ended.lacking} have not come back to {node}; {_cure(node)}.", node)
             if ended.stuck
             else Condition(MEMORY_RETURNS, f"Memory of ended engines is being released: {ended.lacking} are missing on {node}.", node)
-            for node, ended in self._seen.items()
+            for node, ended in self._seen
         )
 
     @property
-    def _seen(self) -> dict[str, Ended]:
-        return {node: ended for node, ended in self._ended.items() if node in self._in_sight}
+    def _seen(self) -> list[tuple[str, Ended]]:
+        return [(node, ended) for node, ends in self._ended.items() if node in self._in_sight for ended in ends]
 
     def left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
         """Report the files that a rank has left on its node (see workers.rank.lifecycle.stop)."""
@@ -144,7 +147,8 @@ class MemoryRelease:
         for node, reading in readings.items():
             whole = reading.mem_available_bytes + sum(_held(fact) or 0 for fact in alive[node])
             self._note_living(alive[node], whole, now_s)
-            if node in self._ended and self._waits(node, whole, alive[node], now_s):
+            waits = [self._waits(node, ended, whole, alive[node], now_s) for ended in [*self._ended.get(node, ())]]
+            if any(waits):
                 room = reading.mem_available_bytes - self._limits(reading.mem_total_bytes).soft
                 self.room_gib[node] = max(0.0, room / GIB)
 
@@ -155,13 +159,20 @@ class MemoryRelease:
             if handle.node_id in observation.unseen:
                 continue
             del self._living[rank_id]
-            last = max(samples, key=lambda sample: sample.held, default=None)
-            if last is None or last.held < LEAST_BYTES:
+            held = max((sample.held for sample in samples), default=0)
+            if held < LEAST_BYTES:
                 continue
-            before = self._ended.get(handle.node_id) or Ended((), 0, 0, now_s, 0)
-            models = tuple(sorted({*before.models, handle.model}))
-            held, missing = before.held + last.held, before.missing + last.held
-            self._ended[handle.node_id] = Ended(models, held, max(before.whole, last.whole), now_s, missing)
+            ends = self._ended.setdefault(handle.node_id, [])
+            if ends and now_s - ends[-1].since_s <= BEFORE_S:
+                ended = ends[-1]
+                ended.models = tuple(sorted({*ended.models, handle.model}))
+                ended.held, ended.missing, ended.since_s = ended.held + held, ended.missing + held, now_s
+                continue
+            # The memory that an earlier end still lacks is not counted for this one too.
+            whole = max(sample.whole for sample in samples)
+            if ends:
+                whole = min(whole, ends[-1].whole - ends[-1].missing)
+            ends.append(Ended((handle.model,), held, whole, now_s, held))
 
     def _note_living(self, ranks: Sequence[RankFact], whole: int, now_s: float) -> None:
         for fact in ranks:
@@ -172,16 +183,15 @@ class MemoryRelease:
             while samples[0].at_s < now_s - BEFORE_S:
                 samples.popleft()
 
-    def _waits(self, node: str, whole: int, alive: Sequence[RankFact], now_s: float) -> bool:
-        """Whether memory still returns to the node. whole: what is available there, or held by engines that live."""
-        ended = self._ended[node]
+    def _waits(self, node: str, ended: Ended, whole: int, alive: Sequence[RankFact], now_s: float) -> bool:
+        """Whether this memory still returns to the node. whole: what is available there, or held by engines that live."""
         waited_s = now_s - ended.since_s
         ended.missing = min(ended.missing, max(0, ended.whole - whole))
         model = ended.models[0] if len(ended.models) == 1 else None
         if ended.missing <= LOSS_SHARE * ended.held + LOSS_BYTES:
-            del self._ended[node]
+            self._ended[node].remove(ended)
             metrics.RELEASE_SECONDS.labels(node).observe(waited_s)
-            metrics.RELEASE_LEAKED_BYTES.labels(node).set(0)
+            self._show_leak(node)
             back = f"{(ended.held - ended.missing) / GIB:.1f} of {ended.held / GIB:.1f} GiB of {ended.named}"
             self._ledger.say(
                 "release", model, f"{back} came back to {node} within {waited_s:.1f} s.", node=node, seconds=round(waited_s, 2)
@@ -192,13 +202,16 @@ class MemoryRelease:
             return not ended.stuck
         if ended.missing < STUCK_BYTES or ended.missing < STUCK_SHARE * ended.held:
             # Any other program may have taken so little.
-            del self._ended[node]
+            self._ended[node].remove(ended)
             return False
         ended.stuck = True
-        metrics.RELEASE_LEAKED_BYTES.labels(node).set(ended.missing)
+        self._show_leak(node)
         message = f"{ended.lacking} have not come back to {node} after {waited_s:.0f} s; {_cure(node)}."
         self._ledger.say("release", model, message, node=node, missing_bytes=ended.missing)
         return False
+
+    def _show_leak(self, node: str) -> None:
+        metrics.RELEASE_LEAKED_BYTES.labels(node).set(sum(ended.missing for ended in self._ended[node] if ended.stuck))
 
 
 def readings_of(observation: Observation) -> dict[str, Reading]:

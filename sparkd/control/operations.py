@@ -13,9 +13,9 @@ from sparkd.state.store import OPERATIONS_KEPT, History
 
 
 class OperationBook:
-    """`persist(write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
+    """`persist(table, key, write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
 
-    def __init__(self, history: History, persist: Callable[[Callable[[], object]], None], wall: Callable[[], float]) -> None:
+    def __init__(self, history: History, persist: Callable[[str, str, Callable[[], object]], None], wall: Callable[[], float]) -> None:
         self._history = history
         self._persist = persist
         self._wall = wall
@@ -82,7 +82,7 @@ class OperationBook:
         self._operations[operation.id] = operation
         while len(self._operations) > OPERATIONS_KEPT:
             self._operations.pop(next(iter(self._operations)))
-        self._persist(lambda: self._history.save_operation(operation))
+        self._persist("operation", operation.id, lambda: self._history.save_operation(operation))
 
     def _with_progress(self, operation: Operation, records: dict[str, Record]) -> Operation:
         record = records.get(operation.model)

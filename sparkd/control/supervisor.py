@@ -253,6 +253,7 @@ class Supervisor:
         around, records = self.boundary.around, self.registry.records
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
+        self.ledger.save_rest()
         with around("tell"):
             self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from itertools import islice
 from time import perf_counter, time
 
 from sparkd.errors import NotFound, StateError
 from sparkd.execution.threads import Threads
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.usage import Tokens
-from sparkd.state.request_store import REQUESTS_KEPT, RequestRow, RequestStore
+from sparkd.state.request_store import REQUESTS_KEPT, ROWS_AT_ONCE, RequestRow, RequestStore
 
 _log = logging.getLogger("sparkd.requests")
 
@@ -20,7 +21,7 @@ _NO_TOKENS = Tokens(None, None, None)
 
 
 class RequestLog:
-    """`begin` and `end` are for the edge. Finished requests reach the disk within WRITE_EVERY_S, in one transaction on a thread of its own.
+    """`begin` and `end` are for the edge. Finished requests reach the disk within WRITE_EVERY_S, on a thread of its own.
 
     keeps: whether finished requests are recorded; it may be replaced at any time.
     """
@@ -90,20 +91,20 @@ class RequestLog:
             await self._threads.run(self._store.close)
 
     async def _write(self) -> None:
-        rows = list(self._finished)
-        if not rows or self._store is None:
-            return
-        try:
-            await self._threads.run(self._store.write, rows)
-        except StateError as error:
-            self._more.set()
-            if error.message != self._fault:
-                self._fault = error.message
-                _log.warning("finished requests wait in memory: %s", error.message)
-            return
-        self._fault = ""
-        while self._finished and (self._finished[0].number or 0) <= (rows[-1].number or 0):
-            self._finished.popleft()
+        # The supervisor writes to the same file, on the loop's thread: while it waits, the next rows wait too.
+        while self._finished and self._store is not None:
+            rows = list(islice(self._finished, ROWS_AT_ONCE))
+            try:
+                await self._threads.run(self._store.write, rows)
+            except StateError as error:
+                self._more.set()
+                if error.message != self._fault:
+                    self._fault = error.message
+                    _log.warning("finished requests wait in memory: %s", error.message)
+                return
+            self._fault = ""
+            while self._finished and (self._finished[0].number or 0) <= (rows[-1].number or 0):
+                self._finished.popleft()
 
 
 def _phase(exchange: Exchange) -> str:

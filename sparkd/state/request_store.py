@@ -11,6 +11,8 @@ from sparkd.errors import StateError
 from sparkd.state.store import state_errors
 
 REQUESTS_KEPT = 10_000
+# Rows of one write: so many hold the supervisor's own write up for some milliseconds, and it waits 100.
+ROWS_AT_ONCE = 200
 _MOST_NUMBER = (1 << 63) - 1  # SQLite's integers
 
 
@@ -105,7 +107,7 @@ class RequestStore:
             return int(self._db.execute("SELECT ifnull(max(number), 0) FROM requests").fetchone()[0])
 
     def write(self, rows: Sequence[RequestRow]) -> None:
-        """Add requests, and remove those that are more than REQUESTS_KEPT behind the last one."""
+        """Add at most ROWS_AT_ONCE requests, and remove those that are more than REQUESTS_KEPT behind the last one."""
         places = ", ".join("?" * len(_COLUMNS))
         values = [row[: len(_COLUMNS)] for row in rows]
         with state_errors(self.path, "requests"), self._db:

@@ -194,8 +194,6 @@ class History:
     def add_event(self, at_s: float, kind: str, model: str | None, message: str, data: Mapping[str, Any]) -> Event:
         # The name of a file may hold bytes that are no text (os.fsdecode), and SQLite takes text only.
         message = message.encode("utf-8", "backslashreplace").decode()
-        # The name of a file may hold bytes that are no text (os.fsdecode), and SQLite takes text only.
-        message = message.encode("utf-8", "backslashreplace").decode()
         columns = (at_s, kind, model, message, json.dumps(dict(data)))
         ((seq,),) = self._store.execute(
             "events", "INSERT INTO events(at_s, kind, model, message, data) VALUES (?,?,?,?,?) RETURNING seq", columns

@@ -105,6 +105,50 @@ def test_several_engines_that_end_one_after_the_other(gate: Gate) -> None:
     assert [lacking(line, "77.0 of 78.0 GiB", "k and m", "n", "2.0 s") for line in gate.told] == [[]]
 
 
+@pytest.mark.parametrize("apart_s", [LIMIT_S + 5, 60.0], ids=["after the node was shut", "while it was waited for"])
+def test_a_leak_keeps_the_node_shut_when_another_engine_ends(gate: Gate, apart_s: float) -> None:
+    small, large = rank("a", 30), rank("b", 60)
+    gate.look(20, small, large)
+    gate.look(35, large)
+    gate.look(35, large, seconds=apart_s)
+    gate.look(35, large)
+    gate.look(35)
+    assert gate.release.missing_bytes == {"n": 75 * GIB}
+    gate.look(95, seconds=5)
+    assert gate.release.missing_bytes == {"n": 15 * GIB}, "the larger one's are back"
+    for _ in range(3):
+        gate.look(95, seconds=LIMIT_S)
+        assert gate.release.shut == {"n"}
+    assert [lacking(str(one), "MemoryNotReleased", "15.0 of 30.0 GiB of a") for one in gate.release.conditions] == [[]]
+    assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == 15 * GIB
+    assert gate.look(110), "late, and back all the same"
+    assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == 0
+
+
+def test_a_second_leak_is_told_beside_the_first(gate: Gate) -> None:
+    gate.look(20, rank("a", 30), rank("b", 60))
+    gate.look(35, rank("b", 60))
+    gate.look(35, rank("b", 60), seconds=LIMIT_S)
+    gate.look(75)
+    gate.look(75, seconds=LIMIT_S)
+    assert [line.split(" have")[0] for line in gate.told] == ["15.0 of 30.0 GiB of a", "20.0 of 60.0 GiB of b"]
+    assert (gate.release.missing_bytes, gate.release.shut) == ({"n": 35 * GIB}, {"n"})
+    assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == 35 * GIB
+
+
+def test_an_end_while_the_memory_of_an_earlier_one_returns(gate: Gate) -> None:
+    gate.look(20, rank("a", 30), rank("b", 60))
+    gate.look(20, rank("b", 60))
+    gate.look(20, rank("b", 60), seconds=10)
+    gate.look(45, rank("b", 60))
+    gate.look(45)
+    assert gate.release.missing_bytes == {"n": 65 * GIB}
+    gate.look(105)
+    assert gate.release.missing_bytes == {"n": 5 * GIB}
+    assert gate.look(110)
+    assert gate.release.missing_bytes == {}
+
+
 def test_nothing_is_said_to_be_missing_beside_what_nobody_can_weigh(gate: Gate) -> None:
     gate.look(50, SERVING)
     gate.look(75)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.nouns import ModelState
-from sparkd.state.request_store import RequestRow, RequestStore
+from sparkd.state.request_store import ROWS_AT_ONCE, RequestRow, RequestStore
 from tests.sparkd.gateway.fakes import (
     DONE,
     EVENT,
@@ -29,6 +29,7 @@ from tests.sparkd.gateway.fakes import (
     until_gone,
     view,
 )
+from tests.sparkd.state.test_request_store import ROW
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODY, STREAM = b'{"model":"small","messages":[]}', b'{"model":"tiny","stream":true,"messages":[]}'
@@ -293,3 +294,19 @@ async def test_a_disk_that_is_full_for_a_while(gateway: Running, log: RequestLog
     full = False
     await log._write()
     assert ([row.number for row in log._store.read()], len(log._finished)) == ([2, 1], 0)
+
+
+async def test_many_finished_requests_leave_the_supervisor_its_turn(tmp_path: Path) -> None:
+    """The supervisor writes to the same file: no write of the record holds it up for longer than a few rows take."""
+
+    class Counted(RequestStore):
+        def write(self, rows: Sequence[RequestRow]) -> None:
+            sizes.append(len(rows))
+            super().write(rows)
+
+    sizes: list[int] = []
+    log = RequestLog(Counted(tmp_path / "state.db"))
+    log._finished.extend(ROW._replace(number=number) for number in range(1, 2 * ROWS_AT_ONCE + 2))
+    rows = await log.finished()
+    assert (sizes, len(rows)) == ([ROWS_AT_ONCE, ROWS_AT_ONCE, 1], 2 * ROWS_AT_ONCE + 1)
+    await log.close()

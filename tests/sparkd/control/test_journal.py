@@ -1,0 +1,93 @@
+"""The book of the supervisor: what could not be saved is kept, and saved before it says that all is."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from sparkd.control.journal import Ledger
+from sparkd.state.nouns import Desired, ModelState, Want
+from sparkd.state.store import Store
+from tests.sparkd.control.test_plan import HANDLE
+from tests.sparkd.control.test_supervisor import make_ready, stage
+from tests.support.fakes import FakeClock
+
+WISH = Desired("m", Want.STOPPED, 2, "admin", 0.0)
+
+
+class Other:
+    """Another connection that writes to the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = sqlite3.connect(path, isolation_level=None)
+
+    def begin(self) -> None:
+        self.db.execute("BEGIN IMMEDIATE")
+
+    def end(self) -> None:
+        self.db.execute("ROLLBACK")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "state.db")) as made:
+        made._db.execute("PRAGMA busy_timeout=0")
+        yield made
+
+
+@pytest.fixture
+def other(store: Store) -> Iterator[Other]:
+    made = Other(store.path)
+    yield made
+    made.db.close()
+
+
+def test_what_another_writer_held_up_is_saved_before_the_condition_ends(store: Store, other: Other) -> None:
+    ledger = Ledger(store, FakeClock())
+    ledger.keep_handle(HANDLE)
+    other.begin()
+    ledger.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    ledger.keep_wish(WISH)
+    ledger.keep_answered(HANDLE.rank_id, 3.0)
+    ledger.forget_handle(HANDLE.rank_id)
+    other.end()
+    ledger.say("note", None, "An event that is written saves nothing else.")
+    assert ledger.trouble is not None and ledger.trouble.reason == "StateNotSaved"
+
+    ledger.keep_wish(Desired("k", Want.RUNNING, 1, "admin", 0.0))
+
+    assert ledger.trouble is None
+    assert (store.wishes.desired()["m"], set(store.wishes.desired())) == (WISH, {"m", "k"})
+    assert (store.ranks.handles(), store.ranks.answered(HANDLE.rank_id)) == ({}, None)
+
+
+def test_an_older_wish_never_replaces_a_newer(store: Store, other: Other) -> None:
+    ledger = Ledger(store, FakeClock())
+    other.begin()
+    ledger.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    other.end()
+    ledger.keep_wish(WISH)
+    ledger.save_rest()
+    assert store.wishes.desired() == {"m": WISH}
+
+
+async def test_an_unload_that_could_not_be_saved_outlives_the_daemon_all_the_same(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.store._db.execute("PRAGMA busy_timeout=0")
+        other = Other(made.store.path)
+        other.begin()
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        assert [one.reason for one in made.supervisor.snapshot().conditions] == ["StateNotSaved"]
+        other.db.close()
+        await made.tick()
+        assert made.supervisor.snapshot().conditions == ()
+        assert made.store.wishes.desired()["m"].want is Want.STOPPED
+    async with stage(tmp_path) as made:
+        await made.tick(3)
+        assert made.state("m") == ModelState.STOPPED
+        assert made.cluster.ranks == {}
