@@ -283,6 +283,29 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
     assert param in caught.value.message and "recipes import more@eugr" in caught.value.message
 
 
+OURS = RECIPE.partition("settings:")[0] + "settings: "
+
+
+def test_a_recipe_names_no_file_for_its_calibration(state: Path) -> None:
+    """The absence, the size and the encoding of any file would be told."""
+    text = f"{OURS}{{quantize: {{format: nvfp4-a4, calibration: /etc/shadow}}}}\n"
+    keep(state, {"probe": text})
+    for over_admin in (True, False):
+        with pytest.raises(ConfigError, match="calibration") as caught:
+            parse_model("m", {"recipe": "probe@eugr"}, over_admin=over_admin, book=RecipeLibrary(None, {}, state))
+        assert "recipes import probe@eugr" in caught.value.message
+
+
+def test_a_recipe_takes_no_name_no_default_and_no_pin(state: Path) -> None:
+    keep(state, {"greedy": f"{OURS}{{served_model_name: [gpt-4o], default: true, pin: true, max_num_seqs: 4}}\n"})
+    book = RecipeLibrary(None, {}, state)
+    model = parse_model("m", {"recipe": "greedy@eugr"}, over_admin=True, book=book)
+
+    assert model.served_names() == ("m",) and not model.default and not model.pin and model.max_num_seqs == 4
+    told = " ".join(str(note) for note in book.read("greedy@eugr")[1])
+    assert lacking(told, "served_model_name", "default", "pin", "left out") == []
+
+
 # Repositories of strangers
 
 
