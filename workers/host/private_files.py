@@ -79,7 +79,7 @@ def in_others_hands(folder: Path) -> Path | None:
     for path, below_is_there in _way(folder.absolute()):
         facts = path.lstat()
         writers = _OTHERS_WRITE | (_GROUP_WRITES if facts.st_gid else 0)
-        # In a folder such as /tmp all may add what is missing, and nobody replaces what is another's.
+        # In a folder such as /tmp every user may add what is missing, and no user replaces a file of another user's.
         closed = stat.S_ISLNK(facts.st_mode) or not facts.st_mode & writers or (facts.st_mode & stat.S_ISVTX and below_is_there)
         if facts.st_uid or not closed:
             return path
