@@ -23,6 +23,8 @@ from workers.host.trusted_code import Commits
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Methods that draft with layers of the model itself.
 _OWN_LAYERS = ("mtp", "dspark")
+# Its commit is trusted in every repository that the model's auto_map names.
+_CODE_REVISION = "code-revision"
 
 
 def pinned(spec: ModelConfig, config: Config) -> ModelConfig:
@@ -49,6 +51,8 @@ def refusal(spec: ModelConfig, config: Config) -> str | None:
         remote = looked_at(spec, env)
         commit = _cached_commit(spec.model, revision, env) or (None if remote is None else remote.commit)
         return _sentence(spec.model, commit, "`revision`")
+    if (code := parsed(spec.extra_args).get(_CODE_REVISION)) is not None and not _is_commit(code):
+        return _sentence("the repository of the code", None, f"--{_CODE_REVISION} in extra_args")
     draft = speculative_config(spec.extra_args) or {}
     repository = _draft_repository(spec, draft)
     if repository is None or repository == spec.model or _is_commit(draft.get("revision")):
@@ -62,7 +66,7 @@ def commits_of(started: ModelConfig) -> Commits | None:
     commit = _revision(started)
     if not started.trusts_code() or started.model.startswith("/") or commit is None or not _is_commit(commit):
         return None
-    others = [*filter(None, [value_of(started.extra_args, "code-revision")])]
+    others = [*filter(None, [value_of(started.extra_args, _CODE_REVISION)])]
     commits = {started.model: [commit, *others]}
     draft = speculative_config(started.extra_args) or {}
     repository = _draft_repository(started, draft)

@@ -51,17 +51,21 @@ def refuse_many(own: Mapping[str, Any]) -> None:
         raise ConfigError(f"extra_args: {most}. Leave some out, or {_CURE}", param="extra_args")
 
 
-def refuse_calibration(quantize: Any) -> None:
-    """Raise ConfigError for a text of the caller's choice: its absence, its size and its encoding are told, and it may be any file."""
+def refuse_calibration(quantize: Any, where: str = "over the admin API", cure: str = _CURE) -> None:
+    """Raise ConfigError for a text of the caller's choice: its absence, its size and its encoding are told, and it may be any file.
+
+    where, cure: see `refuse_flags`.
+    """
     if isinstance(quantize, Mapping) and "calibration" in quantize:
-        raise ConfigError(f"quantize.calibration is refused over the admin API: {_CURE}", param="quantize")
+        raise ConfigError(f"quantize.calibration is refused {where}: {cure}", param="quantize")
 
 
 def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for a key of the request that is not in the lists.
 
-    own: the keys of the request. model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe.
-    A recipe trusts the code of its own repository and revision only: a request that names another is refused.
+    own: the keys of the request. model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe,
+    but for the text of a calibration. A recipe trusts the code of its own repository and revision only: a request that names another is
+    refused.
     """
     for key in own:
         if key not in KEYS and own[key] not in (None, False):
@@ -70,8 +74,7 @@ def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
         raise ConfigError(
             f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
         )
-    if own.get("quantize") is not None:
-        refuse_calibration(model.quantize)
+    refuse_calibration(model.quantize)
     args, env = own.get("extra_args") or (), own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
     refuse_flags(model.extra_args[len(model.extra_args) - len(args) :])

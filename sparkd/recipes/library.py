@@ -22,7 +22,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
 AT = "@"
-_NO_TRUST = "trust_remote_code is left out: a model whose repository brings code sets it in its own entry."
+_LEFT_OUT = "{} is left out: a model that needs it sets it in its own entry."
 _SUFFIX = ".yaml"
 
 
@@ -128,7 +128,7 @@ class RecipeLibrary:
         shown, more is a warning instead of an error."""
         from sparkd.recipes.file import is_foreign, parse_recipe
         from sparkd.recipes.importer import imported
-        from sparkd.recipes.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_trust
+        from sparkd.recipes.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_of_the_entry
 
         notes: tuple[str, ...] = ()
         try:
@@ -146,8 +146,8 @@ class RecipeLibrary:
                 if not isinstance(self._environ, AsWritten):
                     raise
                 notes = (error.explanation, *notes)
-            if file is not None and take_out_trust(file):
-                notes += (_NO_TRUST,)
+            if file is not None:
+                notes += tuple(map(_LEFT_OUT.format, take_out_of_the_entry(file)))
         except SparkdError as error:
             return None, [ConfigProblem(None, None, error.message)]
         return file, [*(ConfigProblem(shown, None, note, "warning") for note in notes), *problems]

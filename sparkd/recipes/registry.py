@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.errors import ConfigError, StateError
 from sparkd.nearest import nearest
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-from sparkd.recipes.admin_policy import KEYS, LOAD_FORMATS
+from sparkd.recipes.admin_policy import KEYS, LOAD_FORMATS, refuse_calibration
 from workers.host.hub_cache import is_hub_id
 from workers.host.private_files import private_folder, write_private
 
@@ -31,6 +31,8 @@ _LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
 _COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
 _SHOWN_CHARS = 160
 _TRUST = "trust_remote_code"
+# They let a stranger's code in, take the requests for other models, or keep other models from the memory.
+_OF_THE_ENTRY = (_TRUST, "served_model_name", "default", "pin")
 _WHERE = "in a recipe of a registry that is used by its name"
 
 
@@ -168,6 +170,7 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
         raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
     env = settings.get("env") or {}
     try:
+        refuse_calibration(settings.get("quantize"), where=_WHERE, cure=cure)
         refuse_flags(file.arguments, where=_WHERE, cure=cure)
         # The validation of the entry refuses a value of another type.
         names = env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env] if isinstance(env, list) else ()
@@ -176,9 +179,9 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
         raise ConfigError(error.message, file=file.name, param=error.param) from None
 
 
-def take_out_trust(file: RecipeFile) -> bool:
-    """Remove the recipe's trust in code of the model's repository; True where it had any. Only the entry may grant that trust."""
-    return bool(file.settings.pop(_TRUST, None))
+def take_out_of_the_entry(file: RecipeFile) -> list[str]:
+    """Remove the keys that only the entry of a model may set. Returns those that the recipe had."""
+    return [key for key in _OF_THE_ENTRY if file.settings.pop(key, None)]
 
 
 def _written(pattern: re.Pattern[str], text: str) -> str | None:

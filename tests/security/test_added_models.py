@@ -198,10 +198,13 @@ def test_a_model_that_is_added_has_its_own_keys_judged_and_no_others(monkeypatch
     assert judged == ["b"]
 
 
-def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist() -> None:
+def test_a_text_for_the_calibration_is_of_the_file_so_that_no_caller_probes_which_files_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4", "calibration": "/etc/passwd"}}, over_admin=True)
     assert caught.value.param == "quantize"
+    (tmp_path / "calibrated.yaml").write_text(RECIPE.replace("{SETTINGS}", "{quantize: {format: nvfp4-a4, calibration: /etc/passwd}}"))
+    with pytest.raises(ConfigError, match="calibration"):
+        parse_model("m", {"recipe": "calibrated"}, over_admin=True, book=RecipeLibrary(tmp_path, {}))
     parse_model("m", {"model": "o/m", "quantize": {"format": "nvfp4-a4"}}, over_admin=True)
 
 

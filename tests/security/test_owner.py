@@ -70,6 +70,41 @@ def test_a_link_on_the_way_counts_with_where_it_leads(folder: Path) -> None:
 
 
 @needs_root
+def test_a_link_of_another_user_leads_root_nowhere(folder: Path) -> None:
+    """Also where it leads to a folder of root's, and where a link of root's leads to it."""
+    theirs, ours = given(folder / "theirs"), folder / "ours"
+    (theirs / "quantized").symlink_to("/etc")
+    (folder / "link").symlink_to(theirs / "quantized")
+    ours.mkdir(mode=0o755)
+    (folder / "loop").symlink_to("loop")
+    (folder / "fine").symlink_to("ours")
+    os.symlink(ours, folder / "given")
+    os.chown(folder / "given", LESSER, -1, follow_symlinks=False)
+    for path in (theirs / "quantized", folder / "link", folder / "given" / "x"):
+        with pytest.raises(StateError, match="sudo -u"):
+            refuse_another_users(path)
+    for path in (folder / "fine", folder / "loop"):
+        refuse_another_users(path)
+
+
+@needs_root
+def test_root_works_in_no_folder_that_others_may_write_to(folder: Path) -> None:
+    """In one like /tmp they add what is missing, and replace nothing that is there."""
+    (folder / "there").mkdir()
+    (folder / "link").symlink_to(folder)
+    for mode, group in ((0o777, 0), (0o775, LESSER), (0o1777, 0)):
+        os.chown(folder, -1, group)
+        folder.chmod(mode)
+        for path in (folder, folder / "missing", folder / "link", *([] if mode == 0o1777 else [folder / "there"])):
+            with pytest.raises(StateError, match="chmod go-w"):
+                refuse_another_users(path)
+    refuse_another_users(folder / "link" / "there")
+    os.chown(folder, -1, 0)
+    folder.chmod(0o775)
+    refuse_another_users(folder)
+
+
+@needs_root
 @pytest.mark.parametrize(
     "verb", [["serve"], ["join", "192.0.2.1", "--token", "-"], ["leave"], ["token"], ["ls", "--cached"], ["rm", "m", "--cached"]]
 )

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,9 @@ log = logging.getLogger("sparkd.private")
 _OTHERS = 0o077
 _EVERYBODY = 0o007
 _GROUP_READS = 0o050
+_GROUP_WRITES, _OTHERS_WRITE = 0o020, 0o002
+# As many as Linux follows.
+_MOST_LINKS = 40
 
 
 def private_folder(path: Path, *, keep_group: bool = False) -> None:
@@ -66,3 +70,30 @@ def private_file(path: Path) -> None:
             raise OSError(errno.ELOOP, "it is a link", str(path)) from None
         if stat.S_ISREG(facts.st_mode) and facts.st_mode & _OTHERS:
             path.chmod(0o600)
+
+
+def in_others_hands(folder: Path) -> Path | None:
+    """The first file on the way to a folder by which another user could lead root elsewhere. None without one, or if this is not root."""
+    if os.geteuid() != 0:
+        return None
+    for path, below_is_there in _way(folder.absolute()):
+        facts = path.lstat()
+        writers = _OTHERS_WRITE | (_GROUP_WRITES if facts.st_gid else 0)
+        # In a folder such as /tmp every user may add what is missing, and no user replaces a file of another user's.
+        closed = stat.S_ISLNK(facts.st_mode) or not facts.st_mode & writers or (facts.st_mode & stat.S_ISVTX and below_is_there)
+        if facts.st_uid or not closed:
+            return path
+    return None
+
+
+def _way(path: Path, links: int = _MOST_LINKS) -> Iterator[tuple[Path, bool]]:
+    """Each file on the way to the path, a link before what it leads to, and whether the next one is there. Ends where one is missing."""
+    parts = (*reversed(path.parents), path)
+    for at, part in enumerate(parts):
+        if not os.path.lexists(part):
+            return
+        yield part, any(os.path.lexists(below) for below in parts[at + 1 : at + 2])
+        if part.is_symlink():
+            if links:
+                yield from _way((part.parent / os.readlink(part)).joinpath(*path.parts[at + 1 :]), links - 1)
+            return

@@ -14,6 +14,7 @@ from typing import Any
 
 from sparkd.vllm.installed import packages_of
 from workers.host import regular_file
+from workers.host.private_files import in_others_hands
 
 OF_ROOT = Path("/var/cache/sparkd")
 _FOLDER = "vllm-answers"
@@ -58,16 +59,13 @@ def kept(key: str, folders: Sequence[Path]) -> Any:
 
 def keep(key: str, answer: Any, folders: Sequence[Path]) -> None:
     """Keep an answer in the first folder that can be written to, else in this process alone."""
-    for folder in filter(_is_safe, folders):
+    for folder in folders:
+        if in_others_hands(folder):
+            continue
         with contextlib.suppress(OSError):
             _put(folder / f"{key}.json", json.dumps(answer, separators=(",", ":")))
             return
     _unkept[key] = answer
-
-
-def _is_safe(folder: Path) -> bool:
-    """Whether no other user can lead root's writes elsewhere."""
-    return os.geteuid() != 0 or not any(path.lstat().st_uid for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
 def _put(path: Path, text: str) -> None:

@@ -72,6 +72,14 @@ def test_trusted_code_needs_a_commit_as_its_revision(revision: str | None, place
     assert place.refusal(extra_args=["--revision", "main"]) is not None
 
 
+@pytest.mark.parametrize("words", [["main"], ["1" * 39], [], [SECOND, "main"]])
+def test_a_code_revision_is_a_commit(words: list[str], place: Place) -> None:
+    """It holds for other repositories too, whose branches their authors move."""
+    reason = str(place.refusal(revision=FIRST, extra_args=["--code-revision", *words]))
+    assert "--code-revision" in reason
+    assert place.refusal(revision=FIRST, extra_args=["--code_revision", SECOND]) is None
+
+
 def test_the_commit_to_copy_is_the_caches_or_the_hubs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sparkd pull" in str(place.refusal())
     monkeypatch.setattr(hub_check, "_asked", lambda *_: Remote(FIRST, ("config.json",), lambda _: b"{}"))

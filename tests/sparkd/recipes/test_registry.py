@@ -24,7 +24,7 @@ from tests.sparkd.recipes.test_importer import ONE, TWO, parser_of_the_fixture
 from tests.sparkd.recipes.test_merge import RECIPE
 from tests.support.facts import lacking
 from tests.support.registries import keep_registry
-from tests.support.waiting import HUNG_S
+from tests.support.waiting import HUNG_S, until
 
 PLAIN = """
 recipe_version: "1"
@@ -283,6 +283,29 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
     assert param in caught.value.message and "recipes import more@eugr" in caught.value.message
 
 
+OURS = RECIPE.partition("settings:")[0] + "settings: "
+
+
+def test_a_recipe_names_no_file_for_its_calibration(state: Path) -> None:
+    """The absence, the size and the encoding of any file would be told."""
+    text = f"{OURS}{{quantize: {{format: nvfp4-a4, calibration: /etc/shadow}}}}\n"
+    keep(state, {"probe": text})
+    for over_admin in (True, False):
+        with pytest.raises(ConfigError, match="calibration") as caught:
+            parse_model("m", {"recipe": "probe@eugr"}, over_admin=over_admin, book=RecipeLibrary(None, {}, state))
+        assert "recipes import probe@eugr" in caught.value.message
+
+
+def test_a_recipe_takes_no_name_no_default_and_no_pin(state: Path) -> None:
+    keep(state, {"greedy": f"{OURS}{{served_model_name: [gpt-4o], default: true, pin: true, max_num_seqs: 4}}\n"})
+    book = RecipeLibrary(None, {}, state)
+    model = parse_model("m", {"recipe": "greedy@eugr"}, over_admin=True, book=book)
+
+    assert model.served_names() == ("m",) and not model.default and not model.pin and model.max_num_seqs == 4
+    told = " ".join(str(note) for note in book.read("greedy@eugr")[1])
+    assert lacking(told, "served_model_name", "default", "pin", "left out") == []
+
+
 # Repositories of strangers
 
 
@@ -326,22 +349,58 @@ def test_a_repository_of_too_many_bytes_is_refused_and_leaves_nothing(
     assert list((tmp_path / "state" / "registries").iterdir()) == []
 
 
-def test_recipes_beyond_the_bound_are_left_out(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clone, "MAX_RECIPES", 2)
+@pytest.mark.parametrize(("bound", "most"), [("MAX_RECIPES", 2), ("MAX_TEXT_BYTES", 2 * len(ONE.encode()))])
+def test_recipes_beyond_the_bound_are_left_out(
+    bound: str, most: int, eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clone, bound, most)
 
     assert len(taken(eugr, tmp_path).recipes) == 2
 
 
-def test_a_server_that_never_answers_is_given_up(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git = tmp_path / "bin" / "git"
+def test_a_small_tree_of_a_million_files_is_never_listed_in_full(eugr: Repository, tmp_path: Path) -> None:
+    """Nothing of it is written to the disk, not even by git."""
+    blob = eugr.git("hash-object", "-w", "--stdin", stdin=PLAIN.encode())
+    tree = eugr.git("mktree", stdin="".join(f"100644 blob {blob}\t{at}.yaml\n" for at in range(1000)).encode())
+    tree = eugr.git("mktree", stdin="".join(f"040000 tree {tree}\t{at}\n" for at in range(1000)).encode())
+    eugr.git("update-ref", "HEAD", eugr.git("commit-tree", "-m", "x", tree))
+
+    with pytest.raises(SparkdError, match=f"ls-tree.* {clone.MAX_LISTING_BYTES >> 20} MiB"):
+        taken(eugr, tmp_path)
+    assert list((tmp_path / "state" / "registries").iterdir()) == []
+
+
+def test_git_has_bounded_memory(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clone, "MAX_MEMORY_BYTES", 1 << 20)
+
+    with pytest.raises(SparkdError, match="cannot be fetched"):
+        taken(eugr, tmp_path)
+
+
+def test_a_server_that_never_answers_is_given_up_with_all_that_git_started(
+    eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git, held = tmp_path / "bin" / "git", tmp_path / "held"
     git.parent.mkdir()
-    git.write_text("#!/bin/sh\nexec sleep 1000\n")
+    git.write_text(f"#!/bin/sh\nsleep 1000 > {held} &\nwait\n")
     git.chmod(0o755)
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setenv("PATH", f"{git.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(clone, "CLONE_S", 0.1)
+    monkeypatch.setattr(clone, "CLONE_S", 0.5)
 
     with pytest.raises(SparkdError, match=rf" {clone.CLONE_S:g} s\b"):
         taken(eugr, tmp_path)
+    until(lambda: is_let_go(reader), "the end of git's own child")
+    os.close(reader)
+
+
+def is_let_go(pipe: int) -> bool:
+    """Whether no process has the other end."""
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_nothing_of_a_repository_is_run(eugr: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
