@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from sparkd.checkpoint.classification import CLASSES, VISION_PARTS, tensor_class, towers_of
@@ -38,7 +39,9 @@ INDEX_END = ".index.json"
 COMPLETE = "Download the model again; complete files are kept"
 # Files that a trainer leaves beside the weights (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.[a-z]+)")
+# One file's name may promise 99,999 files. Of missing files no more than this many are named one by one.
+MAX_LACKING = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,9 @@ def selected(source: Source) -> Selection:
     if INDEX not in source.names:
         files = _weight_files(source.place, source.names)
         if lacking := sorted(_numbered(files) - set(source.names)):
-            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
-            raise CheckpointIncomplete(f"{lacking[0]}{more} of its weights are not there", file=source.place, cure=COMPLETE)
+            count = _lacking_count(files)
+            more = f" and {count - 1} more files" if count > 1 else ""
+            raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
         return Selection(file, config, digest, files, {})
     index = read_index(source.content(INDEX), source.path(INDEX))
     return Selection(file, config, digest, sorted(set(index.values())), index)
@@ -201,10 +205,18 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
     return _numbered(weights)
 
 
-def _numbered(weights: Iterable[str]) -> set[str]:
-    """All files of the numbered sets (N-of-M) to which these names belong."""
-    sets = filter(None, map(_NUMBERED.fullmatch, weights))
-    return {f"{match[1]}-{number:05d}-of-{match[2]}{match[3]}" for match in sets for number in range(1, int(match[2]) + 1)}
+def _numbered(weights: Collection[str]) -> set[str]:
+    """All files of the numbered sets (N-of-M) to which these names belong; where MAX_LACKING or more are missing, the first of them."""
+    sets = dict.fromkeys((match[1], match[3], match[4]) for match in map(_NUMBERED.fullmatch, weights) if match)
+    names = (f"{name}-{number:05d}-of-{total}{end}" for name, total, end in sets for number in range(1, int(total) + 1))
+    return set(islice(names, len(weights) + MAX_LACKING))
+
+
+def _lacking_count(weights: Iterable[str]) -> int:
+    """The number of missing files of the numbered sets."""
+    matches = [match for match in map(_NUMBERED.fullmatch, weights) if match]
+    there = sum(1 <= int(match[2]) <= int(match[3]) for match in matches)
+    return sum(int(total) for _, total, _ in {(match[1], match[3], match[4]) for match in matches}) - there
 
 
 def _without_config(source: Source) -> CheckpointError:
