@@ -1,4 +1,4 @@
-"""A function call in a process of its own: bounded in time, and free of this process's interpreter lock.
+"""A function call in a process of its own: bounded in time and memory, and free of this process's interpreter lock.
 
 A thread cannot be ended from outside, and one that holds the interpreter's lock keeps the event loop from its work.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,11 @@ log = logging.getLogger("sparkd.bounded_call")
 START_S: float = 60
 # How long the kernel may take to end a process after SIGKILL. One that it cannot end is let go.
 KILLED_S: float = 5
+# Of address space: a process with sparkd's imports and the sixteen threads that ask a hub takes 1.2 GiB, which leaves more than ten times
+# the size of the largest published headers. Without a bound, hostile headers would take the node's memory from its engines.
+MEMORY_BYTES: int = 4 << 30
+# The exit code where the memory did not suffice.
+_NO_MEMORY = 7
 # How often a look shows that the process has ended while one that it started still holds its pipes.
 _LOOK_S = 0.5
 _MOST_LOGGED = 4000
@@ -47,10 +53,12 @@ def call(function: Callable[..., _T], *arguments: Any, time_s: float) -> _T:
     """`function(*arguments)`, a function of a module of ours, in a process of its own; plain values go in and come out. Blocks.
 
     time_s: the call's own, after the start of the process. Raises the SparkdError that the function raises; NoAnswer where the call takes
-    longer, no process can be started, or it ends in any other way: its own words are in the log then.
+    longer or more than MEMORY_BYTES, no process can be started, or it ends in any other way: its own words are in the log then.
     """
-    exit_code, stdout, stderr = _run(pickle.dumps((time_s, function, arguments)), START_S + time_s)
+    exit_code, stdout, stderr = _run(pickle.dumps((MEMORY_BYTES, time_s, function, arguments)), START_S + time_s)
     if exit_code or not stdout:
+        if exit_code == _NO_MEMORY:
+            raise NoAnswer(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", "Check where this model's files come from")
         if exit_code == -signal.SIGALRM:
             raise NoAnswer(f"it takes more than {time_s:g} s", "Try again when this machine has less to do", f"{time_s:g} s")
         log.error("%s: its process ended with %d: %s", function.__name__, exit_code, stderr[-_MOST_LOGGED:].decode(errors="replace"))
@@ -133,7 +141,15 @@ def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> Sp
 
 def main() -> None:
     """The process: one function and its arguments on stdin, (error, value) on stdout."""
-    time_s, function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        _answer()
+    except MemoryError:
+        sys.exit(_NO_MEMORY)
+
+
+def _answer() -> None:
+    memory_bytes, time_s, function, arguments = pickle.load(sys.stdin.buffer)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # Nothing handles the signal, so that it ends even a parser that never comes back to the interpreter.
     signal.setitimer(signal.ITIMER_REAL, time_s)
     answer: tuple[tuple[type[SparkdError], str, dict[str, Any]] | None, Any]

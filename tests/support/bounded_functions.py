@@ -23,6 +23,10 @@ def sleep() -> None:
     time.sleep(3600)
 
 
+def take(nbytes: int) -> int:
+    return len(bytearray(nbytes))
+
+
 def with_descendant(path: str, number: int, own_session: bool) -> str:
     """Start a process that holds this one's pipes, write its id to the file, and send this process the signal."""
     descendant = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
