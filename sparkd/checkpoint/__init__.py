@@ -31,6 +31,8 @@ PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
 # Limit far above any real file (an index of 190,000 tensors is 18 MB); a file of another kind under such a name is refused unparsed.
 MAX_JSON_BYTES = 32 << 20
+# The largest published models have 280,000.
+MAX_TENSORS = 400_000
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
 # In the order in which vLLM looks for them; it loads the first kind that exists (vllm/model_executor/model_loader/default_loader.py,
 # _prepare_weights).
@@ -40,7 +42,7 @@ COMPLETE = "Download the model again; complete files are kept"
 # Files that a trainer leaves beside the weights (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.[a-z]+)")
-# One file's name may promise 99,999 files. Of missing files no more than this many are named one by one.
+# One file's name may promise 99,999 files, so the list of missing files ends after this many.
 MAX_LACKING = 1_000
 
 
@@ -149,6 +151,9 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
             if tensor.name in tensors:
                 tensor = _counting(tensor, tensors.pop(tensor.name), selection.index)
             tensors[tensor.name] = tensor
+        if len(tensors) > MAX_TENSORS:
+            cure = "Check where this model's files come from"
+            raise CheckpointError(f"its safetensors files have more than {MAX_TENSORS} tensors", file=source.place, cure=cure)
     if not tensors:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None

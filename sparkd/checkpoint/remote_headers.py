@@ -34,8 +34,8 @@ from sparkd.errors import CheckpointError
 # 97 of 100).
 FIRST_BYTES = 100_000
 THREADS = 16
-# Of all headers of one repository, which are in memory together where they come faster than they are parsed. Those of the largest published
-# models, of 300,000 tensors, have 60 MB.
+# The limit for all headers of one repository, which are in memory together where they come faster than they are parsed. Those of the
+# largest published models, of 280,000 tensors, have 60 MB.
 MAX_HEADERS_BYTES = 256 << 20
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
 
@@ -63,6 +63,11 @@ def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str],
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
 
 
+def checkpoint_here(source: str, revision: str | None, environ: Mapping[str, str]) -> Checkpoint:
+    """checkpoint_at with the variables of an entry alone, which override those of this process."""
+    return checkpoint_at(source, revision, {**os.environ, **environ})
+
+
 def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
     """The checkpoint of a hub id from its remote headers, with paths hf://ID@COMMIT/FILE and modification time 0.
 
@@ -79,7 +84,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.problem, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
+def complete(snapshot: str | Path) -> tuple[Folder, Selection] | None:
     """A snapshot of the hub cache; None where a file is not there yet: a download may be on its way, or have been given up."""
     try:
         folder = Folder(snapshot)

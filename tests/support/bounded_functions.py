@@ -1,4 +1,4 @@
-"""Functions for a process of its own (sparkd.execution.bounded_call), which imports this module: no more than the errors of sparkd."""
+"""Functions for a process of its own (sparkd.execution.bounded_call), which imports this module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from sparkd.errors import ConfigError, ModelFailed
+from sparkd.execution.bounded_call import call
 
 ERRORS = (
     ConfigError("no such key", file="/etc/sparkd.yaml", line=3, param="model"),
@@ -33,3 +34,8 @@ def with_descendant(path: str, number: int, own_session: bool) -> str:
     Path(path).write_text(str(descendant.pid))
     os.kill(os.getpid(), number)
     return "answer"
+
+
+def inside() -> tuple[int, int]:
+    """The process of a call, and that of a call which it makes."""
+    return os.getpid(), call(os.getpid, time_s=1)
