@@ -18,7 +18,8 @@ from sparkd.admin.starts import Starts
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import layers_of
 from sparkd.capacity.plan_for_node import hardware_here
-from sparkd.checkpoint.remote_headers import checkpoint_of
+from sparkd.checkpoint.bounded_read import read_bounded
+from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.config.engine_args import engine_args, recipe_of
@@ -92,11 +93,11 @@ def _layers(record: Record, config: Config) -> dict[str, Any]:
     if record.spec is None:
         raise ConfigError(f"{record.name} is configured no more.")
     spec = record.spec
-    env = {**os.environ, **spec.environment(config.engine)}
-    checkpoint = checkpoint_of(spec.model, spec.revision, env, None)
+    own = spec.environment(config.engine)
+    checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, own)
     wish = best_of(spec.quantize)
     recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide).to_json()
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide).to_json()
 
 
 def _keys(record: Record) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory, refuse_incomplete
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import COMPLETE, Checkpoint, read_checkpoint
+from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.engine_args import EngineArgs
-from sparkd.errors import CheckpointError, CheckpointUncounted, ConfigError
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.vllm.flags import draft_method
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import checkpoint_of
@@ -53,8 +54,8 @@ def headers_here(args: EngineArgs) -> Headers | None:
         identity = checkpoint_of(folder)
         model = _read(folder, identity)
         model = model.widened() if args.wide else model
-        drafted = None if args.draft is None else of_config(args.draft, lambda name: read_checkpoint(folder_of(name, None, args.env) or ""))
-        both = model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
+        drafted = None if args.draft is None else of_config(args.draft, lambda name: _draft(name, args.env))
+        both = model if drafted is None or not drafted.layers else drafted.inventory(read_bounded(read_checkpoint, folder), model.shape)
         return Headers(both, drafted, identity)
     except (CheckpointError, ConfigError, OSError):
         return None
@@ -65,10 +66,17 @@ def inventory_in(folder: str) -> Inventory:
     return _read(folder, checkpoint_of(folder))
 
 
+def _draft(name: str, environ: Mapping[str, str]) -> Checkpoint:
+    folder = folder_of(name, None, environ)
+    if folder is None:
+        raise CheckpointIncomplete("its files are not on this machine", file=name, cure=COMPLETE)
+    return read_bounded(read_checkpoint, folder)
+
+
 @lru_cache(maxsize=4)
 def _read(folder: str, _identity: str) -> Inventory:
     """Kept while the files are the same: a model that waits for room is asked about again and again."""
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_bounded(read_checkpoint, folder)
     model = inventory(checkpoint, shape_of(checkpoint.config))
     refuse_incomplete(model)
     return model

@@ -39,7 +39,6 @@ from sparkd.hardware import KNOWN, Hardware
 from sparkd.vllm.ask.cache import places as answers_in
 from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
-from workers.host import processes
 from workers.host.meminfo import mem_total_bytes
 from workers.host.private_files import write_private
 from workers.host.runtime import GPU_SIGNS
@@ -160,17 +159,11 @@ def _answer_of_process(
     """`_answer` in a separate process, which receives no API keys and no other model's entry."""
     config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     try:
-        return call(_answer_hidden, request, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
+        return call(_answer, request, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
     except NoAnswer as failure:
         if failure.exceeded is not None:
             raise _too_slow(request.model) from None
         raise Unavailable(f"{request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
-
-
-def _answer_hidden(*arguments: Any) -> dict[str, Any]:
-    """The work of the separate process. It hides its memory, because the entry may hold a token."""
-    processes.hide()
-    return _answer(*arguments)
 
 
 def _answer(

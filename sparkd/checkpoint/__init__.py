@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from sparkd.checkpoint.classification import CLASSES, VISION_PARTS, tensor_class, towers_of
@@ -30,6 +31,8 @@ PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
 # Limit far above any real file (an index of 190,000 tensors is 18 MB); a file of another kind under such a name is refused unparsed.
 MAX_JSON_BYTES = 32 << 20
+# The largest published models have 280,000.
+MAX_TENSORS = 400_000
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
 # In the order in which vLLM looks for them; it loads the first kind that exists (vllm/model_executor/model_loader/default_loader.py,
 # _prepare_weights).
@@ -38,7 +41,9 @@ INDEX_END = ".index.json"
 COMPLETE = "Download the model again; complete files are kept"
 # Files that a trainer leaves beside the weights (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.[a-z]+)")
+# One file's name may promise 99,999 files, so the list of missing files ends after this many.
+MAX_LACKING = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +133,9 @@ def selected(source: Source) -> Selection:
     if INDEX not in source.names:
         files = _weight_files(source.place, source.names)
         if lacking := sorted(_numbered(files) - set(source.names)):
-            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
-            raise CheckpointIncomplete(f"{lacking[0]}{more} of its weights are not there", file=source.place, cure=COMPLETE)
+            count = _lacking_count(files)
+            more = f" and {count - 1} more files" if count > 1 else ""
+            raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
         return Selection(file, config, digest, files, {})
     index = read_index(source.content(INDEX), source.path(INDEX))
     return Selection(file, config, digest, sorted(set(index.values())), index)
@@ -145,6 +151,9 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
             if tensor.name in tensors:
                 tensor = _counting(tensor, tensors.pop(tensor.name), selection.index)
             tensors[tensor.name] = tensor
+        if len(tensors) > MAX_TENSORS:
+            cure = "Check where this model's files come from"
+            raise CheckpointError(f"its safetensors files have more than {MAX_TENSORS} tensors", file=source.place, cure=cure)
     if not tensors:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
@@ -201,10 +210,18 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
     return _numbered(weights)
 
 
-def _numbered(weights: Iterable[str]) -> set[str]:
-    """All files of the numbered sets (N-of-M) to which these names belong."""
-    sets = filter(None, map(_NUMBERED.fullmatch, weights))
-    return {f"{match[1]}-{number:05d}-of-{match[2]}{match[3]}" for match in sets for number in range(1, int(match[2]) + 1)}
+def _numbered(weights: Collection[str]) -> set[str]:
+    """All files of the numbered sets (N-of-M) to which these names belong; where MAX_LACKING or more are missing, the first of them."""
+    sets = dict.fromkeys((match[1], match[3], match[4]) for match in map(_NUMBERED.fullmatch, weights) if match)
+    names = (f"{name}-{number:05d}-of-{total}{end}" for name, total, end in sets for number in range(1, int(total) + 1))
+    return set(islice(names, len(weights) + MAX_LACKING))
+
+
+def _lacking_count(weights: Iterable[str]) -> int:
+    """The number of missing files of the numbered sets."""
+    matches = [match for match in map(_NUMBERED.fullmatch, weights) if match]
+    there = sum(1 <= int(match[2]) <= int(match[3]) for match in matches)
+    return sum(int(total) for _, total, _ in {(match[1], match[3], match[4]) for match in matches}) - there
 
 
 def _without_config(source: Source) -> CheckpointError:

@@ -11,8 +11,10 @@ from typing import Any
 
 from sparkd.errors import CheckpointError
 
-# An index of 300,000 tensors and a header of 100,000 have fewer, more than any published file.
-MAX_VALUES = 1_000_000
+# An index has one value for each tensor. The largest published models have 280,000 tensors.
+MAX_VALUES = 400_000
+# A header has eight for each tensor: 100,000 tensors in one file. The 280,000 are in more than ten files.
+MAX_HEADER_VALUES = 800_000
 _SHOWN = 120
 
 
@@ -21,15 +23,15 @@ class _NoJson(ValueError):
 
 
 def parsed(raw: bytes, path: str, cure: str, *, strict: bool = False) -> Any:
-    """The value. Raises CheckpointError for more than MAX_VALUES values, for other text than UTF-8 and JSON, and for one that is nested too
-    deeply.
+    """The value. Raises CheckpointError for too many values, for other text than UTF-8 and JSON, and for one that is nested too deeply.
 
-    strict: refuse a repeated key, NaN, Infinity and -Infinity. Python, transformers and vLLM accept them, and published files have them;
-    the Rust reader of safetensors headers does not accept them
+    strict: the text is a safetensors header. A repeated key, NaN, Infinity and -Infinity are refused: Python, transformers and vLLM accept
+    them, and published files have them, but the Rust reader of headers does not accept them.
     """
+    most = MAX_HEADER_VALUES if strict else MAX_VALUES
     # Too many rather than too few: a text may have these characters, too.
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
-        raise CheckpointError(f"the JSON in it has more than {MAX_VALUES} values", file=path, cure=cure)
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most:
+        raise CheckpointError(f"the JSON in it has more than {most} values", file=path, cure=cure)
     hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": _constant} if strict else {}
     try:
         return json.loads(raw.decode(), **hooks)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparkd.checkpoint import Checkpoint, assembled, read_checkpoint
+from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import complete
 from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import hub_cache, snapshot_of
@@ -38,7 +39,7 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
     shape = _comparable(shape_of(checkpoint.config))
     for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
         try:
-            candidate = read_checkpoint(folder) if source.startswith("/") else _whole(folder)
+            candidate = read_bounded(read_checkpoint if source.startswith("/") else _whole, str(folder))
             same = candidate is not None and candidate.quantization is not None and _comparable(shape_of(candidate.config)) == shape
         except CheckpointError:
             continue  # nothing that could be served, so nothing to offer
@@ -99,6 +100,6 @@ def _bases(snapshot: Path) -> list[str]:
     return [name.strip().strip("'\"") for name in (match[1], *listed) if name.strip()]
 
 
-def _whole(snapshot: Path) -> Checkpoint | None:
+def _whole(snapshot: str) -> Checkpoint | None:
     parts = complete(snapshot)
     return assembled(*parts) if parts is not None else None

@@ -6,6 +6,7 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -33,6 +34,9 @@ from sparkd.errors import CheckpointError
 # 97 of 100).
 FIRST_BYTES = 100_000
 THREADS = 16
+# The limit for all headers of one repository, which are in memory together where they come faster than they are parsed. Those of the
+# largest published models, of 280,000 tensors, have 60 MB.
+MAX_HEADERS_BYTES = 256 << 20
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
 
 # (headers that were read, headers to read)
@@ -59,6 +63,11 @@ def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str],
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
 
 
+def checkpoint_here(source: str, revision: str | None, environ: Mapping[str, str]) -> Checkpoint:
+    """checkpoint_at with the variables of an entry alone, which override those of this process."""
+    return checkpoint_at(source, revision, {**os.environ, **environ})
+
+
 def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
     """The checkpoint of a hub id from its remote headers, with paths hf://ID@COMMIT/FILE and modification time 0.
 
@@ -75,7 +84,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.problem, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
+def complete(snapshot: str | Path) -> tuple[Folder, Selection] | None:
     """A snapshot of the hub cache; None where a file is not there yet: a download may be on its way, or have been given up."""
     try:
         folder = Folder(snapshot)
@@ -99,6 +108,8 @@ class _Repository:
         self._hub = hub
         self._listing = listing
         self._progress = progress
+        self._lock = threading.Lock()
+        self._header_bytes = 0
 
     def path(self, name: str) -> str:
         return f"{self.place}/{name}"
@@ -126,6 +137,10 @@ class _Repository:
         if listed is not None and listed != size_bytes:
             raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
+        with self._lock:
+            self._header_bytes += end
+            if self._header_bytes > MAX_HEADERS_BYTES:
+                raise CheckpointError(f"the headers of its files have more than {MAX_HEADERS_BYTES >> 20} MiB", file=self.place)
         if end > len(raw):
             raw += self._hub.part(self._listing.commit, file, len(raw), end)[0]
             if len(raw) < end:

@@ -1,13 +1,15 @@
-"""A function call in a process of its own: bounded in time, and free of this process's interpreter lock.
+"""A function call in a process of its own: bounded in time and memory, and free of this process's interpreter lock.
 
 A thread cannot be ended from outside, and one that holds the interpreter's lock keeps the event loop from its work.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from sparkd.errors import SparkdError
+from workers.host import processes
 from workers.host.interpreter import module_command, program_environment
 
 log = logging.getLogger("sparkd.bounded_call")
@@ -25,11 +28,18 @@ log = logging.getLogger("sparkd.bounded_call")
 START_S: float = 60
 # How long the kernel may take to end a process after SIGKILL. One that it cannot end is let go.
 KILLED_S: float = 5
+# The limit of its address space: a process with sparkd's imports and the sixteen threads that ask a hub takes 1.2 GiB, which leaves more
+# than ten times the size of the largest published headers. Without a bound, hostile headers would take the node's memory from its engines.
+MEMORY_BYTES: int = 4 << 30
+# The exit code where the memory did not suffice.
+_NO_MEMORY = 7
 # How often a look shows that the process has ended while one that it started still holds its pipes.
 _LOOK_S = 0.5
 _MOST_LOGGED = 4000
 
 _T = TypeVar("_T")
+# Whether this process is one that `call` has started: its own calls have its bounds already.
+_is_bounded = False
 
 
 class NoAnswer(Exception):
@@ -47,15 +57,19 @@ def call(function: Callable[..., _T], *arguments: Any, time_s: float) -> _T:
     """`function(*arguments)`, a function of a module of ours, in a process of its own; plain values go in and come out. Blocks.
 
     time_s: the call's own, after the start of the process. Raises the SparkdError that the function raises; NoAnswer where the call takes
-    longer, no process can be started, or it ends in any other way: its own words are in the log then.
+    longer or more than MEMORY_BYTES, no process can be started, or it ends in any other way: its own words are in the log then.
     """
-    exit_code, stdout, stderr = _run(pickle.dumps((time_s, function, arguments)), START_S + time_s)
+    if _is_bounded:
+        return function(*arguments)
+    exit_code, stdout, stderr = _run(pickle.dumps((MEMORY_BYTES, time_s, function, arguments)), START_S + time_s)
     if exit_code or not stdout:
+        if exit_code == _NO_MEMORY:
+            raise NoAnswer(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", "Check where this model's files come from")
         if exit_code == -signal.SIGALRM:
             raise NoAnswer(f"it takes more than {time_s:g} s", "Try again when this machine has less to do", f"{time_s:g} s")
         log.error("%s: its process ended with %d: %s", function.__name__, exit_code, stderr[-_MOST_LOGGED:].decode(errors="replace"))
         raise NoAnswer(f"its process ended with {exit_code}", "sparkd's log says why; a node that has too little memory is one cause")
-    fault, value = pickle.loads(stdout)
+    fault, value = _loaded(stdout)
     if fault is not None:
         raise _error(*fault)
     return value
@@ -133,7 +147,30 @@ def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> Sp
 
 def main() -> None:
     """The process: one function and its arguments on stdin, (error, value) on stdout."""
-    time_s, function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        _answer()
+    except MemoryError:
+        sys.exit(_NO_MEMORY)
+
+
+def _loaded(raw: bytes) -> Any:
+    """Without collections of garbage: each would stop all threads while it looks through the whole of a large answer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return pickle.loads(raw)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _answer() -> None:
+    global _is_bounded
+    _is_bounded = True
+    # The arguments may hold a token.
+    processes.hide()
+    memory_bytes, time_s, function, arguments = pickle.load(sys.stdin.buffer)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # Nothing handles the signal, so that it ends even a parser that never comes back to the interpreter.
     signal.setitimer(signal.ITIMER_REAL, time_s)
     answer: tuple[tuple[type[SparkdError], str, dict[str, Any]] | None, Any]
@@ -145,4 +182,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The module by its name, which the function's own calls import.
+    from sparkd.execution import bounded_call
+
+    bounded_call.main()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparkd.checkpoint import foreign_json
-from sparkd.checkpoint.foreign_json import MAX_VALUES, parsed
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, MAX_VALUES, parsed
 from sparkd.checkpoint.header import MAX_HEADER_BYTES, header_length
 from sparkd.errors import CheckpointError
 
@@ -20,18 +20,19 @@ def test_a_header_is_at_most_so_large() -> None:
 
 
 @pytest.mark.parametrize("value", [b"{}", b"[]", b"0", b'"x"'])
-def test_json_of_too_many_values_is_refused_unparsed(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("strict", "most"), [(False, MAX_VALUES), (True, MAX_HEADER_VALUES)], ids=["index", "header"])
+def test_json_of_too_many_values_is_refused_unparsed(value: bytes, strict: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_json.json, "loads", pytest.fail)
-    with pytest.raises(CheckpointError, match=str(MAX_VALUES)):
-        parsed(b"[" + value + (b"," + value) * MAX_VALUES + b"]", PATH, "Choose another")
+    with pytest.raises(CheckpointError, match=str(most)):
+        parsed(b"[" + value + (b"," + value) * most + b"]", PATH, "Choose another", strict=strict)
 
 
 def test_the_largest_files_that_are_published_are_read() -> None:
-    """An index of 300,000 tensors, and a header of 50,000."""
+    """An index of 300,000 tensors, and a header of 90,000."""
     index = {"weight_map": {f"model.layers.{at}.mlp.down_proj.weight_scale_inv": f"{at % 100}.safetensors" for at in range(300_000)}}
-    header = {f"layers.{at}.weight": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [4 * at, 4 * at + 4]} for at in range(50_000)}
-    for value in (index, header):
-        assert parsed(json.dumps(value).encode(), PATH, "") == value
+    header = {f"layers.{at}.weight": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [4 * at, 4 * at + 4]} for at in range(90_000)}
+    for value, strict in ((index, False), (header, True)):
+        assert parsed(json.dumps(value).encode(), PATH, "", strict=strict) == value
 
 
 def test_brackets_that_never_close_are_refused() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from sparkd.admin.bench_facts import UNITS, driver_of, published_of, rates_of
+from sparkd.admin.bench_facts import UNITS, check_lendable, driver_of, published_of, rates_of
 from sparkd.bench.figures import read
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
+from sparkd.checkpoint import bounded_read
+from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.config.config import Config
+from sparkd.config.model import ModelConfig
+from sparkd.control.registry import Roster
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
 
@@ -20,6 +28,23 @@ def test_the_release_of_the_driver(tmp_path: Path, text: str, release: str | Non
     path = tmp_path / "version"
     path.write_text(text)
     assert driver_of(path) == release
+
+
+def test_a_checkpoint_on_a_hub_is_looked_at_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart: list[tuple[Any, ...]] = []
+
+    def called(read: Callable[..., Any], *arguments: Any, time_s: float) -> Any:
+        apart.append((read, *arguments))
+        return SimpleNamespace(quantization=None)
+
+    monkeypatch.setattr(bounded_read, "call", called)
+    spec = ModelConfig(name="m", model="owner/name", env={"HF_HOME": "/cache"})
+    registry = SimpleNamespace(config=Config(), find=lambda *_, **__: SimpleNamespace(spec=spec))
+
+    check_lendable(cast(Roster, registry), "m")
+
+    ((read, source, revision, environ),) = apart
+    assert (read, source, revision, environ["HF_HOME"]) == (checkpoint_here, "owner/name", None, "/cache")
 
 
 def test_the_figures_of_a_recipe_have_their_source() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkd.admin.model_routes import engine_settings
+from sparkd.checkpoint import bounded_read
+from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.config.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
 from tests.support.checkpoints import write_folder
@@ -93,6 +96,25 @@ async def test_settings_of_ranks_that_run(tmp_path: Path, folder: Path) -> None:
         (rank,) = (await admin.ask("GET", "/models/m/settings"))["ranks"]
         assert asked == [("n", "setting_lines", "/log/m")]
         assert (rank["rank"], rank["node"], rank["engine"]["port"], rank["command"][2]) == (0, "n", 8125, "vllm")
+
+
+async def test_layers_of_a_large_checkpoint_are_read_in_another_process(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart: list[Callable[..., Any]] = []
+
+    def called(read: Callable[..., Any], *arguments: Any, time_s: float) -> Any:
+        apart.append(read)
+        return read(*arguments)
+
+    monkeypatch.setattr(bounded_read, "call", called)
+    async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
+        await admin.ask("GET", "/models/m/layers")
+        assert apart == []
+    monkeypatch.setattr(bounded_read, "SMALL_BYTES", 0)
+    async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
+        assert (await admin.ask("GET", "/models/m/layers"))["layers"]
+        assert checkpoint_here in apart
 
 
 async def test_layers_with_their_formats(tmp_path: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.checkpoint import INDEX, read_checkpoint
+from sparkd.checkpoint import INDEX, MAX_LACKING, lacking_weights, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 from tests.support.checkpoints import Shape, checkpoint_of, write_folder, write_shard
@@ -295,6 +295,7 @@ def test_numbers_that_python_writes_are_read_in_a_publishers_json(tmp_path: Path
     [
         (["model-00002-of-00003.safetensors"], ["model-00001-of-00003.safetensors", "1 more"]),
         (["a-00001-of-00001.safetensors", "b-00001-of-00002.safetensors"], ["b-00002-of-00002.safetensors"]),
+        (["p-00001-of-99999.safetensors"], ["p-00002-of-99999.safetensors and 99997 more"]),
     ],
 )
 def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: list[str], missing: list[str]) -> None:
@@ -305,6 +306,12 @@ def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: lis
 
     assert all(name in caught.value.message for name in missing)
     assert caught.value.file == str(tmp_path)
+
+
+def test_names_that_promise_very_many_files_make_no_list_of_them() -> None:
+    names = [f"{name}-00001-of-99999.safetensors" for name in range(100)]
+
+    assert len(lacking_weights(names, lambda _: b"")) <= len(names) + MAX_LACKING
 
 
 @pytest.mark.parametrize(

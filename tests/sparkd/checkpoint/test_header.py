@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkd.checkpoint.foreign_json import MAX_VALUES
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES
 from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import header_of, pack, write_shard
@@ -63,7 +63,7 @@ def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
         (pack(b"\xff\xfe{}", 0), None, ["UTF-8", "byte 0"]),
         (pack(b"[]", 0), None, ["JSON object"]),
         (pack(b"[" * 100_000, 0), None, ["nested"]),
-        (pack(b'{"a": [' + b"{}," * MAX_VALUES + b"{}]}", 0), None, [str(MAX_VALUES)]),
+        (pack(b'{"a": [' + b"{}," * MAX_HEADER_VALUES + b"{}]}", 0), None, [str(MAX_HEADER_VALUES)]),
         (pack(b'{"a": 1, "a": 2}', 0), None, ["key a", "twice"]),
         (pack(b'{"__metadata__": NaN}', 0), None, ["NaN"]),
         (pack(b'{"a": ' + b"9" * 5000 + b"}", 0), None, ["number", "long"]),

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from sparkd.capacity import plan_for_node
 from sparkd.capacity.plan_for_node import entry_here
 from sparkd.capacity.planned_entry import PlanRequest
-from sparkd.checkpoint import Checkpoint, hub, read_checkpoint
+from sparkd.checkpoint import Checkpoint, hub, read_checkpoint, remote_headers
 from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.config.config import Config
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, Unavailable
@@ -231,6 +231,16 @@ def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: py
     monkeypatch.setattr(hub, "REQUEST_S", -1.0)
     error = refused(repository)
     assert (type(error), lacking(error.problem, "127.0.0.1", "still sending")) == (CheckpointUnread, [])
+
+
+def test_headers_of_one_repository_have_a_bound_together(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [shard.header_bytes for shard in read(repository).shards]
+    monkeypatch.setattr(remote_headers, "MAX_HEADERS_BYTES", sum(sizes))
+    read(repository)
+    monkeypatch.setattr(remote_headers, "MAX_HEADERS_BYTES", sum(sizes) - 1)
+
+    error = refused(repository)
+    assert (error.file, lacking(error.problem, "headers", "MiB")) == (PLACE, [])
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:

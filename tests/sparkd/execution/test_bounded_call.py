@@ -21,7 +21,7 @@ from sparkd.errors import SparkdError, Unavailable
 from sparkd.execution import bounded_call
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
-from tests.support.bounded_functions import ERRORS, fail, sleep, with_descendant
+from tests.support.bounded_functions import ERRORS, fail, sleep, take, with_descendant
 from tests.support.checkpoints import write_folder
 from tests.support.fakes import FakeCluster
 from tests.support.processes import alive
@@ -58,6 +58,11 @@ def test_a_call_that_takes_too_long_is_ended_by_its_own_clock() -> None:
         call(sleep, time_s=0.01)
 
     assert caught.value.exceeded == "0.01 s"
+
+
+def test_a_call_that_takes_too_much_memory_is_ended() -> None:
+    with pytest.raises(NoAnswer, match=f"more than {bounded_call.MEMORY_BYTES >> 20} MiB of memory"):
+        call(take, bounded_call.MEMORY_BYTES, time_s=HUNG_S)
 
 
 @pytest.mark.parametrize("number", [0, signal.SIGALRM, signal.SIGSTOP])
