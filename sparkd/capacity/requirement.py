@@ -21,6 +21,7 @@ from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import GIB, Hardware
+from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
@@ -211,14 +212,17 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
 
 
 def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> Translation:
-    """The model's flags and variables in the words of its vLLM's release. Flags that its parser here refuses count as refused.
+    """The model's flags and variables in the words of its vLLM's release. Flags that its parser here refuses count as refused; without its
+    answer those that are not written in full.
 
-    ask: whether to run that parser if it never ran, which takes as long as vLLM's import.
+    ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
     env = without_cpu_space(spec, spec.environment(config.engine))
     said = translated(spec.vllm_flags(), env)
-    if said.refused or not _is_ours(spec, config, vllm):
+    if said.refused or not spec.runs_vllm(config.engine):
         return said
+    if not _is_ours(spec, config, vllm):
+        return replace(said, refused=tuple(shortened(said.args)))
     runtime = spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     ask = ask and bool(spec.extra_args)

@@ -14,7 +14,7 @@ from sparkd.config.config import Config, check_bind
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import in_order
 from sparkd.config.yaml_file import ConfigProblem, Document
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, EngineError
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import flags_in, parsed, value_of
@@ -48,7 +48,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
     problems = [*_keys(valid, document, path, environ), *_machine(valid, document)]
     entries = [_Entry(model, valid, document) for model in valid.models.values()]
     problems += _of_vllm(entries, document)
-    _ask_parsers(entries, valid)
+    problems += _ask_parsers(entries, valid, document)
     for entry in entries:
         problems += entry.problems()
     return in_order(dict.fromkeys(problems))
@@ -63,8 +63,8 @@ def _of_vllm(entries: Sequence[_Entry], document: Document) -> Iterator[ConfigPr
             yield document.place(("engine", "runtime")).problem(message, "warning")
 
 
-def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
-    """Asks each environment once for all of its models: an answer takes as long as an import of vLLM."""
+def _ask_parsers(entries: Sequence[_Entry], valid: Config, document: Document) -> Iterator[ConfigProblem]:
+    """Asks each environment once for all of its models: an answer takes as long as an import of vLLM. A warning where there is none."""
     subjects: dict[Path | None, list[tuple[Sequence[str], Mapping[str, str]]]] = {}
     for entry in entries:
         if entry.judged is not None:
@@ -74,7 +74,10 @@ def _ask_parsers(entries: Sequence[_Entry], valid: Config) -> None:
     from sparkd.vllm.ask.parser import announce, refused_of
 
     for runtime, asked in subjects.items():
-        refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
+        try:
+            refused_of(asked, runtime, valid.state_dir, ask=True, first=announce)
+        except EngineError as error:
+            yield document.place(("engine", "runtime")).problem(f"engine.runtime: {error.message}", "warning")
 
 
 def _keys(valid: Config, document: Document, path: Path, environ: Mapping[str, str]) -> Iterator[ConfigProblem]:

@@ -13,7 +13,7 @@ import typer
 
 from sparkd.cli import registries
 from sparkd.cli.options import CommonOptions, Json, argument, option
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
 
@@ -205,7 +205,10 @@ def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[
 
     if any(name in env for name in ANOTHER_PARSER):
         return None
-    (refusals,) = answers([args], None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
+    try:
+        (refusals,) = answers([args], None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
+    except EngineError:
+        return None
     return None if refusals is None else (full_version_in(None) or "", refusals)
 
 

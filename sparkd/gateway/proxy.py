@@ -24,7 +24,7 @@ from sparkd.errors import (
     UnsupportedEncoding,
     UnsupportedMediaType,
 )
-from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_lists, unpacked
+from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_members, unpacked
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
@@ -145,7 +145,7 @@ class Proxy:
         if len(body) <= LARGE_BYTES:
             return members_of_json(body)
         async with self._large_bodies:
-            refuse_many_lists(body)
+            refuse_many_members(body)
             await asyncio.sleep(0)
             return members_of_json(body)
 

@@ -2,7 +2,7 @@
 
 They may start, stop and tune models. A flag needs the configuration file if it loads code, names another repository, reads or writes the
 node's files, opens addresses, or writes prompts and answers into logs. A stolen key is then no shell on the node. A flag that no list names
-is refused, and so is a flag of a later vLLM. Source: the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
+is refused, and so is a flag of a later vLLM. Source: the parser of vLLM 0.32.0 (sparkd/vllm/vllm-flags-0.32.0.txt).
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""Writes the message about an argument that the parser of a vLLM refuses."""
+"""Writes the message about an argument that the parser of a vLLM refuses, or that it would complete."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sparkd.vllm.flag_note import FlagNote
+from sparkd.vllm.flags import parsed
 
 # Variables that may change the parser between this check and the start: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
+# Every option of vLLM 0.32.0's server.
+FLAGS_FILE = Path(__file__).with_name("vllm-flags-0.32.0.txt")
 _MOST_CHARS = 50
+_MOST_NEAR = 3
 # As argparse calls it.
 _UNRECOGNIZED = "unrecognized argument"
 
@@ -39,3 +45,17 @@ class RefusedArg:
         )
         shown = self.flag if len(self.flag) <= _MOST_CHARS else f"{self.flag[: _MOST_CHARS - 3]}..."
         return FlagNote(self.flag.lstrip("-"), reason, shown or "arguments")
+
+
+def shortened(args: Sequence[str]) -> Iterator[FlagNote]:
+    """A note for each flag that is only the beginning of a flag of vLLM 0.32, which an engine would complete and sparkd would not count."""
+    names = _names()
+    for name in parsed(args):
+        meant = [] if name in names else sorted(full for full in names if full.startswith(name))
+        if meant:
+            yield FlagNote(name, f"it is not written in full; did you mean --{' or --'.join(meant[:_MOST_NEAR])}?")
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(word[2:] for word in FLAGS_FILE.read_text().split() if word.startswith("--"))

@@ -20,7 +20,7 @@ DRAFTS = SPECULATIVE[2:]
 LOAD_FORMAT = "spark_stream"
 # vLLM keeps every value of this flag (entrypoints/launchers/cli_args.py); of any other the last counts.
 _REPEATED = ("middleware",)
-# The short names of vLLM 0.32's parser (tests/fixtures/vllm-flags-0.32.0.txt), and -O (vllm/utils/argparse_utils.py).
+# The short names of vLLM 0.32's parser (sparkd/vllm/vllm-flags-0.32.0.txt), and -O (vllm/utils/argparse_utils.py).
 SHORT: Mapping[str, str] = {
     "-O": "optimization-level", "-ac": "attention-config", "-asc": "api-server-count", "-cc": "compilation-config",
     "-dc": "diffusion-config", "-dcp": "decode-context-parallel-size", "-dp": "data-parallel-size",

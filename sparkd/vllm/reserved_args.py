@@ -1,6 +1,6 @@
 """Names the flags and variables of vLLM that sparkd sets itself, each with the key to use.
 
-Read off the parser of vLLM 0.32.0, all 318 flags (tests/fixtures/vllm-flags-0.32.0.txt says for each where it belongs), and from its
+Read off the parser of vLLM 0.32.0, all 318 flags (sparkd/vllm/vllm-flags-0.32.0.txt says for each where it belongs), and from its
 calls of importlib, resolve_obj_by_qualname, bind and torch.load.
 """
 

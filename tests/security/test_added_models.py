@@ -20,9 +20,9 @@ from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, V
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.store import Store
+from sparkd.vllm.arg_check import FLAGS_FILE
 from sparkd.vllm.reserved_args import check_args
 
-FLAGS = Path(__file__).parents[1] / "fixtures" / "vllm-flags-0.32.0.txt"
 ALLOWED = SWITCHES | VALUES | MAPPINGS | LISTS
 # Keys that an added model may not have: they bring code, another Python or an address.
 OF_THE_FILE = {"runtime", "entrypoint", "trust_remote_code", "media"}
@@ -35,7 +35,7 @@ settings: {SETTINGS}
 """
 
 
-RELEASE = [(line.split()[0], line.split()[1:]) for line in FLAGS.read_text().splitlines() if not line.startswith("#")]
+RELEASE = [(line.split()[0], line.split()[1:]) for line in FLAGS_FILE.read_text().splitlines() if not line.startswith("#")]
 
 
 def passes(args: list[str]) -> bool:

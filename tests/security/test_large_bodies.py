@@ -11,7 +11,7 @@ import pytest
 
 from sparkd.errors import BadRequest, BodyTooLarge
 from sparkd.gateway import proxy
-from sparkd.gateway.body import LARGE_BYTES, MOST_LISTS, members_of_json, refuse_many_lists
+from sparkd.gateway.body import LARGE_BYTES, MOST_MEMBERS, members_of_json, refuse_many_members
 from tests.sparkd.gateway.fakes import Running, is_ours, post
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def array(item: bytes, size: int = 2 * MIB) -> bytes:
 READ = {
     "digits": array(b"1"),
     "floats": array(b"-1.0000000000000002e+16"),
-    "texts": array(b'"' + b"[" * 3000 + b'"', MOST_LISTS // 2),
+    "texts": array(b'"' + b"[" * 3000 + b'"', MOST_MEMBERS // 2),
     "escapes": b'{"model":"tiny","x":"' + b"\\n" * MIB + b'"}',
     "wide": b'{"model":"tiny","x":"' + "\u00fc".encode() * MIB + b'"}',
     "spaces": b'{"model":"tiny","x":1' + b" " * (2 * MIB) + b"}",
@@ -36,6 +36,7 @@ REFUSED = {
     "lists": (BodyTooLarge, array(b"[" * 900 + b"]" * 900)),
     "a list for a model": (BodyTooLarge, b'{"model":[' + b"{}," * MIB + b"{}]}"),
     "nested": (BodyTooLarge, b'{"model":"tiny","x":' + b"[" * (2 * MIB) + b"}"),
+    "one member again and again": (BodyTooLarge, b'{"model":"tiny",' + b'"store":1,' * MOST_MEMBERS + b'"x":1}'),
     "no end": (BadRequest, READ["escapes"][:-2]),
     "no UTF-8": (BadRequest, b'{"model":"tiny","x":"' + b"\xff" * (2 * MIB) + b'"}'),
 }
@@ -56,10 +57,12 @@ async def test_what_would_cost_the_most_is_refused(gateway: Running, name: str) 
     assert not gateway.engine.heard
 
 
-def test_lists_are_counted_to_the_last() -> None:
-    refuse_many_lists(b"[" * (MOST_LISTS // 2) + b"{" * (MOST_LISTS // 2))
-    with pytest.raises(BodyTooLarge):
-        refuse_many_lists(b"[" * (MOST_LISTS // 2) + b"{" * (MOST_LISTS // 2 + 1))
+def test_lists_and_members_are_counted_to_the_last() -> None:
+    most = b"[" * (MOST_MEMBERS // 4) + b"{" * (MOST_MEMBERS // 4) + b":" * (MOST_MEMBERS // 2)
+    refuse_many_members(most)
+    for one in (b"[", b"{", b":"):
+        with pytest.raises(BodyTooLarge):
+            refuse_many_members(most + one)
 
 
 def test_tools_are_not_built_by_the_million() -> None:

@@ -30,7 +30,7 @@ ENTRIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", ENTRIES)
 def test_no_message_shows_a_secret(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.cli.config_check._ask_parsers", lambda *_: None)
+    monkeypatch.setattr("sparkd.cli.config_check._ask_parsers", lambda *_: ())
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps(values))
     messages = [str(problem) for problem in check(file, {"S": SECRET})]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import workers
 from sparkd.errors import EngineError
-from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
+from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg, shortened
 from sparkd.vllm.ask.cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import parsed, words
@@ -31,12 +32,19 @@ _PROGRAM = "workers.vllm.ask.parse_args"
 _FILES = tuple(Path(workers.__file__).parent / "vllm" / name for name in ("ask/parse_args.py", "symbols.py"))
 # Flags whose plain numbers every vLLM accepts: another number of theirs is no new question.
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
-# Environments that gave no answer; this process does not ask them again.
-_silent: set[str] = set()
+# As long as the longest back-off of a model: one that is started again asks again.
+_SILENCE_S = 300.0
+_SILENT = "ParserSilent"
+# Environments that gave no answer, with the error and the time until which this process does not ask them again.
+_silent: dict[str, tuple[float, str]] = {}
+_clock = time.monotonic
 
 
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
-    """A note for each argument that the parser of this runtime's vLLM will refuse, once translated as for a start. ask: see `answers`."""
+    """A note for each argument that the parser of this runtime's vLLM will refuse, once translated as for a start.
+
+    Without an answer, and where variables may change the parser: a note for each flag that is not written in full. ask: see `answers`.
+    """
     return refused_of([(args, env)], runtime, state_dir, ask=ask)[0]
 
 
@@ -44,14 +52,14 @@ def refused_of(
     subjects: Sequence[Subject], runtime: Path | None, state_dir: Path, *, ask: bool, first: Callable[[], None] | None = None
 ) -> list[tuple[FlagNote, ...]]:
     """Like `refused`, for several engines of one runtime: one child answers all questions whose answers are not kept."""
-    version = full_version_in(runtime)
-    if version is None:
-        return [() for _ in subjects]
-    lines = {
-        number: translated(args, env).args for number, (args, env) in enumerate(subjects) if not any(name in env for name in ANOTHER_PARSER)
-    }
-    known = dict(zip(lines, answers(list(lines.values()), runtime, places(state_dir), ask=ask, first=first), strict=True))
-    return [tuple(refusal.note(version) for refusal in known.get(number) or ()) for number in range(len(subjects))]
+    version = full_version_in(runtime) or ""
+    lines = [translated(args, env).args for args, env in subjects]
+    judged = [number for number, (_, env) in enumerate(subjects) if not any(name in env for name in ANOTHER_PARSER)]
+    known = dict(zip(judged, answers([lines[number] for number in judged], runtime, places(state_dir), ask=ask, first=first), strict=True))
+    return [
+        tuple(shortened(line) if (refusals := known.get(number)) is None else (refusal.note(version) for refusal in refusals))
+        for number, line in enumerate(lines)
+    ]
 
 
 def announce() -> None:
@@ -67,8 +75,8 @@ def answers(
 
     runtime: an interpreter, None for sparkd's own.
     folders: they keep answers; a new one goes to the first that can be written to.
-    ask: ask vLLM for the missing answers, all in one child process, which takes as long as vLLM's import; an environment that fails is not
-    asked again by this process.
+    ask: ask vLLM for the missing answers, all in one child process, which takes as long as vLLM's import. Raises EngineError where it gives
+    none; this process asks that environment again after _SILENCE_S.
     first: called before the child starts.
     """
     interpreter = Path(sys.executable) if runtime is None else runtime
@@ -80,15 +88,19 @@ def answers(
     keys = [hashlib.sha256(json.dumps([beside, question]).encode()).hexdigest()[:32] for question in questions]
     found = {key: _read(kept(key, folders)) for key in keys}
     open_ = {key: question for key, question in zip(keys, questions, strict=True) if found[key] is None}
-    if open_ and ask and beside not in _silent:
+    if open_ and ask:
+        until, reason = _silent.get(beside, (0.0, ""))
+        if _clock() < until:
+            raise EngineError(reason, reason=_SILENT)
         if first is not None:
             first()
         try:
             _, given = asked(interpreter, list(open_.values()))
-        except (EngineError, OSError):
-            given = []
-            _silent.add(beside)
-        for key, refusals in zip(open_, given, strict=False):
+        except (EngineError, OSError) as error:
+            reason = f"vLLM's parser gave no answer about the arguments, and it is asked again: {error}"
+            _silent[beside] = (_clock() + _SILENCE_S, reason)
+            raise EngineError(reason, reason=_SILENT) from None
+        for key, refusals in zip(open_, given, strict=True):
             found[key] = refusals
             keep(key, [asdict(refusal) for refusal in refusals], folders)
     return [found[key] for key in keys]

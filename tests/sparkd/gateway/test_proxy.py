@@ -303,8 +303,17 @@ async def test_a_body_is_unpacked_within_its_limit(engine: RawEngine, encoding: 
         assert (await gateway.post(CHAT, pack(b" " * 100_001), header)).status == 413
         damaged = await gateway.post(CHAT, b"no" + pack(BODY), header)
         assert damaged.status == 400 and encoding in damaged.error["message"]
+        assert (await gateway.post(CHAT, pack(BODY)[:-9], header)).status == 400
         assert gateway.edge._proxy._buffered_bytes == 0
         assert len(engine.heard) == 1
+
+
+async def test_a_gzip_body_has_one_member(gateway: Running) -> None:
+    """Millions of empty ones would take seconds, and every packed body waits for them."""
+    for body in (gzip.compress(b"") * 2, gzip.compress(BODY) + gzip.compress(b""), gzip.compress(b"") + gzip.compress(BODY)):
+        answer = await gateway.post(CHAT, body, "Content-Encoding: gzip")
+        assert answer.status == 400 and "member" in answer.error["message"]
+    assert not gateway.engine.heard
 
 
 async def test_bodies_that_are_unpacked_at_once_wait_for_each_other(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
-from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.arg_check import FLAGS_FILE, RefusedArg
 from sparkd.vllm.flags import draft_method
 from tests.support.facts import lacking
 
@@ -80,7 +80,7 @@ def with_command(command: str, **keys: Any) -> str:
 
 def parser_of_the_fixture(args: Sequence[str], _env: Mapping[str, str]) -> tuple[str, list[RefusedArg]]:
     """It refuses what is no name of a flag of vLLM 0.32.0, and the values of three more."""
-    text = (Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
+    text = FLAGS_FILE.read_text()
     names = {name[2:] for line in text.splitlines() if not line.startswith("#") for name in line.split()[1:] if name.startswith("--")}
     flags = [arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") for arg in args if arg.startswith("--")]
     refusals = [RefusedArg(f"--{flag}", "unrecognized argument") for flag in flags if flag not in names]

@@ -14,7 +14,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.config.recipe_check import resolve
-from sparkd.errors import RankError
+from sparkd.errors import EngineError, RankError
 from sparkd.recipes import admin_flags
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.ask import cache as answer_cache
@@ -106,7 +106,7 @@ def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkey
 @pytest.fixture(autouse=True)
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_cache, "_unkept", {})
-    monkeypatch.setattr(parser_answers, "_silent", set())
+    monkeypatch.setattr(parser_answers, "_silent", {})
 
 
 ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"
@@ -143,6 +143,8 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(said_to(by_keys, config, VERSION).refused) == (1 if length is None else 0), "a flag more is another question"
     stub = parse_model("m", {"model": "o/m", "entrypoint": "tests.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
     assert said_to(stub, config, VERSION).refused == ()
+    (short,) = said_to(parse_model("m", {"model": "o/m", "extra_args": ["--gpu-mem=0.95"]}, over_admin=False), config, "0.1.0").refused
+    assert "--gpu-memory-utilization" in short, "another node's vLLM would complete it"
     assert len(asked) == 2
 
 
@@ -158,6 +160,22 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     with pytest.raises(RankError) as caught:
         await cluster.siting.place(spec)
     assert lacking(caught.value.message, "m", f"--max-num-seq-s: vLLM {VERSION}") == []
+
+
+def test_a_load_fails_while_the_parser_is_silent_and_a_check_tells_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(parser_answers, "asked", silent)
+    monkeypatch.setattr(parser_answers, "kept", lambda *_: None)
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--gpu-mem=0.95"]}, over_admin=False)
+    with pytest.raises(EngineError, match="asked again: no space left") as caught:
+        said_to(spec, Config(state_dir=tmp_path), VERSION, ask=True)
+    assert caught.value.reason == "ParserSilent"
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {tmp_path}\nmodels: {{m: {{model: o/m, extra_args: ['--gpu-mem=0.95']}}}}\n")
+    messages = {problem.message: problem.severity for problem in check(file, {}) if "parser gave no answer" in problem.message}
+    assert list(messages.values()) == ["warning"]
 
 
 async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

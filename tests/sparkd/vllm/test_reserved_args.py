@@ -1,19 +1,16 @@
 """Which of vLLM's arguments and variables are refused. The list of flags is that of a real release."""
 
-from pathlib import Path
-
 import pytest
 
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
+from sparkd.vllm.arg_check import FLAGS_FILE
 from sparkd.vllm.reserved_args import check_args, owned_args, owned_env, trusts_code
 from tests.support.facts import lacking
 
-FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
-
 
 def release() -> list[tuple[str, list[str]]]:
-    lines = [line.split() for line in FLAGS.read_text().splitlines() if not line.startswith("#")]
+    lines = [line.split() for line in FLAGS_FILE.read_text().splitlines() if not line.startswith("#")]
     return [(line[0], line[1:]) for line in lines]
 
 

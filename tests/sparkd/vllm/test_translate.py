@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.vllm.arg_check import FLAGS_FILE
 from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.releases import ANY, FLAGS, VARIABLES
 from sparkd.vllm.translate import Translation, release_of, translated
-
-RELEASE_FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 
 
 def said(args: str = "", env: dict[str, str] | None = None) -> Translation:
@@ -79,7 +78,7 @@ def test_the_backend_of_a_drafts_experts_moves_into_its_configuration() -> None:
 
 
 def flags_of_the_release() -> set[str]:
-    lines = [line.split()[1:] for line in RELEASE_FLAGS.read_text().splitlines() if not line.startswith("#")]
+    lines = [line.split()[1:] for line in FLAGS_FILE.read_text().splitlines() if not line.startswith("#")]
     return {spelling.removeprefix("--") for spellings in lines for spelling in spellings}
 
 

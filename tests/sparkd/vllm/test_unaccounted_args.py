@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from sparkd.config.config import parse_model
 from sparkd.config.engine_args import at_any_length
 from sparkd.config.kv_cache import WORKERS, vllm_sizes
 from sparkd.config.model import ModelConfig
+from sparkd.vllm.arg_check import FLAGS_FILE
 from sparkd.vllm.flags import parsed
 from sparkd.vllm.unaccounted_args import (
     _FLAGS,
@@ -26,8 +26,6 @@ from sparkd.vllm.unaccounted_args import (
     unsized,
 )
 from tests.support.accounts import needed_gib
-
-FLAGS = Path(__file__).parents[2] / "fixtures" / "vllm-flags-0.32.0.txt"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_a_worker_class_of_ours_is_the_same_whoever_names_it(name: str) -> None:
 
 
 def test_every_flag_of_the_table_is_one_of_the_release() -> None:
-    spelled = {word for line in FLAGS.read_text().splitlines() if line[:1] != "#" for word in line.split()[1:] if word[:2] == "--"}
+    spelled = {word for line in FLAGS_FILE.read_text().splitlines() if line[:1] != "#" for word in line.split()[1:] if word[:2] == "--"}
     assert {word[2:] for word in spelled} >= _FLAGS
 
 
