@@ -320,7 +320,7 @@ def test_what_keeps_every_load_from_beginning(
     node = NodeView("n", "n", True, True, reading, 100.0, 0.0)
     observation = Observation((), reading, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
     gate = made.supervisor._gate
-    gate.release._ended = {node: Ended(("m",), 58 << 30, 108 << 30, 0.0, 33 << 30, stuck=True) for node in stuck}
+    gate.release._ended = {node: [Ended(("m",), 58 << 30, 108 << 30, 0.0, 33 << 30, stuck=True)] for node in stuck}
     gate.look(observation, {})
     block = gate.block_reason(observation, ())
     assert (None if block is None else block.reason) == reason
