@@ -128,7 +128,7 @@ def changed_by(flags: Iterable[str]) -> frozenset[str]:
 
 
 def amount_in(flags: Flags, name: str) -> int | None:
-    """The number of a flag, above 0; None where vLLM would read none. Of --max-model-len: None also where vLLM chooses (`auto`, -1)."""
+    """The number of a flag, above 0; None where vLLM would read none. --max-model-len is None also where vLLM chooses (`auto`, -1)."""
     value = flags.get(name)
     return amount(value) or None if isinstance(value, str) else None
 
