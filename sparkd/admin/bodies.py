@@ -82,7 +82,7 @@ class ChangedModel(BaseModel):
 
 
 class Loading(BaseModel):
-    """How a model is loaded. recipe: NAME, NAME@VARIANT or NAME@REGISTRY of the recipes on this machine; null for what the model has."""
+    """How a model is loaded. recipe: NAME or NAME@REGISTRY of the recipes on this machine; null for what the model has."""
 
     model_config = ConfigDict(extra="forbid")
 

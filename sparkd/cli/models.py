@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 def load(
     session: Session,
     model: Model,
-    recipe: Annotated[str | None, option("--recipe", metavar="NAME", help="Use this recipe from now on: NAME or NAME@VARIANT.")] = None,
+    recipe: Annotated[str | None, option("--recipe", metavar="NAME", help="Use this recipe from now on: NAME or NAME@REGISTRY.")] = None,
     no_wait: NoWait = False,
     timeout: Timeout = None,
 ) -> None:

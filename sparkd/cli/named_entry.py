@@ -60,7 +60,7 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
 def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
     """The refusal of a name that nothing has. asked: whether a daemon answered."""
     if asked:
-        return ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
+        return ConfigError(f"No model is called {model}: give a configured name, a recipe, a folder, or a hub id (owner/name).")
     path = config_path(config_file, environ)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden

@@ -87,7 +87,7 @@ def plan(
         raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
     if not 1 <= len(model) <= MODEL_CHARACTERS:
         problem = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
-        raise ConfigError(f"{problem}: give a configured name, a folder, or a hub id (owner/name).")
+        raise ConfigError(f"{problem}: give a configured name, a recipe, a folder, or a hub id (owner/name).")
     if model.endswith((".yaml", ".yml")):
         refuse_as_model(model)
     if session.json and docker:

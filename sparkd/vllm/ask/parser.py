@@ -115,7 +115,7 @@ def asked(interpreter: Path, lines: Sequence[Sequence[str]]) -> tuple[str, list[
         found = [tuple(map(RefusedArg.of, refusals)) for _, refusals in zip(lines, answer["refused"], strict=True)]
         return str(answer["vllm"]), found
     except (ValueError, TypeError, KeyError):
-        last = answer["ended"] or "no output"
+        last = (answer["ended"] or "no output").rstrip(".")
         raise EngineError(f"{interpreter} has no parser of vLLM to ask: {last}. Give the Python that has vLLM.") from None
 
 
