@@ -10,6 +10,7 @@ import msgspec
 import zstandard
 
 from sparkd.errors import BadRequest, BodyTooLarge
+from sparkd.gateway.limits import too_large
 
 # The parser holds the loop: for a body of 32 MiB 10 ms of base64, 75 ms of the worst (500,000 times `"tools":"",`, then a name of escapes),
 # and 28 ms more for its tools. Without MOST_MEMBERS `"store":1,` alone would take 110 to 240 ms.
@@ -104,7 +105,7 @@ def unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
     except (EOFError, zlib.error, zstandard.ZstdError):
         raise BadRequest(f"The body is not valid {encoding.decode()}, which its content-encoding says; send it as it is.") from None
     if len(plain) > limit:
-        raise BodyTooLarge(f"The body is larger than {limit} bytes without its content-encoding.")
+        raise BodyTooLarge(too_large(limit, " without its content-encoding"))
     return plain
 
 

@@ -31,7 +31,7 @@ from sparkd.errors import (
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.failures import status_of
 from sparkd.gateway.keys import KeyDigests, Role
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, too_large
 from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
 from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
@@ -315,7 +315,7 @@ class Edge:
         declared = headers.get(b"content-length")
         limit = self._settings.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self._settings.limits.body_bytes
         if declared is not None and int(declared) > limit:
-            raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+            raise BodyTooLarge(too_large(limit))
 
     async def _refuse(
         self, error: SparkdError, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange

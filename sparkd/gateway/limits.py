@@ -66,3 +66,8 @@ class ClientLimits:
     requests: int = 4032
     any_requests: int = 4064
     heartbeat_s: float = 10.0
+
+
+def too_large(limit: int, how: str = "") -> str:
+    """The message to a client whose body has more than `limit` bytes."""
+    return f"The body is larger than {limit / _MIB:g} MiB{how}. Send less, or raise limits.max_body_bytes, which bounds bodies for models."

@@ -28,7 +28,7 @@ from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
-from sparkd.gateway.limits import ClientLimits
+from sparkd.gateway.limits import ClientLimits, too_large
 from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Relay
@@ -130,7 +130,7 @@ class Proxy:
                 body += message["body"]
         exchange.whole = not message["more_body"]
         if len(body) > limit:
-            raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+            raise BodyTooLarge(too_large(limit))
         return body
 
     async def _unpack(self, body: bytes | bytearray, encoding: bytes, exchange: Exchange) -> bytes:
