@@ -154,7 +154,6 @@ def held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | 
     if consult is not None and not wide and even_formats(formatted) is None:
         consultation = consult(contents.checkpoint)
         consultation.ask([(recipe, 1, 1)])
-        contents = consultation.completed(contents)
         exact = consultation.exact(recipe, Serving(1))
     size = weights.bytes if exact.weight_bytes is None else exact.weight_bytes
     sureness = GUESS if exact.weight_bytes is None else EXACT

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparkd.cli.folder_owner import refuse_another_users
-from sparkd.cli.options import CommonOptions, Json, argument, option
+from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.cli.serve import ConfigFile, config_path
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
@@ -105,7 +105,7 @@ def join(
     membership.keep(loaded, record, secret)
     how = f"once this runs: {STAY}" if by_unit else "until Ctrl-C."
     err.print(f"This node joins {target.address} as {route.node_ip}, {how}", markup=False)
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         say_json(
             {"address": target.address, "node": route.node_ip, "why": route.why, "warnings": warnings, "next": STAY if by_unit else None}
         )
@@ -134,7 +134,7 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
             _end(loaded, joined.node_ip)
     except StateError as error:
         raise Conflict(f"This node still runs Ray for {joined.address}: `{GO}`, then run `sparkd leave` again. {error.message}") from None
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         say_json({"address": joined.address, "node": joined.node_ip})
     else:
         show.terminal().print(f"This node has left {joined.address}.", markup=False)
@@ -161,7 +161,7 @@ def token(
     except OSError as error:
         raise ConfigError(f"The token cannot be read: {error.strerror}. Start sparkd once, then run this as root or its user.") from None
     command = f"sparkd join {address} --token -"
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         say_json({"address": address, "command": command, "token": secret})
     elif quiet:
         sys.stdout.write(f"{secret}\n")

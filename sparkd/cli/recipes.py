@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import CommonOptions, Json, argument, option
+from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
@@ -49,7 +49,7 @@ def ls(
 ) -> None:
     """List all recipes with their model and measured rate."""
     if registry:
-        registries.list_registries(name, _json(ctx, json))
+        registries.list_registries(name, wants_json(ctx, json))
         return
     if name is not None:
         raise ConfigError(f"{name[:64]!r}: `recipes ls` takes a name with --registry alone; `sparkd recipes show NAME` shows one recipe.")
@@ -62,7 +62,7 @@ def ls(
         wrong += problems
         if file is not None:
             rows.append(summary(file))
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         say_json({"recipes": rows, "problems": [_problem(problem) for problem in wrong]})
         return
     from sparkd.render import models as show
@@ -89,7 +89,7 @@ def show_(
     spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
     description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         say_json(description)
     else:
         from sparkd.render import models as show
@@ -131,7 +131,7 @@ def check(
         sys.stderr.flush()
         problems += refused_by_parser(resolved, *asked(parser, [each.line for each in resolved]))
     wrong = [problem for problem in problems if problem.severity == "error"]
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         rows = [_problem(problem) for problem in problems]
         say_json({"ok": not wrong, "recipes": count, "problems": rows})
     else:
@@ -177,7 +177,7 @@ def import_(
                 out.write(converted.text)
         except OSError as error:
             raise ConfigError(f"{to}: it cannot be written: {error.strerror}. Give a new file in an existing folder.") from None
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         rows = [_problem(problem) for problem in problems]
         remarks = {key: list(getattr(converted, key)) for key in ("risks", "missing", "notes")}
         say_json({"recipe": converted.recipe, "text": converted.text, **remarks, "problems": rows})
@@ -258,7 +258,3 @@ def _pairs(pairs: list[str]) -> dict[str, Any]:
 
 def _problem(problem: ConfigProblem) -> dict[str, Any]:
     return {"file": problem.file, "line": problem.line, "severity": problem.severity, "message": problem.message}
-
-
-def _json(ctx: typer.Context, json: bool) -> bool:
-    return json or (ctx.find_root().obj or CommonOptions()).json

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from sparkd.cli.options import CommonOptions, Json, argument, option
+from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.errors import ConfigError, Conflict, SparkdError
 from sparkd.render.page import printable, say_json
 
@@ -50,7 +50,7 @@ def add_registry(
         there = registries.get(chosen).url
         raise Conflict(f"The registry {chosen} is there, of {there}: `sparkd recipes update {chosen}`, or give another --name.")
     registry = registries.fetch(chosen, url).summary()
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         say_json({"registry": registry})
         return
     _say(f"{chosen}: {registry['recipes']} recipes at {_commit(registry)}. `sparkd recipes ls --registry {chosen}` lists them.")
@@ -73,7 +73,7 @@ def update(
             rows.append({**registries.fetch(each, old.url).summary(), "old_commit": old.commit, "error": None})
         except SparkdError as error:
             rows.append({"name": each, "error": error.message})
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         say_json({"registries": rows})
     else:
         for row in rows:
@@ -94,7 +94,7 @@ def remove_registry(
     Recipes that were imported from it stay.
     """
     _registries(writing=True).remove(name)
-    if _json(ctx, json):
+    if wants_json(ctx, json):
         say_json({"removed": name})
     else:
         _say(f"{name} is removed.")
@@ -157,7 +157,3 @@ def _say_errors(rows: list[dict[str, Any]]) -> None:
 def _end(rows: list[dict[str, Any]]) -> None:
     if any(row["error"] for row in rows):
         raise typer.Exit(SparkdError.exit_code)
-
-
-def _json(ctx: typer.Context, json: bool) -> bool:
-    return json or (ctx.find_root().obj or CommonOptions()).json

@@ -14,7 +14,7 @@ import typer
 from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
-from sparkd.cli.options import CommonOptions, Json, argument, option
+from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
@@ -139,7 +139,7 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         say_json({"ended": True})
 
 
@@ -158,7 +158,7 @@ def check(
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
     parsers = _parsers(config) if not wrong else {}
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
     else:
@@ -192,7 +192,7 @@ def version(ctx: typer.Context, json: Json = False) -> None:
     `sparkd status` shows the daemon's version.
     """
     python = ".".join(map(str, sys.version_info[:3]))
-    if json or (ctx.find_root().obj or CommonOptions()).json:
+    if wants_json(ctx, json):
         say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")

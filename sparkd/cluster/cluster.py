@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
@@ -47,8 +47,6 @@ KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
-
-T = TypeVar("T")
 
 
 class Cluster:

@@ -82,7 +82,7 @@ class Placer:
         if ways != ALONE:
             return await self._team(config, spec, where, ways)
         need = await self._need(config, spec, where, ALONE)
-        refusal = await self._too_large(config, need, 1)
+        refusal = await self._too_large(need, 1)
         if better := await self._better(config, spec, where, need if refusal is None else None):
             return better
         if refusal is None:
@@ -123,7 +123,7 @@ class Placer:
         if facts["entrypoint"] is None:
             return here
         there = await self._need(config, spec, NodeRuntime(facts, node, frozenset({node})), ALONE)
-        return here if await self._too_large(config, there, 1) else there
+        return here if await self._too_large(there, 1) else there
 
     async def _of_its_nodes(
         self, config: Config, spec: ModelConfig, need: Requirement, team: Sequence[str], ways: Ways
@@ -167,7 +167,7 @@ class Placer:
         for nodes in range(2, len(self._in_sight()) + 1):
             for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, where, nodes)):
                 need = await self._need(config, spec, where, ways)
-                if _quality(need) < _quality(alone) and await self._too_large(config, need, nodes) is None:
+                if _quality(need) < _quality(alone) and await self._too_large(need, nodes) is None:
                     better.append((_quality(need), nodes, number, ways))
         for *_, ways in sorted(better):
             try:
@@ -211,7 +211,7 @@ class Placer:
             cure = "Remove tensor_parallel, or choose another number"
             raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
         need = await self._need(config, spec, where, ways)
-        if refusal := await self._too_large(config, need, size):
+        if refusal := await self._too_large(need, size):
             raise DoesNotFit(refusal, lasts=True)
         nodes = [node for node in self._places.with_room(spec.name, need.gib) if need.nodes is None or node in need.nodes]
         if len(nodes) < size:
@@ -230,7 +230,7 @@ class Placer:
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
         needs = await self._of_its_nodes(config, spec, need, team, ways)
         for each in needs:
-            if refusal := await self._too_large(config, each, size):
+            if refusal := await self._too_large(each, size):
                 raise DoesNotFit(refusal, lasts=True)
         # The node with the least memory decides, and on each is reserved what any of them needs.
         need = replace(min(needs, key=lambda each: each.hardware.memory_bytes), gib=max(each.gib for each in needs))
@@ -263,7 +263,7 @@ class Placer:
         with_room = (node for node in self._places.with_room(need.spec.name, need.gib) if node in need.nodes)
         return next(with_room, min(need.nodes))
 
-    async def _too_large(self, config: Config, need: Requirement, size: int) -> str | None:
+    async def _too_large(self, need: Requirement, size: int) -> str | None:
         only = self._only(need) if size == 1 else None
         offered = sorted((gib for node, gib in self._places.offered.items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)

@@ -9,8 +9,6 @@ from sparkd.state.nouns import Reading
 from sparkd.state.rows import noun_of
 from workers.guard.policy import LEVELS
 
-GIB = 1 << 30
-
 
 def reading(node_id: str, sample: Mapping[str, Any], node_now_s: float) -> Reading:
     """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says.

@@ -64,7 +64,6 @@ from workers.host.hub_cache import cache_places
 
 __all__ = ["Config", "ConfigProblem", "ModelConfig", "config_hash", "is_loopback", "load_config", "parse_model"]
 
-GIB = 1024**3
 MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
 

@@ -75,7 +75,7 @@ def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
     hashes = {key: config_hash(model(**{key: value}), EngineSettings()) for key, value in CHANGES_ENGINE.items()}
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
-    # Of a recipe, only what it brings: tests/sparkd/recipes/test_merge.py.
+    # A recipe's merging has its own tests: tests/sparkd/recipes/test_merge.py.
     assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields), NAMED_ABOVE
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():

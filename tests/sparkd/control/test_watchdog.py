@@ -246,7 +246,7 @@ async def test_a_question_that_the_gateway_had_no_room_for_is_put_again() -> Non
     scene.answer = full
     await scene.after(0, page=IDLE_PAGE)
     for _ in range(3):
-        assert await scene.after(TEAM.idle_s) is None, "nobody knows whether it lives"
+        assert await scene.after(TEAM.idle_s) is None, "the engine's state is unknown"
     assert len(scene.asked) == 3
     scene.answer = None
     await scene.after(1)

@@ -96,7 +96,7 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
     assert before != config_hash(model(folder, recipe="r"), EngineSettings())
 
 
-# What is refused, and where it is said to stand
+# Entries that a check refuses, and the place that its message names
 
 
 @pytest.mark.parametrize(
