@@ -288,7 +288,7 @@ class NextActions(BaseModel):
 
 
 class PlanOption(BaseModel):
-    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
+    """One format over so many nodes. footprint: bytes, null where vLLM would not serve the model so. reserved_gib: by a start, on each."""
 
     model: str
     prequantized: str | None
@@ -300,6 +300,7 @@ class PlanOption(BaseModel):
     reason: str | None
     max_model_len: int
     longest: int | None
+    reserved_gib: int
     footprint: dict[str, Any] | None
 
 
@@ -341,7 +342,6 @@ class FitAnswer(BaseModel):
     options: list[PlanOption]
     choice: PlanChoice | None
     refusal: PlanRefusal | None
-    floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Answers
 from sparkd.capacity.plan import plan, vllm_json
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
@@ -35,7 +34,7 @@ from sparkd.errors import ClusterError, ConfigError, StateError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.hardware import KNOWN, Hardware
+from sparkd.hardware import KNOWN, Hardware, machine
 from sparkd.vllm.ask.cache import places as answers_in
 from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in

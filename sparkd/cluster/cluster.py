@@ -100,7 +100,7 @@ class Cluster:
         def present() -> Config:
             return self._config
 
-        self.siting = Placer(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
+        self.siting = Placer(present, self._link, self.fabric_nodes, self.places, self._here.runtime, self.in_sight, self.total_gib)
         self.engines = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.siting)
         self._sight = NodeTracker()

@@ -10,14 +10,13 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Evidence
 from sparkd.capacity.launch import rank_fields
 from sparkd.capacity.requirement import said_to
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.hardware import GIB
+from sparkd.hardware import GIB, machine
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, machine
+from sparkd.capacity.requirement import VLLM_DEFAULT_UTILIZATION
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
-from sparkd.hardware import GIB
+from sparkd.hardware import GIB, machine
 from tests.support.accounts import account, needed_gib, needing
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of

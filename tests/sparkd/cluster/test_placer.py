@@ -88,7 +88,15 @@ class Scene:
         self.link = FakeLink()
         self.places = Reservations(A, lambda: offered)
         self.here = Runtime()
-        self.siting = Placer(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.siting = Placer(
+            lambda: self.config,
+            self.link,  # type: ignore[arg-type]
+            self.fabric,  # type: ignore[arg-type]
+            self.places,
+            lambda interpreter: self.here.runtime(interpreter),
+            lambda: list(offered),
+            int(offered[A]),
+        )
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
@@ -323,7 +331,7 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
 def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
-    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, Runtime(), 4) == [(2, 2), (1, 4)]
+    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, VLLM, 4) == [(2, 2), (1, 4)]
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
