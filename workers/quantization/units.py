@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from sparkd.checkpoint import Checkpoint, towers_of
 from sparkd.checkpoint import tensor_class as class_of_tensor
-from workers.quantization.formats import SPELLINGS, Format
+from workers.quantization.formats import FORMATS
 from workers.quantization.fusion import group_of
 from workers.quantization.outcome import outcome_of, shapes_of
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16 = "bf16"
 # fp8-block has the bytes and the error of fp8, and suits fewer weights; nvfp4-a4 has the bytes of nvfp4, and a larger error.
-CANDIDATES = tuple(spelling for spelling in SPELLINGS if spelling not in (BF16, "fp8-block", "nvfp4-a4"))
-_FORMATS = {spelling: Format.parse(spelling) for spelling in CANDIDATES}
+_CANDIDATES = {spelling: form for spelling, form in FORMATS.items() if form.family.error_cost is not None}
 _EVERY = QuantizationRecipe.parse("fp8")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -102,7 +101,7 @@ def _numberless(module: str) -> str:
 
 
 def _sizes(one: _Sum, ranks: int) -> dict[str, int]:
-    fits = {spelling: form for spelling, form in _FORMATS.items() if all(k % ((form.group or 1) * ranks) == 0 for _, k in one.shapes)}
+    fits = {spelling: form for spelling, form in _CANDIDATES.items() if all(k % ((form.group or 1) * ranks) == 0 for _, k in one.shapes)}
     sizes = {spelling: sum(times * form.nbytes(n, k) for (n, k), times in one.shapes.items()) for spelling, form in fits.items()}
     # A format that saves nothing of an FP8 source is none to choose.
     return {BF16: one.stored} | {spelling: size for spelling, size in sizes.items() if size < one.stored}
