@@ -133,8 +133,7 @@ def selected(source: Source) -> Selection:
     if INDEX not in source.names:
         files = _weight_files(source.place, source.names)
         if lacking := sorted(_numbered(files) - set(source.names)):
-            count = _lacking_count(files)
-            more = f" and {count - 1} more files" if count > 1 else ""
+            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
             raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
         return Selection(file, config, digest, files, {})
     index = read_index(source.content(INDEX), source.path(INDEX))
@@ -215,13 +214,6 @@ def _numbered(weights: Collection[str]) -> set[str]:
     sets = dict.fromkeys((match[1], match[3], match[4]) for match in map(_NUMBERED.fullmatch, weights) if match)
     names = (f"{name}-{number:05d}-of-{total}{end}" for name, total, end in sets for number in range(1, int(total) + 1))
     return set(islice(names, len(weights) + MAX_LACKING))
-
-
-def _lacking_count(weights: Iterable[str]) -> int:
-    """The number of missing files of the numbered sets."""
-    matches = [match for match in map(_NUMBERED.fullmatch, weights) if match]
-    there = sum(1 <= int(match[2]) <= int(match[3]) for match in matches)
-    return sum(int(total) for _, total, _ in {(match[1], match[3], match[4]) for match in matches}) - there
 
 
 def _without_config(source: Source) -> CheckpointError:

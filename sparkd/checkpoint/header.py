@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from sparkd.checkpoint.foreign_json import parsed, shown
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, parsed, shown
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUnread
 
@@ -102,7 +102,7 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
 def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tuple[Shard, list[TensorRef]]:
     """Parse a header and check it against the file's size. header: the JSON without its length. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
-    table = parsed(header, path, AGAIN, strict=True)
+    table = parsed(header, path, AGAIN, most=MAX_HEADER_VALUES)
     if not isinstance(table, dict):
         raise CheckpointError("the header is no JSON object", file=path, cure=AGAIN)
     if not isinstance(table.pop(_METADATA, {}), dict | None):

@@ -18,7 +18,6 @@ from sparkd.checkpoint import (
     Selection,
     Shard,
     assembled,
-    lacking_weights,
     read_checkpoint,
     selected,
 )
@@ -93,10 +92,7 @@ def complete(snapshot: str | Path) -> tuple[Folder, Selection] | None:
         return None
     # A link of the cache may lead nowhere.
     there = {name for name in folder.names if os.path.exists(folder.path(name))}
-    if not there.issuperset(selection.files):
-        return None
-    # `selected` has read what an index says.
-    return (folder, selection) if selection.index or not lacking_weights(there, folder.content) else None
+    return (folder, selection) if there.issuperset(selection.files) else None
 
 
 class _Repository:

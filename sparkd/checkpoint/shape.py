@@ -67,7 +67,6 @@ class Shape:
 
     layers, hidden, heads, vocab: 0 where it does not.
     dtype: that vLLM computes in.
-    intermediate, expert_width: of the MLP, and of one routed expert.
     attentions: of each layer in order, None for one that keeps nothing of a token; empty where it does not tell how wide keys are.
     state_bytes: of one request, in all layers with a state together.
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model.
@@ -80,8 +79,6 @@ class Shape:
     hidden: int
     heads: int
     vocab: int
-    intermediate: int
-    expert_width: int
     max_len: int
     dtype: str
     attentions: tuple[Attention | None, ...]
@@ -122,8 +119,6 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         hidden=hidden,
         heads=heads,
         vocab=stated["vocab_size"],
-        intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
-        expert_width=_count(text, "moe_intermediate_size", "expert_ffn_hidden_size"),
         max_len=_max_len(text),
         dtype=_dtype(config, text),
         attentions=_attentions(text, layers),
