@@ -9,7 +9,7 @@ from typing import Any
 from sparkd.capacity.estimate import token_bytes
 from sparkd.capacity.kv_cache import KvCost, Serving
 from sparkd.checkpoint.shape import Attention, Shape, shape_of
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
 from tests.support.inventories import shape
