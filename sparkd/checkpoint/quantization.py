@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from sparkd.checkpoint.shape import text_config
 from sparkd.checkpoint.tensors import TensorRef
 
 # The formats that the loader can convert back to BF16, one tensor at a time; the others are served as stored.
@@ -76,8 +77,7 @@ def source_quantization(
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization section of config.json, or of the text model's part of it in a multimodal model."""
-    places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
-    for place in places:
+    for place in (config, text_config(config)):
         for key in ("quantization_config", "compression_config"):
             section = place.get(key)
             if isinstance(section, Mapping) and section:
