@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -38,7 +38,7 @@ class Hardware:
     disk_bytes_s: _Rate
     link_bytes_s: _Rate
     link_latency_s: _Rate
-    platform: Literal["cuda", "cpu"] = "cuda"
+    platform: Annotated[str, Field(pattern="^(cuda|cpu)$")] = "cuda"
     learned: tuple[str, ...] = ()
 
 

@@ -43,7 +43,7 @@ def test_a_file_is_a_spark_but_for_what_it_says(tmp_path: Path) -> None:
         ("memory_bytes: 0", ["system_bytes", "nothing", "memory_bytes 0"]),
         ("disk_bytes_s: 0", ["disk_bytes_s", "greater than 0"]),
         ("unified: maybe", ["unified", "boolean"]),
-        ("platform: tpu", ["platform", "'cuda' or 'cpu'", "'tpu'"]),
+        ("platform: tpu", ["platform", "cuda|cpu", "'tpu'"]),
         ("- a list", ["a map", "memory_bytes"]),
     ],
 )
