@@ -48,8 +48,12 @@ MAX_LACKING = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: the content of config_file;
-    config_sha256: of that file's bytes."""
+    """A folder's weights.
+
+    tensors: by name, in the order of the shards, then of the offsets.
+    config: the content of config_file.
+    config_sha256: of that file's bytes.
+    """
 
     folder: str
     config: Mapping[str, Any]
@@ -66,7 +70,11 @@ class Checkpoint:
 
 
 class Source(Protocol):
-    """A folder or hub repository with a checkpoint. place: the prefix of its paths; names: the names of its files."""
+    """A folder or hub repository with a checkpoint.
+
+    place: the prefix of its paths.
+    names: of its files.
+    """
 
     @property
     def place(self) -> str: ...
@@ -113,8 +121,10 @@ def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> 
     """The missing weights files: files that an index names, or else the numbers in other files' names imply.
 
     Only the format that vLLM takes in a folder counts, so an incomplete set of *.bin beside complete safetensors lacks nothing, nor does a
-    folder without Mistral's second copy. names: the complete files below one folder; content: reads an index; where it raises
-    CheckpointError or OSError, the numbers count.
+    folder without Mistral's second copy.
+
+    names: the complete files below one folder.
+    content: reads an index; where it raises CheckpointError or OSError, the numbers count.
     """
     folders: dict[str, list[str]] = {}
     for name in names:

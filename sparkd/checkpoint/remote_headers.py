@@ -46,7 +46,8 @@ def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], p
     """The headers of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError,
     CheckpointError.
 
-    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
+    environ: of the engine, which says where the cache and the hub are.
+    progress: called after each header that the hub sent.
     """
     return checkpoint_at(source_of(text), revision, environ, progress)
 

@@ -49,8 +49,9 @@ _MOST_LAYERS, _MOST = 4096, 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Keys and values of every token: heads times (key_dim + value_dim) elements. window: tokens it looks back, None for all of them.
+    """Keys and values of every token: heads times (key_dim + value_dim) elements.
 
+    window: tokens it looks back, None for all of them.
     latent: one vector of key_dim for all heads together, on every rank (multi-head latent attention); heads is 1 then.
     """
 
