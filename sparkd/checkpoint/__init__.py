@@ -256,16 +256,11 @@ def _counting(later: TensorRef, earlier: TensorRef, index: Mapping[str, str]) ->
 def _listing(folder: str) -> set[str]:
     try:
         return set(os.listdir(folder))
-    except FileNotFoundError:
-        reason, cure = "the folder is not there", "Download the model, or correct the path"
-    except NotADirectoryError:
-        reason, cure = "it is a file where the checkpoint's folder is expected", "Give the folder that holds config.json and *.safetensors"
-    except OSError as error:
-        reason = f"the folder cannot be read: {error.strerror}"
-        raise CheckpointUnread(reason, file=shown(folder), cure="Check its owner and mode") from None
-    except ValueError as error:
-        reason, cure = f"the folder cannot be read: {error}", "Correct the path"
-    raise CheckpointError(reason, file=shown(folder), cure=cure)
+    except (OSError, ValueError) as error:
+        reason = f"the folder cannot be read: {getattr(error, 'strerror', None) or error}"
+        is_wrong = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
+        kind, cure = (CheckpointError, "Correct the path") if is_wrong else (CheckpointUnread, "Check its owner and mode")
+        raise kind(reason, file=shown(folder), cure=cure) from None
 
 
 def _weight_files(folder: str, names: Iterable[str]) -> list[str]:

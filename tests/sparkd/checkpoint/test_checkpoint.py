@@ -124,7 +124,7 @@ def test_what_is_wrong_names_its_file_its_tensor_and_a_cure(
     assert "\n" not in error.message
 
 
-@pytest.mark.parametrize(("folder", "told"), [("none", "not there"), ("file", "a file")])
+@pytest.mark.parametrize(("folder", "told"), [("none", "No such file"), ("file", "Not a directory")])
 def test_what_is_no_folder(tmp_path: Path, folder: str, told: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=told):
