@@ -352,7 +352,7 @@ async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: P
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
         await again
         assert order == ["b", "a"]
-        told = [(event.model, event.data["to"]) for event in made.supervisor.ledger.events(0, 200) if event.kind == "swap"]
+        told = [(event.model, event.data["to"]) for event in made.supervisor.journal.events(0, 200) if event.kind == "swap"]
         assert told == [("a", "b"), ("b", "a")]
 
 

@@ -1107,15 +1107,15 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
 async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await made.tick()
-        ledger = made.supervisor.ledger
-        begun = ledger.feed.behind_newest(0)
+        journal = made.supervisor.journal
+        begun = journal.feed.behind_newest(0)
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 1 s ago.")
         await made.tick()
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 2 s ago.")
         await made.tick()
         made.cluster.trouble, made.cluster.no_raylet = None, frozenset({"o"})
         await made.tick(2)
-        cluster = [event for event in ledger.events(begun, 50) if event.kind == "cluster"]
+        cluster = [event for event in journal.events(begun, 50) if event.kind == "cluster"]
         assert [(event.data.get("reason"), event.data.get("node")) for event in cluster] == [
             ("RayUnavailable", None),
             (None, "o"),
@@ -1125,13 +1125,13 @@ async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp
 
 async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        ledger = made.supervisor.ledger
-        waiting = [asyncio.create_task(ledger.feed.wait_for_more(ledger.feed.written)) for _ in range(2)]
+        journal = made.supervisor.journal
+        waiting = [asyncio.create_task(journal.feed.wait_for_more(journal.feed.written)) for _ in range(2)]
         await asyncio.sleep(0)
-        begun = ledger.feed.behind_newest(0)
+        begun = journal.feed.behind_newest(0)
         await make_ready(made)
         await asyncio.gather(*waiting)
-        seen, _ = await ledger.feed.slice_of_events(begun, 50)
+        seen, _ = await journal.feed.slice_of_events(begun, 50)
 
         assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
         assert [event.seq for event in seen] == sorted(event.seq for event in seen)

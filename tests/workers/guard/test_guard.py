@@ -310,7 +310,7 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
         show(folder / "proc", 60.0)
         await reaches("READY")
         assert supervisor.registry.find("m").attempt.rank_id != first
-        assert {"memory", "failed"} <= {event.kind for event in supervisor.ledger.events(0, 200)}
+        assert {"memory", "failed"} <= {event.kind for event in supervisor.journal.events(0, 200)}
         supervisor.want("m", Want.STOPPED, "admin")
         await reaches("STOPPED")
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
