@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.config.model import ModelConfig
+from sparkd.control.looks import ModelLooks
+from sparkd.control.means import Means
 from sparkd.control.record import Record
-from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
@@ -28,7 +28,6 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
-from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Shared
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
@@ -101,31 +100,16 @@ class Lease:
 
 
 class LeaseQueue:
-    """Admits requests to READY models, holds those whose model is starting, and refuses the rest.
+    """Admits requests to READY models, holds those whose model is starting, and refuses the rest."""
 
-    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Effects.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        *,
-        wishes: Wishes,
-        wake: asyncio.Event,
-        clock: Callable[[], float],
-        unusable: Callable[[ModelConfig], Awaitable[ModelUnusable | None]],
-        parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
-        look: Callable[[Record], Awaitable[None]],
-        boundary: Boundary,
-    ) -> None:
-        self._look = look
-        self._unusable = unusable
-        self._parsers = parsers
-        self._shared = Shared(boundary)
-        self._registry = registry
+    def __init__(self, means: Means, wishes: Wishes, looks: ModelLooks) -> None:
+        self._look = looks.look
+        self._models = means.cluster.models
+        self._shared = Shared(means.boundary)
+        self._registry = means.registry
         self._wishes = wishes
-        self._wake = wake
-        self._clock = clock
+        self._wake = means.wake
+        self._clock = means.clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
@@ -244,7 +228,7 @@ class LeaseQueue:
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
-        if fault := await self._once(record, self._unusable, record.spec):
+        if fault := await self._once(record, self._models.unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
             raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}")
 
@@ -253,7 +237,7 @@ class LeaseQueue:
         if record.attempt.handle is not None and record.state in STARTING:
             parsers = of_handle(record.attempt.handle.parsers)
         elif record.spec is not None:
-            parsers = await self._once(record, self._parsers, record.spec)
+            parsers = await self._once(record, self._models.parsers, record.spec)
         else:
             parsers = None
         if parsers is not None and parsers.tool is None:
@@ -268,19 +252,16 @@ class LeaseQueue:
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
         if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
             return
-        if any(_is_owed(other, record) for other in self._models()):
+        if any(_is_owed(other, record) for other in self._registry.records.values()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._registry.config.cancel_abandoned_loads):
             self._wishes.want(record.name, Want.STOPPED, "request")
 
-    def _models(self) -> Iterable[Record]:
-        return self._registry.records.values()
-
     def forget_clients(self) -> None:
         """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads
         whose clients left and did not return in ABANDONED_S."""
-        for record in self._models():
+        for record in self._registry.records.values():
             left_s = record.queue.abandoned_at_s
             if left_s is not None and self._clock() - left_s >= ABANDONED_S:
                 self._withdraw(record)

@@ -32,7 +32,7 @@ from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Schedule
 from sparkd.control.swap import Swap
-from sparkd.control.views import guard_hints, holders, view
+from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
@@ -85,27 +85,11 @@ class Supervisor:
         self.tasks = Tasks(self.boundary)
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)
-        self._wishes = Wishes(self.registry, self.journal, self._wake, clock, journal.wall)
-        self._queue = LeaseQueue(
-            self.registry,
-            wishes=self._wishes,
-            wake=self._wake,
-            clock=clock,
-            unusable=cluster.models.unusable,
-            parsers=cluster.models.parsers,
-            look=self._looks.look,
-            boundary=self.boundary,
-        )
-        self._gate = LoadGate(
-            self.journal,
-            self._queue,
-            self._wishes,
-            clock,
-            partial(holders, self.registry),
-            lambda total: self.registry.config.memory.limits(total),
-        )
-        self._swap = Swap(self.journal, cluster.reservations.book, lambda: self.registry.ties, self._wishes, clock)
-        self._endings = Endings(means, self._gate.release.left)
+        self._wishes = Wishes(means)
+        self._queue = LeaseQueue(means, self._wishes, self._looks)
+        self._gate = LoadGate(means, self._queue, self._wishes)
+        self._swap = Swap(means, self._wishes)
+        self._endings = Endings(means)
         self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
@@ -209,13 +193,8 @@ class Supervisor:
     async def stop_everything(self, *, at_once: bool = False) -> None:
         """Stop every rank that can be found. The wishes stay for the daemon's next start."""
         observation = await self._cluster.observe()
-        ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
-        for fact, left in zip(ranks, results, strict=True):
-            if isinstance(left, BaseException):
-                log.error("a rank was not stopped: %s", left)
-            else:
-                self._gate.release.left(fact.handle, left)
+        for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
+            log.error("a rank was not stopped: %s", error)
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
         for record in self.registry.records.values():

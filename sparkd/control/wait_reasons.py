@@ -16,7 +16,7 @@ UNCLAIMED, STAY, PASS, LEAVE = "Unclaimed", "Stay", "Pass", "Leave"
 # In vain: what is pinned excludes it, or the end of all that may go would not do.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"
 # Nothing is loaded at all; the others of this sort are the reasons of conditions.
-RAY_STARTS, AGENT_SILENT, LEFT_BEHIND, MEMORY = "RayStarting", "AgentSilent", "LeftBehind", "Memory"
+RAY_STARTS, AGENT_SILENT, LEFT_BEHIND = "RayStarting", "AgentSilent", "LeftBehind"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
 from sparkd.control.facts import ModelFacts, Stay
-from sparkd.control.memory_release import Ended
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import (
@@ -302,25 +301,22 @@ SHORT = replace(READING, level="tight")
 
 
 @pytest.mark.parametrize(
-    ("connected", "trouble", "reading", "stuck", "reason"),
+    ("connected", "trouble", "reading", "reason"),
     [
-        (True, None, READING, (), None),
-        (False, None, READING, (), AGENT_SILENT),
-        (False, "RayStarting", READING, (), RAY_STARTS),
-        (False, "RayUnavailable", SHORT, (), "RayUnavailable"),
-        (True, "GpuSilent", SHORT, (), "MemoryShort"),
-        (True, None, READING, ("n",), "MemoryNotReleased"),
-        (True, None, READING, ("o",), None),
+        (True, None, READING, None),
+        (False, None, READING, AGENT_SILENT),
+        (False, "RayStarting", READING, RAY_STARTS),
+        (False, "RayUnavailable", SHORT, "RayUnavailable"),
+        (True, "GpuSilent", SHORT, "MemoryShort"),
     ],
 )
 def test_what_keeps_every_load_from_beginning(
-    connected: bool, trouble: str | None, reading: Reading, stuck: tuple[str, ...], reason: str | None, tmp_path: Path
+    connected: bool, trouble: str | None, reading: Reading, reason: str | None, tmp_path: Path
 ) -> None:
     made = scene(tmp_path)
     node = NodeView("n", "n", True, True, reading, 100.0, 0.0)
     observation = Observation((), reading, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
     gate = made.supervisor._gate
-    gate.release._ended = {node: [Ended(("m",), 58 << 30, 108 << 30, 0.0, 33 << 30, stuck=True)] for node in stuck}
     gate.look(observation, {})
     block = gate.block_reason(observation, ())
     assert (None if block is None else block.reason) == reason

@@ -862,7 +862,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         async def look(spec: Any) -> ModelUnusable | None:
             return unusable(spec.model, vllm=True)
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
         assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
@@ -897,7 +897,7 @@ class Looks:
 async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_meanwhile(tmp_path: Path) -> None:
     models = {name: {"model": f"owner/{name}", "preload": False} for name in ("m", "n")}
     async with stage(tmp_path, models=models, max_queued_requests=20) as made:
-        looks = made.supervisor._queue._unusable = Looks(ModelUnusable("There is no such model."))
+        looks = made.cluster.unusable = Looks(ModelUnusable("There is no such model."))
         asking = [asyncio.create_task(enter(made, "m" if number % 2 else "n")) for number in range(20)]
         await soon(lambda: looks.count == 2)
 
@@ -922,7 +922,7 @@ async def test_files_are_looked_at_for_a_model_that_is_away_only(tmp_path: Path)
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick(2)
         assert made.state() == "LOADING"
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await made.settle()
         assert not asking.done() and looks.count == 0
@@ -952,7 +952,7 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
 
 async def test_who_is_looked_at_while_the_daemon_begins_to_end_is_turned_away(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await soon(lambda: looks.count)
         made.supervisor.drain()
@@ -990,10 +990,10 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
             looked.set()
             await look_on.wait()
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         asking = asyncio.create_task(enter(made, "m"))
         await looked.wait()
-        made.supervisor._queue._unusable = made.cluster.unusable
+        del made.cluster.unusable
         await make_ready(made)
         look_on.set()
         await asking
