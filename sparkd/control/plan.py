@@ -65,7 +65,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Follow the phase in the rank's log."""
+    """Go to this state: a load's next phase as the rank's log has it, DRAINING, or READY again."""
 
     model: str
     state: ModelState
@@ -79,24 +79,19 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Unwant:
-    """The model was idle for its ttl: wish it STOPPED."""
+class Expire:
+    """The model was idle for its ttl: request its stop."""
 
     model: str
     idle_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Yield:
+class Evict:
     """Evict this model for another that waits. Its requests may finish, and it returns only after the other had its turn."""
 
     model: str
     to: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +102,8 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """No process of the model is left: it is STOPPED."""
+class MarkStopped:
+    """No process of the model is left."""
 
     model: str
 
@@ -132,7 +127,7 @@ class Destroy:
     why: str
 
 
-Action = Place | Adopt | Move | Ask | Unwant | Yield | Drain | Stop | Rest | Fail | Destroy
+Action = Place | Adopt | Move | Ask | Expire | Evict | Stop | MarkStopped | Fail | Destroy
 
 
 def plan(
@@ -185,7 +180,7 @@ def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Act
     if (refusal := schedule.refused.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
     to = schedule.leave.get(facts.name)
-    return Yield(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
+    return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
@@ -228,7 +223,7 @@ def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
         case ModelState.STOPPED:
             return None
         case ModelState.READY:
-            return Drain(facts.name) if facts.record.queue.in_flight else Stop(facts.name)
+            return Move(facts.name, ModelState.DRAINING) if facts.record.queue.in_flight else Stop(facts.name)
         case ModelState.DRAINING:
             expired = now_s - facts.record.since_s >= facts.drain_deadline_s
             return Stop(facts.name) if facts.record.queue.in_flight == 0 or expired else None
@@ -244,7 +239,7 @@ def _end(facts: ModelFacts) -> Action | None:
     """The next step towards STOPPED. A model with a node that does not answer cannot be said to have ended."""
     if facts.ranks:
         return Stop(facts.name)
-    return None if facts.unseen else Rest(facts.name)
+    return None if facts.unseen else MarkStopped(facts.name)
 
 
 def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
@@ -286,7 +281,7 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
         return Move(facts.name, ModelState.READY)
     idle_s = now_s - facts.record.queue.last_used_s
     if facts.ttl_s > 0 and facts.record.queue.in_flight == 0 and facts.record.queue.waiting == 0 and idle_s >= facts.ttl_s:
-        return Unwant(facts.name, idle_s)
+        return Expire(facts.name, idle_s)
     return None
 
 

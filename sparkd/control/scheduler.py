@@ -73,7 +73,7 @@ def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties
             if (wait := bar or _before(models, now_s)) is not None:
                 waits[name] = wait
             elif returning is not None:
-                waits[name] = Wait(RETURNS, returning, lack=facts.record.lack)
+                waits[name] = Wait(RETURNS, returning)
             return Schedule(None if returning else name, {}, waits, refused, _line(waiting, refused))
         if not facts.record.claims:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
@@ -150,7 +150,7 @@ def _victims(
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
-        return Wait(NO_ROOM, sentence, tuple(keepers), asker.record.lack)
+        return Wait(NO_ROOM, sentence, tuple(keepers))
     spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts, now_s))
     while not book.has_room(asker.name, asker.record.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
@@ -199,7 +199,7 @@ def _leaving(asker: ModelFacts, victims: list[ModelFacts], now_s: float) -> tupl
         return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:
         leaving = [facts.name for facts in victims if _leaves(facts)]
-        return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
+        return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models)
     busy = sum(facts.record.queue.in_flight for facts in victims)
     requests = f", {busy} request{'' if busy == 1 else 's'} may finish first" if busy else ""
     return list(models), Wait(LEAVE, f"{names} is unloaded for it{requests}", models)
@@ -211,7 +211,7 @@ def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
         before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
     else:
         before = f"It waits for memory, {_size(facts)}"
-    return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.record.lack)
+    return replace(wait, message=f"{before}: {wait.message}.")
 
 
 def _size(facts: ModelFacts) -> str:

@@ -26,7 +26,7 @@ from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
-from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
+from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
@@ -335,24 +335,22 @@ class Supervisor:
                 self._effects.move(record, state)
             case Ask():
                 self._effects.start(record, "ask", self._effects.ask(record))
-            case Unwant(idle_s=idle_s):
+            case Expire(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
                     return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
-            case Yield(to=to):
+            case Evict(to=to):
                 self._swap.leave(record, self.registry.records[to])
-            case Drain():
-                self._effects.move(record, ModelState.DRAINING)
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)
                 elif self._endings.rests(record.name):
                     return
                 self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
-            case Rest():
-                self._effects.rest(record)
+            case MarkStopped():
+                self._effects.mark_stopped(record)
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Expire, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
 from tests.support.model_facts import changed, facts_of
@@ -105,27 +105,27 @@ TABLE = {
     "and is asked seldom": (running(S.LOADING, ALIVE, last_asked_s=NOW_S - 4), []),
     # ready
     "a ready model is left alone": (running(S.READY, UP), []),
-    "an idle one is unwanted after its ttl": (running(S.READY, UP, ttl_s=5.0), [Unwant("m", 5.0)]),
+    "an idle one is unwanted after its ttl": (running(S.READY, UP, ttl_s=5.0), [Expire("m", 5.0)]),
     "not while a request is in flight": (running(S.READY, UP, ttl_s=5.0, in_flight=1), []),
     "not while a request waits": (running(S.READY, UP, ttl_s=5.0, queued=1), []),
     "ttl 0 is never": (running(S.READY, UP, ttl_s=0.0, last_used_s=-1e9), []),
-    "a changed configuration drains first": (running(S.READY, CHANGED, in_flight=2), [Drain("m")]),
+    "a changed configuration drains first": (running(S.READY, CHANGED, in_flight=2), [Move("m", S.DRAINING)]),
     "a changed configuration stops an idle engine": (running(S.READY, CHANGED), [Stop("m")]),
     "a changed configuration ends a load": (running(S.LOADING, CHANGED), [Stop("m")]),
     "wanted again while draining": (running(S.DRAINING, UP, in_flight=1), [Move("m", S.READY)]),
     "wanted again while stopping: first the stop": (running(S.STOPPING, UP), [Stop("m")]),
-    "wanted again once it is stopped": (running(S.STOPPING), [Rest("m")]),
+    "wanted again once it is stopped": (running(S.STOPPING), [MarkStopped("m")]),
     # towards stopped
     "an idle engine is stopped at once": (stopped(S.READY, UP), [Stop("m")]),
-    "a busy one is drained": (stopped(S.READY, UP, in_flight=1), [Drain("m")]),
+    "a busy one is drained": (stopped(S.READY, UP, in_flight=1), [Move("m", S.DRAINING)]),
     "draining waits": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 59), []),
     "not for ever": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 60), [Stop("m")]),
     "drained": (stopped(S.DRAINING, UP), [Stop("m")]),
     "a load is cancelled": (stopped(S.LOADING, ALIVE), [Stop("m")]),
     "a placement is cancelled": (changed(STOPPED, state=S.PLANNED), [Stop("m")]),
     "stopping goes on until nothing is left": (stopped(S.STOPPING, DEAD), [Stop("m")]),
-    "then it rests": (stopped(S.STOPPING), [Rest("m")]),
-    "a failed one rests at once": (changed(STOPPED, state=S.FAILED), [Rest("m")]),
+    "then it rests": (stopped(S.STOPPING), [MarkStopped("m")]),
+    "a failed one rests at once": (changed(STOPPED, state=S.FAILED), [MarkStopped("m")]),
     "a failed one with remains is stopped first": (stopped(S.FAILED, ALIVE), [Stop("m")]),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Place, Rest, Stop, plan
+from sparkd.control.plan import Adopt, Ask, Destroy, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import ModelState, Progress, RankFact, Want
 from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
@@ -52,7 +52,7 @@ TABLE = {
     ),
     "nor is it stopped for good": (changed(team(S.STOPPING, unseen=True), want=Want.STOPPED), []),
     "what is seen of it is": (changed(team(S.STOPPING, UP, unseen=True), want=Want.STOPPED), [Stop("m")]),
-    "a node that comes back finds no other start": (changed(team(S.STOPPING), want=Want.STOPPED), [Rest("m")]),
+    "a node that comes back finds no other start": (changed(team(S.STOPPING), want=Want.STOPPED), [MarkStopped("m")]),
     "then it starts again": (changed(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
     "a stale rank is fenced": (team(S.READY, UP, SIZED, STALE), [Destroy("r0", "m", "it is not the present rank of its model")]),
     "whole, it is adopted": (changed(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
