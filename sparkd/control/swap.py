@@ -27,7 +27,7 @@ class Swap:
 
     def schedule(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Schedule:
         """bar: see LoadGate.block_reason."""
-        return make_schedule(models, self._cluster.reservations.book(), self._registry.ties, self._clock(), bar)
+        return make_schedule(models, self._cluster.reservations.book(), self._registry.ties, bar)
 
     def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
         """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""

@@ -59,7 +59,7 @@ def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **chang
 
 def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Schedule:
     book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return make_schedule({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
+    return make_schedule({facts.name: facts for facts in models}, book, ties or Ties())
 
 
 def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | None]:
@@ -138,9 +138,9 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
-    found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties())
     assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
-    elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties())
     assert elsewhere.first == "c"
 
 
@@ -173,9 +173,9 @@ def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
 def test_over_several_nodes() -> None:
     book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
-    assert dict(make_schedule(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
+    assert dict(make_schedule(models, book, Ties()).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    refusal = make_schedule(models, book, Ties(), NOW_S).refused["c"]
+    refusal = make_schedule(models, book, Ties()).refused["c"]
     assert (refusal.reason, lacking(refusal.message, "12 GiB on each of 2 nodes")) == (NO_ROOM, [])
     assert lacking(refusal.message, "12 GiB", "2 nodes") == []
 
