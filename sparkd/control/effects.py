@@ -19,7 +19,6 @@ from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.wishes import Wishes
@@ -89,7 +88,7 @@ class Effects:
             return
         record.begin_attempt(self._clock())
         if record.failures:
-            gauges.restarted(record.name)
+            metrics.MODEL_RESTARTS.labels(record.name).inc()
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.placer.place(spec)
@@ -218,7 +217,8 @@ class Effects:
         record.attempt = replace(record.attempt, reason=None, message=None)
         how = "was adopted and serves on" if record.attempt.adopted else f"answers after {took_s:.1f} s"
         self._journal.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
-        gauges.loaded(record.name, took_s, record.attempt.adopted)
+        if not record.attempt.adopted:
+            metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
@@ -271,7 +271,7 @@ class Effects:
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
-        backoff = Backoff(**self._registry.config.backoff.model_dump())
+        backoff = self._registry.config.backoff
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
             record.lost_load_s = self._load_s(record)

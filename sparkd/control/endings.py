@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sparkd.config.config import BackoffSettings
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
 
 # Between two tries to end what would not end.
-ENDING = Backoff(initial_s=1.0, max_s=60.0)
+ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 # Files that one sentence names.

@@ -137,7 +137,7 @@ class LeaseQueue:
         record.queue.end(self._clock(), probe=probe)
         # sparkd's own probe is not evidence for the watchdog, which would send another probe.
         if answered or (answered is not None and not probe):
-            record.queue.judge(answered=answered or record.state is not ModelState.READY)
+            record.queue.unanswered = not answered and record.state is ModelState.READY
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake.set()
 
@@ -153,7 +153,7 @@ class LeaseQueue:
 
         keeps_place: the model has not had its turn yet. It keeps its queue position unless only a request wished it.
         """
-        record.queue.forget_promise()
+        record.queue.promised_at_s = None
         if not keeps_place or record.desired.by == "request":
             record.queue.withdraw()
         record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded(record)))
@@ -189,21 +189,21 @@ class LeaseQueue:
             )
         if record.desired.want is not Want.RUNNING:
             self._wishes.want(record.name, Want.RUNNING, "request")
-            record.queue.forget_promise()
+            record.queue.promised_at_s = None
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.queue.wait(waiter, self._clock())
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
             # The client gets a Retry-After, and the model goes on loading for it.
-            record.queue.promise(self._clock())
+            record.queue.promised_at_s = self._clock()
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.queue.leave(waiter)
             if record.state in (ModelState.STOPPED, ModelState.PLANNED):
                 self._withdraw(record)
             else:
-                record.queue.abandon(self._clock())
+                record.queue.abandoned_at_s = self._clock()
             raise
         finally:
             record.queue.leave(waiter)
@@ -267,7 +267,7 @@ class LeaseQueue:
                 self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
-                record.queue.forget_promise()
+                record.queue.promised_at_s = None
 
     def _refuse_away(self, record: Record) -> None:
         self._refuse_closed(record)

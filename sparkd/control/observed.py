@@ -27,11 +27,6 @@ class Observed:
     told_at_s: when a rank last read or wrote.
     """
 
-    __slots__ = (
-        *("_moved", "current", "dark_s", "deaf_since_s", "halted_since_s", "log_path", "moved_at_s", "no_raylet", "progress", "ranks"),
-        *("told_at_s", "unseen"),
-    )
-
     def __init__(self, now_s: float) -> None:
         self.ranks: tuple[RankFact, ...] | None = None
         self.current: tuple[RankFact, ...] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,23 +28,6 @@ _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore enc
 HALTED_S = 1.0
 # How long the socket's file of a server that is up may be gone. An engine that ends removes it, and has ended within that time.
 DEAF_S = 10.0
-# The delay reaches its cap long before this. Without a limit the 1,025th failure would overflow a float.
-MOST_DOUBLINGS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Restart policy: delays double from initial_s to max_s, plus or minus jitter, and start over after reset_after_s of READY."""
-
-    initial_s: float = 10.0
-    max_s: float = 300.0
-    jitter: float = 0.25
-    reset_after_s: float = 600.0
-
-    def delay_s(self, failures: int, rng: random.Random) -> float:
-        """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
-        base = min(self.max_s, self.initial_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS))
-        return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,37 +43,6 @@ class Evicted:
 class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
 
-    __slots__ = (
-        "attempt",
-        "backoff_until_s",
-        "busy",
-        "desired",
-        "evicted",
-        "failures",
-        "hash",
-        "last_asked_s",
-        "last_failure",
-        "looked",
-        "lost_load_s",
-        "name",
-        "observed",
-        "operation",
-        "origin",
-        "queue",
-        "restarts",
-        "since_s",
-        "since_wall_s",
-        "spec",
-        "stalls",
-        "state",
-        "takes_turns",
-        "task",
-        "turn",
-        "upstream",
-        "wait",
-        "yields_to",
-    )
-
     def __init__(self, name: str, desired: Desired, now_s: float, wall_s: float) -> None:
         self.name = name
         self.desired = desired

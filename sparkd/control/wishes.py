@@ -40,7 +40,7 @@ class Wishes:
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self._journal.operations.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
             if want is Want.STOPPED:
-                record.queue.forget_promise()
+                record.queue.promised_at_s = None
                 record.queue.turn_away(unloaded(record))
         self._follow(record.name, want, by)
         self._wake.set()

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Expire, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
+from sparkd.config.config import BackoffSettings
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
 from tests.support.model_facts import changed, facts_of
@@ -300,7 +301,7 @@ def test_strangers_are_destroyed() -> None:
 
 @pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300), (1025, 300), (10**9, 300)])
 def test_backoff_doubles_up_to_its_cap_within_its_jitter(failures: int, base_s: float) -> None:
-    delays = [Backoff().delay_s(failures, random.Random(seed)) for seed in range(200)]
+    delays = [BackoffSettings().delay_s(failures, random.Random(seed)) for seed in range(200)]
 
     assert min(delays) >= base_s * 0.75
     assert max(delays) <= base_s * 1.25
