@@ -24,7 +24,7 @@ from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import FOLDER, BenchResult, BenchStore, CellResult, Kind
 from sparkd.bench.speed_bench import SpeedBench, speed_bench
 from sparkd.capacity.plan_for_node import learn
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel
 from sparkd.execution.boundary import is_end
@@ -62,7 +62,7 @@ class Benches:
     def __init__(
         self,
         supervisor: Supervisor,
-        registry: Roster,
+        registry: Registry,
         jobs: Jobs,
         base_url: str,
         keys: tuple[str, str],

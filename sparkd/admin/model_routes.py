@@ -26,7 +26,7 @@ from sparkd.config.engine_args import engine_args, recipe_of
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import Recent
@@ -42,7 +42,7 @@ _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
 
 
-def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
     """Before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
@@ -78,7 +78,7 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
         return await layers_now.get(registry.find(name, configured=True).name)
 
 
-def unmasked(raw: Mapping[str, Any], registry: Roster, name: str) -> dict[str, Any]:
+def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
     record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
     env = raw.get("env")

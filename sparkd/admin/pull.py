@@ -18,7 +18,7 @@ from sparkd.admin.chosen_nodes import ALL, chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, ModelConfig
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
 from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
@@ -50,14 +50,14 @@ class Pulls:
     def __init__(
         self,
         nodes: Cluster,
-        ledger: Ledger,
+        journal: Journal,
         jobs: Jobs,
         find: Callable[[str], ModelConfig | None],
         known: Callable[[], Iterable[str]],
         config: Callable[[], Config],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nodes, self._ledger, self._jobs = nodes, ledger, jobs
+        self._nodes, self._journal, self._jobs = nodes, journal, jobs
         self._find, self._known, self._config = find, known, config
         self._clock = clock
         # By model: the nodes and the revision of its last pull.
@@ -83,7 +83,7 @@ class Pulls:
             if not set(chosen) <= set(earlier_nodes) or earlier_revision != revision:
                 problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
                 raise Conflict(f"{problem} {operation_id}`.")
-            return self._ledger.operations.find(operation_id)
+            return self._journal.operations.find(operation_id)
         self._requested[called] = chosen, revision
 
         def pull(tell: Tell) -> Awaitable[str]:
@@ -96,9 +96,9 @@ class Pulls:
         try:
             message = await pull(tell)
         except Exception as error:
-            self._ledger.say(KIND, name, message_of(error))
+            self._journal.say(KIND, name, message_of(error))
             raise
-        self._ledger.say(KIND, name, message)
+        self._journal.say(KIND, name, message)
         return message
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 
 from sparkd.admin.answers import Examination, Incident, Incidents, Reloaded, answers
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
@@ -23,7 +23,7 @@ HOSTS_KEPT_S = 5.0
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cluster: Cluster, reload: Reload | None) -> None:
+def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, cluster: Cluster, reload: Reload | None) -> None:
     @api.post(
         "/reload",
         **answers(Reloaded),

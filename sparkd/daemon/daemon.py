@@ -33,8 +33,8 @@ from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster, replaced
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry, replaced
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
@@ -151,8 +151,8 @@ class Daemon:
         self._boundary = Boundary(time.monotonic)
         rates = RateBook(config.state_dir)
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
-        self._registry = Roster(config, store, time.monotonic, time.time, options.models)
-        self._journal = Ledger(store, time.time, self._boundary)
+        self._registry = Registry(config, store, time.monotonic, time.time, options.models)
+        self._journal = Journal(store, time.time, self._boundary)
         protocol = bounded_protocol(_limits(config))
         self._supervisor = Supervisor(
             self._registry,

@@ -103,4 +103,4 @@ async def test_what_the_release_of_the_runtime_does_not_understand_is_not_starte
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
 
     with pytest.raises(RankError, match=r"\bVLLM_ATTENTION_BACKEND: vLLM "):
-        await cluster.siting.place(spec)
+        await cluster.placer.place(spec)
