@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import io
 import json
@@ -31,15 +30,12 @@ from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import Config, load_config
 from sparkd.daemon import logs
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
-from sparkd.fabric import peer_cache
 from sparkd.fabric.interfaces import Fabric, fabric_of
-from sparkd.fabric.peer_cache import KEPT_S, Offers
 from sparkd.fabric.peers import peers
 from sparkd.fabric.report import report
 from sparkd.render import fabric
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
-from tests.support.fakes import FakeClock
 from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S
 from workers.agent.actor import Agent
@@ -442,28 +438,6 @@ def test_twins_are_one_peer_and_a_switch_shows_many() -> None:
 
     many = peers(nodes_of("one-cable-port-1", spark_1=met((a, "10.0.0.2", "aa"), (a, "10.0.0.3", "cc"))))
     assert [[mac for *_, mac in peer.seen] for peer in many] == [["aa"], ["cc"]]
-
-
-async def test_offers_are_kept_for_some_seconds() -> None:
-    clock, asked = FakeClock(), []
-
-    async def look() -> dict[str, Any]:
-        asked.append(clock.now_s)
-        return {"offered": [{"told": f"look {len(asked)}"}]}
-
-    kept = Offers(look, clock)
-    assert [(await kept.now())[0]["told"] for _ in range(2)] == ["look 1"] * 2
-    clock.now_s += KEPT_S
-    assert (await kept.now())[0]["told"] == "look 2"
-
-
-async def test_a_node_that_does_not_answer_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_cache, "LOOK_TIMEOUT_S", 0.0)
-
-    async def look() -> dict[str, Any]:
-        return await asyncio.get_running_loop().create_future()
-
-    assert await Offers(look).now() == []
 
 
 def test_nodes_as_they_are_shown() -> None:
