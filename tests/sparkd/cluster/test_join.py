@@ -22,7 +22,7 @@ from sparkd import __version__
 from sparkd.__main__ import exit_code
 from sparkd.cli import join
 from sparkd.cluster import head_probe, machine_lock, membership
-from sparkd.cluster.head_probe import Head, ask_head, clock_doubt, find_head
+from sparkd.cluster.head_probe import Head, ask_head, find_head
 from sparkd.cluster.join_route import route_to
 from sparkd.cluster.node_paths import rank_folders
 from sparkd.cluster.ray_head import RayHead, RayOptions
@@ -146,22 +146,6 @@ def test_a_head_that_does_not_fit_names_both_values(
     with pytest.raises(RayUnavailable) as caught:
         ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
     assert lacking(caught.value.message, *words) == []
-
-
-@pytest.mark.parametrize(
-    ("told", "facts"),
-    [
-        (answer(ahead_s=4.0), []),
-        (answer(ahead_s=61.4), ["61 s ahead", "`timedatectl set-ntp true`"]),
-    ],
-)
-def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
-    told: dict[str, Any], facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
-
-    doubt = clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11"))
-    assert (doubt is not None, lacking(doubt, *facts)) == (bool(facts), [])
 
 
 # What is kept
@@ -320,7 +304,7 @@ def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.Captu
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is reached, takes the token and fits; this node's network is that of a fixture."""
     monkeypatch.setattr(head_probe, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
-    monkeypatch.setattr(head_probe, "ask_head", lambda head, path, node_ip: 61.0)
+    monkeypatch.setattr(head_probe, "ask_head", lambda head, path, node_ip: None)
     monkeypatch.setattr(join, "_fabric", lambda: nodes_of("pair-different-ports")[0])
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
 
