@@ -35,7 +35,7 @@ from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
