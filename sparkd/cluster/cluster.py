@@ -35,7 +35,7 @@ from sparkd.config.config import Config
 from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
@@ -234,7 +234,6 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             await self._link.refresh()
-            await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
         except ClusterError as error:
@@ -302,9 +301,10 @@ class Cluster:
 
     async def _look(self, node_ip: str) -> NodeObservation | None:
         """None where its agent does not answer, or nothing that can be used: other nodes are looked at all the same."""
+        look = None
         with self._boundary.around("look"):
-            return await self._ask_for_look(node_ip)
-        return None
+            look = await self._ask_for_look(node_ip)
+        return look  # noqa: RET504 - None where an error ended the block
 
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()

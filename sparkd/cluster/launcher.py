@@ -16,7 +16,7 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.transport import proof
 from sparkd.gateway.upstream import Upstream
 from sparkd.hardware import GIB
