@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from sparkd.config import yaml_file
+from sparkd.config.engine_flags import arguments
 from sparkd.config.overlay import error_of
 from sparkd.errors import ConfigError
 from sparkd.recipes.dropped_settings import translated
@@ -184,9 +185,8 @@ def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | Non
 def parser_flags(settings: Mapping[str, Any]) -> list[str]:
     """The flags of a recipe's keys that name a parser, before its extra_args."""
     named = [(flag, settings.get(flag[2:].replace("-", "_"))) for flag in _PARSER_FLAGS]
-    args = settings.get("extra_args")
     flags = [word for flag, name in named if isinstance(name, str) and name not in (OFF, "off") for word in (flag, name)]
-    return [*flags, *(map(str, args) if isinstance(args, list | tuple) else ())]
+    return [*flags, *arguments(settings)]
 
 
 def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Parser) -> Iterator[str]:
