@@ -10,7 +10,7 @@ import pytest
 from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, machine
 from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import account, needed_gib
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of
