@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,6 @@ from sparkd.admin.answers import (
     Meaning,
     Memory,
     Models,
-    NextActions,
     Nodes,
     Offered,
     Operations,
@@ -58,8 +57,8 @@ from sparkd.capacity.planned_entry import MODEL_CHARACTERS, PlanRequest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
@@ -90,7 +89,7 @@ class Parts:
     jobs: Jobs | None = None
 
 
-def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
@@ -119,7 +118,7 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
     return app
 
 
-def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> None:
+def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
     offers = Offers(lambda: fabric_of(registry, cluster))
@@ -264,10 +263,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
             raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
-    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def decision() -> dict[str, Any]:
-        return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
-
     @api.post(
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
     )
@@ -276,7 +271,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
         snapshot = supervisor.snapshot()
         in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        answer = await planned_here(request, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
+        answer = await planned_here(request, spec, cluster.placer.unlinked, registry.config, in_sight, places, cluster.runtime)
         view = snapshot.models.get(spec.name) if spec is not None else None
         return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
 
@@ -325,7 +320,7 @@ def _status(snapshot: Snapshot, costs: Any) -> Status:
     )
 
 
-async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: float) -> Operation:
+async def _wait(operator: Operator, journal: Journal, operation_id: str, wait_s: float) -> Operation:
     try:
         async with asyncio.timeout(wait_s):
             while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
@@ -339,7 +334,7 @@ async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: 
     return operation
 
 
-def _known(registry: Roster, name: str) -> bool:
+def _known(registry: Registry, name: str) -> bool:
     try:
         registry.find(name)
     except UnknownModel:

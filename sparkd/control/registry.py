@@ -26,7 +26,7 @@ OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 log = logging.getLogger("sparkd.supervisor")
 
 
-class Roster:
+class Registry:
     """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top.
 
     of_serve: names of the models that `sparkd serve --model` was started with.
@@ -279,11 +279,11 @@ class Roster:
             log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
 
 
-def replaced(roster: Roster, base: Config) -> list[ModelConfig]:
+def replaced(registry: Registry, base: Config) -> list[ModelConfig]:
     """The entries with which this configuration of the file would restart READY engines. Changes nothing."""
     entries = [
         (record, base.models.get(name) or (record.spec if record.origin == "api" else None))
-        for name, record in roster.records.items()
+        for name, record in registry.records.items()
         if record.state is ModelState.READY
     ]
     return [spec for record, spec in entries if spec is not None and config_hash(spec, base.engine) != record.hash]

@@ -158,7 +158,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=VERSION)
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
-        await cluster.siting.place(spec)
+        await cluster.placer.place(spec)
     assert lacking(caught.value.message, "m", f"--max-num-seq-s: vLLM {VERSION}") == []
 
 
@@ -193,14 +193,14 @@ async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(parser_answers, "answers", answer)
 
-    monkeypatch.setattr(cluster.places, "reserve_one", lambda *_: "n")
+    monkeypatch.setattr(cluster.reservations, "reserve_one", lambda *_: "n")
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seqs=8"], "memory_gib": 1}, over_admin=False)
-    placement = await cluster.siting.place(spec)
+    placement = await cluster.placer.place(spec)
 
     async def clear(*_: object) -> None:
         raise RankError("far enough")
 
-    monkeypatch.setattr(cluster.engines, "_clear", clear)
+    monkeypatch.setattr(cluster.launcher, "_clear", clear)
     with pytest.raises(RankError, match="far enough"):
-        await cluster.engines.start(placement, spec, StartId("m-1", 1, ""))
+        await cluster.launcher.start(placement, spec, StartId("m-1", 1, ""))
     assert looked == ["asked"]
