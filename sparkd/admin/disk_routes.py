@@ -20,10 +20,10 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, NotFound, StateError
 from sparkd.state.nouns import ModelState, Operation, Progress
+from sparkd.units import GIB
 from workers.host.hub_cache import cache_places
 
 VERIFY = "verify"
-GIB = 1 << 30
 REMOVE_TIMEOUT_S = 120.0
 # For one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
 VERIFY_TIMEOUT_S = 1800.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.hardware import GIB
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.units import GIB
 
 # A loader that quantizes reads while it does, so all bytes of its load are those of `quantize`, and there is no `read`.
 MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (

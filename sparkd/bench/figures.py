@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, QualityRow
+from sparkd.units import GIB
 
-GIB = 1 << 30
 # The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
 WEIGHTS = ("read", "quantize")
 # A result of an earlier release may have errors of thousands.

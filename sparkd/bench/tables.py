@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sparkd.bench.figures import (
-    GIB,
     WAYS,
     Metric,
     against_predicted,
@@ -26,6 +25,7 @@ from sparkd.bench.figures import (
     why_unmeasured,
 )
 from sparkd.bench.result import BenchResult, CellResult, Published
+from sparkd.units import GIB
 
 _VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
 # The keys of llama-benchy's JSON in the order of its table's columns (llama_benchy/results.py, save_report).

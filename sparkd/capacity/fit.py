@@ -13,7 +13,8 @@ from sparkd.capacity.kv_cache import KvCost, Serving, longest
 from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
 from sparkd.checkpoint.shape import LENGTHS
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 
 # vLLM's defaults for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}

@@ -21,7 +21,8 @@ from sparkd.entry.parser_choice import with_parsers
 from sparkd.entry.trusted_commits import commits_of, pinned
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
-from sparkd.hardware import GIB, JIT_CAPS, Hardware
+from sparkd.hardware import JIT_CAPS, Hardware
+from sparkd.units import GIB
 from sparkd.vllm.flags import speculative_config, value_of, with_draft, without
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.translate import Translation

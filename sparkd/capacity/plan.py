@@ -25,7 +25,8 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST

@@ -20,7 +20,8 @@ from sparkd.config.kv_cache import without_cpu_space
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers

@@ -15,8 +15,8 @@ from sparkd.cli.session import Session, verb
 from sparkd.errors import NotFound
 from sparkd.render import models as show
 from sparkd.render.table import Table
+from sparkd.units import GIB
 
-GIB = 1 << 30
 ROWS = 30
 LOG_LINES = 20
 

@@ -19,8 +19,8 @@ from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.transport import proof
 from sparkd.gateway.upstream import Upstream
-from sparkd.hardware import GIB
 from sparkd.state.nouns import RankFact, RankHandle
+from sparkd.units import GIB
 from sparkd.vllm.translate import Translation
 from workers.rank.command import parallel_flags
 

@@ -17,11 +17,11 @@ from rich.text import Text
 from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
 from sparkd.render.table import Table
+from sparkd.units import GIB
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["duration", "printable", "say_json"]
 
-GIB = 1 << 30
 MIB = 1 << 20
 # Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")

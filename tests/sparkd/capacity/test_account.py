@@ -18,8 +18,8 @@ from sparkd.config.kv_cache import kv_cache, spelled
 from sparkd.config.model import ModelConfig
 from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
-from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
+from sparkd.units import GIB
 from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large

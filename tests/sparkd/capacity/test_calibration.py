@@ -11,7 +11,8 @@ import pytest
 from sparkd.capacity.footprint import CHILD_S
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config.config import QuantizedCache, load_config
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
+from sparkd.units import GIB
 from tests.support import plans
 from tests.support.checkpoints import dense, write
 from tests.support.facts import facts

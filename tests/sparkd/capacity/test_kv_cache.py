@@ -11,7 +11,7 @@ import pytest
 from sparkd.capacity.estimate import token_bytes
 from sparkd.capacity.kv_cache import KvCost, Serving, stages_of
 from sparkd.checkpoint.shape import Attention, Shape, shape_of
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
 from tests.support.inventories import shape

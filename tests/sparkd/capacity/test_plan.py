@@ -30,8 +30,9 @@ from sparkd.config.model import ModelConfig
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.readings import FabricNodes
-from sparkd.hardware import GIB, JIT_CAPS, SPARK
+from sparkd.hardware import JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
+from sparkd.units import GIB
 from sparkd.vllm.flags import Value, parsed, speculative_config
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large

@@ -17,7 +17,7 @@ from sparkd.capacity.requirement import said_to
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of

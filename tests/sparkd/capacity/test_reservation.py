@@ -12,7 +12,7 @@ from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, machine
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import account, needed_gib, needing
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of
