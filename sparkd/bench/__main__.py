@@ -51,11 +51,9 @@ async def _predicted(client: Client, model: str) -> Predicted | None:
     if choice is None:
         return None
     figures = choice["footprint"]
-    first_load_s = figures["first_load_s"]
     return Predicted(
         decode_tokens_per_s=figures["decode_tokens_s"],
-        # The weights alone: only the first load of a bench may have to calibrate.
-        first_load_s=None if first_load_s is None else first_load_s - (figures["calibration_s"] or 0.0),
+        first_load_s=figures["first_load_s"],
         next_load_s=figures["next_load_s"],
         active_bytes=figures["active_bytes"],
     )

@@ -14,7 +14,7 @@ from sparkd.capacity.account import candidates_of, needed_gib, resolved, room_of
 from sparkd.capacity.advice import Cure, FitRefusal, advice, refusal, share_too_large
 from sparkd.capacity.evidence import GUESS, Answers, Evidence, MeasuredPeaks, nobody
 from sparkd.capacity.fit import Option, choose, doubt_in_short, floor, format_notes, gib, rank, refuse_uncounted, smallest, splits, unread
-from sparkd.capacity.footprint import FitRequest, kept_in
+from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
@@ -92,8 +92,7 @@ def plan(
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
     answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
-    kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
-    wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
+    wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, ways=ways)
     asked = replace(wish, quantize=None if is_open(spec.quantize) else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed = consultation.ask_formats(headers.model, asked.quantize, ways)
@@ -339,8 +338,6 @@ def option_json(option: Option, model: str) -> dict[str, Any]:
             "by_class": dict(footprint.weights.by_kind),
             "first_load_s": footprint.first_load_s,
             "next_load_s": footprint.next_load_s,
-            "calibration_s": None if footprint.calibration is None else footprint.calibration.seconds,
-            "calibration_free": 0 if footprint.calibration is None else footprint.calibration.free_bytes,
             "decode_tokens_s": footprint.decode_tokens_s,
             "active_bytes": footprint.weights.active_bytes,
             "notes": list(footprint.weights.notes),
