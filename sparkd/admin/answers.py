@@ -276,17 +276,6 @@ class RecipeChoice(BaseModel):
     notes: list[str]
 
 
-class PlannedAction(BaseModel, extra="allow"):
-    """action: Place, Adopt, Move, Ask, Unwant, Yield, Drain, Stop, Rest, Fail or Destroy; the rest says of what."""
-
-    action: str
-    model: str
-
-
-class NextActions(BaseModel):
-    actions: list[PlannedAction]
-
-
 class PlanOption(BaseModel):
     """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
 

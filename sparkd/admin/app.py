@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,6 @@ from sparkd.admin.answers import (
     Meaning,
     Memory,
     Models,
-    NextActions,
     Nodes,
     Offered,
     Operations,
@@ -263,10 +262,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         if not await asyncio.to_thread(book.has, name):
             raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
-
-    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def decision() -> dict[str, Any]:
-        return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 
     @api.post(
         "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"

@@ -66,19 +66,16 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
     # None if the engine's parsers are unknown.
     parsers: Parsers | None
 
-    def __init__(
-        self, queue: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
-    ) -> None:
+    def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._queue = queue
         self._name = name
-        self._wait_s = wait_s
         self._probe = probe
         self._waits = waits
         self._need = need
@@ -86,7 +83,7 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._queue.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
+        record = self._held = await self._queue.enter(self._name, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
             self._held = None
@@ -132,9 +129,7 @@ class LeaseQueue:
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(
-        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Record:
+    async def enter(self, name: str, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None) -> Record:
         """Admit one request, after waiting for its model if necessary. See Supervisor.lease for the rules and errors."""
         record = self._registry.find(name)
         if probe:
@@ -150,7 +145,7 @@ class LeaseQueue:
         if record.state is ModelState.READY:
             _refuse_above_limit(record)
         else:
-            await self._wait(record, wait_s, waits, need)
+            await self._wait(record, waits, need)
         record.queue.begin(probe=False)
         return record
 
@@ -185,7 +180,7 @@ class LeaseQueue:
         for record in records:
             record.queue.turn_away(_draining())
 
-    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
+    async def _wait(self, record: Record, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._refuse_away(record)
         if self._waiting >= self._registry.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
@@ -197,13 +192,12 @@ class LeaseQueue:
             _refuse_above_limit(record)
             if record.state is not ModelState.READY:
                 self._refuse_away(record)
-                await self._wait_in_line(record, wait_s, waits)
+                await self._wait_in_line(record, waits)
         finally:
             self._waiting -= 1
 
-    async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
-        if wait_s is None:
-            wait_s = self._registry.config.wait_s(record.spec) if record.spec else 0.0
+    async def _wait_in_line(self, record: Record, waits: Waits | None) -> None:
+        wait_s = self._registry.config.wait_s(record.spec) if record.spec else 0.0
         if waits is not None:  # first: it may refuse the request
             waits(
                 lambda: view(self._registry, record, self._clock()).loading(),

@@ -75,8 +75,6 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # The facts that the last tick planned from.
-        self._found: Found | None = None
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
@@ -117,17 +115,15 @@ class Supervisor:
 
     # The three verbs.
 
-    def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Lease:
+    def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
-        READY: at once. STOPPED or starting: wishes the model RUNNING and waits up to wait_s (default: the model's). STOPPING: waits for the
+        READY: at once. STOPPED or starting: requests the model and waits up to its wait_for_load_s. STOPPING: waits for the
         stop and the next start. FAILED in back-off: raises ModelFailed at once. `waits` is called once if the request has to wait.
         Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
         RouteNotServed at once if the model is known not to meet it.
         """
-        return Lease(self._queue, name, wait_s, probe, waits, need)
+        return Lease(self._queue, name, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
@@ -163,10 +159,6 @@ class Supervisor:
         )
 
     # For the daemon.
-
-    def next_actions(self) -> list[Action]:
-        """The actions that a tick would plan now from the last observation. Takes none of them."""
-        return [] if self._found is None else self._plan(self._found)[0]
 
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
@@ -275,13 +267,13 @@ class Supervisor:
             self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            found = self._found = Found.of(observation, records, steady)
+            found = Found.of(observation, records, steady)
             # Without the gate's word no node is open, to a placement in progress either.
             closed = frozenset(node.node_id for node in observation.nodes)
             with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
                 self._gate.look(observation, records)
                 self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
-                found = self._found = replace(found, is_open=True)
+                found = replace(found, is_open=True)
             for record in records.values():
                 with around("record", record.name):
                     record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())

@@ -124,4 +124,4 @@ def _without_cache(progress: Progress | None) -> Progress | None:
     if progress is None:
         return None
     refused = progress.kv is not None and progress.kv.get("phase") == "refused"
-    return replace(progress, kv_tokens=None, kv_gib=None, kv_requests=None, kv=progress.kv if refused else None)
+    return replace(progress, kv_tokens=None, kv_gib=None, kv=progress.kv if refused else None)

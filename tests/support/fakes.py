@@ -258,6 +258,11 @@ class Scene:
         """What the admin API does besides wishing."""
         return Operator(self.supervisor.want, self.supervisor.registry, self.supervisor.journal, self.cluster)  # type: ignore[arg-type]
 
+    def limit_wait(self, model: str, wait_s: float) -> None:
+        """From now on, requests wait so long for the model's load: the wait_for_load_s of its entry."""
+        record = self.supervisor.registry.find(model)
+        record.spec = record.spec and record.spec.model_copy(update={"wait_for_load_s": wait_s})
+
     def state(self, model: str = "m") -> str:
         return self.supervisor.snapshot().models[model].state.value
 

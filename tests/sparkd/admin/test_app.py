@@ -166,8 +166,6 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         nodes = await made.ask("GET", "/nodes")
         assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
-        made.scene.supervisor.want("m", Want.RUNNING, "admin")
-        assert await made.ask("GET", "/decision") == {"actions": [{"action": "Place", "model": "m"}]}
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -808,7 +806,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/decision", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
@@ -906,7 +904,7 @@ def test_no_body_makes_it_fail(tmp_path: Path) -> None:
 
     try:
         send()
-        for path in ("/status", "/operations", "/events", "/decision", "/openapi.json"):
+        for path in ("/status", "/operations", "/events", "/openapi.json"):
             assert sender.ask("GET", path) == 200
     finally:
         sender.close()

@@ -303,8 +303,9 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
         looks = agent.sentry._vitals._count
         await eventually(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
         assert made.state() == "FAILED", "no load begins while memory is short"
+        made.limit_wait("m", 0.1)
         with pytest.raises(Unavailable):
-            async with supervisor.lease("m", wait_s=0.1):
+            async with supervisor.lease("m"):
                 raise AssertionError
 
         show(folder / "proc", 60.0)
