@@ -307,7 +307,7 @@ class PlanRefusal(BaseModel):
     message: str
 
 
-class FitAnswer(BaseModel):
+class PlanAnswer(BaseModel):
     """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
     load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
 
@@ -328,7 +328,11 @@ class FitAnswer(BaseModel):
     refusal: PlanRefusal | None
     floor: list[dict[str, Any]]
     notes: list[str]
-    vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
+    vllm: dict[str, Any] = Field(
+        description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"
+    )
+    operation: str | None = Field(description="Of 202: the operation that asks vLLM. The same question then has its numbers")
+    href: str | None
 
 
 class RequestBody(BaseModel):
