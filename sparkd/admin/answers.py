@@ -233,6 +233,7 @@ class Meaning(BaseModel):
 
     name: str
     spec: dict[str, str]
+    keys: list[str] = Field(description="The keys that the spec of an added model may have")
     known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 

@@ -64,6 +64,7 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -247,7 +248,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         changes: bool = False,
     ) -> dict[str, Any]:
         meant = await asyncio.to_thread(operator.meaning, source)
-        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
+        return {**meant, "keys": sorted(KEYS), "known": None if model is None else operator.known(meant, model, name, changes=changes)}
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
