@@ -140,6 +140,7 @@ class Meaning(BaseModel):
 
     name: str
     spec: dict[str, str]
+    keys: list[str] = Field(description="The keys that the spec of an added model may have")
     known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 
@@ -170,13 +171,11 @@ class RecipeChoice(BaseModel):
     speculative: str
     decode_tokens_per_s: Any
     path: str
-    choice: Any
     container: dict[str, Any] | None
     needs_vllm: Any
     spec: dict[str, Any]
     flags: list[str]
     env: dict[str, str]
-    translated: list[str]
     sampling: Any
     expected: list[dict[str, Any]]
     sources: dict[str, Any]
@@ -207,8 +206,6 @@ class PlanChoice(PlanOption):
     ranks: list[dict[str, Any]]
     configured: bool | None = None
     container: dict[str, Any] | None = None
-    said: list[str] | None = None
-    notes: list[str] | None = None
 
 
 class PlanRefusal(BaseModel):
@@ -218,7 +215,7 @@ class PlanRefusal(BaseModel):
     message: str
 
 
-class FitAnswer(BaseModel):
+class PlanAnswer(BaseModel):
     """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
     load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
 
@@ -239,7 +236,11 @@ class FitAnswer(BaseModel):
     refusal: PlanRefusal | None
     floor: list[dict[str, Any]]
     notes: list[str]
-    vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
+    vllm: dict[str, Any] = Field(
+        description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"
+    )
+    operation: str | None = Field(description="Of 202: the operation that asks vLLM. The same question then has its numbers")
+    href: str | None
 
 
 class RequestBody(BaseModel):

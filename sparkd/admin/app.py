@@ -21,13 +21,13 @@ from sparkd.admin.answers import (
     PREFIX,
     Accepted,
     Events,
-    FitAnswer,
     LogPage,
     Meaning,
     Memory,
     Models,
     Nodes,
     Operations,
+    PlanAnswer,
     RecipeChoice,
     Recipes,
     Status,
@@ -39,20 +39,21 @@ from sparkd.admin.answers import (
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Planning, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
 from sparkd.admin.model_routes import register_models, unmasked
 from sparkd.admin.operator import Operator
+from sparkd.admin.planner import Planner
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import planned_here, planning_hardware
-from sparkd.capacity.planned_entry import MODEL_CHARACTERS, PlanRequest
+from sparkd.capacity.plan_for_node import planning_hardware
+from sparkd.capacity.planned_entry import MODEL_CHARACTERS
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault
@@ -63,7 +64,7 @@ from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, Sp
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.report import FabricReport, Offered
 from sparkd.gateway.request_log import RequestLog
-from sparkd.recipes.admin_policy import refuse_calibration
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -125,6 +126,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
     fabrics = SharedAnswer(supervisor.boundary, PEERS_KEPT_S)
     operator = Operator(supervisor.want, registry, journal, cluster)
+    planner = Planner(supervisor, registry, journal, cluster, operator, jobs)
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
     async def status() -> Status:
@@ -253,7 +255,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         changes: bool = False,
     ) -> dict[str, Any]:
         meant = await asyncio.to_thread(operator.meaning, source)
-        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
+        return {**meant, "keys": sorted(KEYS), "known": None if model is None else operator.known(meant, model, name, changes=changes)}
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
@@ -271,16 +273,16 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
     @api.post(
-        "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
+        "/plan",
+        **answers(PlanAnswer, description="Nothing more to ask vLLM"),
+        summary="Whether a model fits, and how. 202 while vLLM is asked: its numbers are in the answer to the same question afterwards",
     )
-    async def plan(request: PlanRequest) -> dict[str, Any]:
-        refuse_calibration(request.quantize)
-        spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
-        snapshot = supervisor.snapshot()
-        in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        answer = await planned_here(request, spec, cluster.placer.unlinked, registry.config, in_sight, places, cluster.runtime)
-        view = snapshot.models.get(spec.name) if spec is not None else None
-        return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
+    async def plan(question: Planning, response: Response) -> dict[str, Any]:
+        answer, operation = await planner.plan(question.request(), quick=question.quick)
+        if operation is None:
+            return {**answer, "operation": None, "href": None}
+        response.status_code = 202
+        return {**answer, "operation": operation.id, "href": accepted(operation).href}
 
     @api.get(
         "/events",
@@ -303,13 +305,6 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
     read = [book.read(name) for name in book.names()]
     problems = [str(problem) for _, wrong in read for problem in wrong]
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
-
-
-def _runs(view: ModelView) -> str:
-    """The memory and the cache of a model that runs, beside what a plan would give it."""
-    tokens = view.progress.kv_tokens if view.progress else None
-    cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
-    return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
 
 
 def _status(snapshot: Snapshot, costs: Any) -> Status:

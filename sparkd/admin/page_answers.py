@@ -86,10 +86,11 @@ class RankSettings(BaseModel):
 
 class SettingsAnswer(BaseModel):
     """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
-    with those of its recipe and the defaults. Values of `env` are masked."""
+    with those of its recipe and the defaults. keys: those that an added model may have. Values of `env` are masked."""
 
     configured: dict[str, Any]
     resolved: dict[str, Any]
+    keys: list[str]
     ranks: list[RankSettings]
 
 

@@ -45,7 +45,7 @@ async def _run(job: Job) -> None:
 async def _predicted(client: Client, model: str) -> Predicted | None:
     """The figures of the plan that `sparkd plan` shows first. A model that cannot be planned is measured all the same."""
     try:
-        choice = (await client.post("/plan", {"model": model}))["choice"]
+        choice = (await client.post("/plan", {"model": model, "quick": True}))["choice"]
     except RankError:
         return None
     if choice is None:

@@ -135,6 +135,8 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
 
 def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
     page = tab.page
+    # No vLLM is started beside the tests.
+    page.route("**/admin/v1/plan", lambda route: route.continue_(post_data={**route.request.post_data_json, "quick": True}))
     tab.open("plan")
     page.get_by_label("Model", exact=True).fill("quick")
     page.get_by_label("Context, tokens").fill("2K")
@@ -151,6 +153,26 @@ def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
         page.get_by_role("button", name="Plan", exact=True).click()
     expect(at_field(page, "Format")).to_have_text(answered.value.json()["error"]["message"])
     page.get_by_label("Format").fill("")
+
+
+def test_a_plan_is_drawn_again_once_vllm_has_answered(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    guess = served.client.post("/admin/v1/plan", json={"model": "quick", "quick": True}).json()
+    plans = iter([{**guess, "operation": "p1"}, {**guess, "notes": ["vLLM has answered."]}])
+    held: list[Route] = []
+    page.route("**/admin/v1/plan", lambda route: route.fulfill(json=next(plans)))
+    page.route("**/admin/v1/operations/p1?*", lambda route: held.append(route))  # playwright marks a function of ours
+    tab.open("plan")
+    page.get_by_label("Model", exact=True).fill("quick")
+    with page.expect_request("**/admin/v1/operations/p1?*"):
+        page.get_by_role("button", name="Plan", exact=True).click()
+    progress, answer = page.get_by_role("status").filter(has_text="asks vLLM"), page.get_by_role("region", name="Answer")
+    expect(progress).to_be_visible()
+    expect(answer.get_by_role("table", name="What fits")).to_be_visible()
+    expect(answer).not_to_contain_text("vLLM has answered.")
+    held.pop().fulfill(json={"state": "SUCCEEDED"})
+    expect(answer).to_contain_text("vLLM has answered.")
+    expect(progress).to_have_count(0)
 
 
 def at_field(page: Page, label: str) -> Locator:
