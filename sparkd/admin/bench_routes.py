@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
 from sparkd.bench.compare import Comparison, compare
-from sparkd.bench.figures import measured, read
+from sparkd.bench.figures import answer_metric, measured
 from sparkd.bench.job import Work
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
 from sparkd.bench.quality_bench import quality_bench
@@ -168,7 +168,7 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
 
 
 def row_of(result: BenchResult) -> BenchRow:
-    rates = [rate.mean for cell in measured(result) if (rate := read("tg", cell)) is not None]
+    rates = [rate.mean for cell in measured(result) if (rate := answer_metric(cell, "tg_throughput")) is not None]
     return BenchRow(
         id=result.id,
         kind=result.kind,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.options import Json, argument, group, option, wants_json
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
@@ -28,12 +28,7 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.
 
 
 def register(app: typer.Typer) -> None:
-    recipes = typer.Typer(
-        name="recipes",
-        help="List, show, check and import recipes of models.",
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
+    recipes = group("recipes", help="List, show, check and import recipes of models.")
     for name, command in (("ls", ls), ("show", show_), ("check", check), ("import", import_)):
         recipes.command(name)(command)
     registries.register(recipes)

@@ -139,7 +139,7 @@ def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:
 def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
     """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
     now_s = time.time() if now_s is None else now_s
-    shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
+    shown = list(models)
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
