@@ -302,9 +302,10 @@ class Cluster:
 
     async def _look(self, node_ip: str) -> NodeObservation | None:
         """None where its agent does not answer, or nothing that can be used: other nodes are looked at all the same."""
+        look = None
         with self._boundary.around("look"):
-            return await self._ask_for_look(node_ip)
-        return None
+            look = await self._ask_for_look(node_ip)
+        return look  # noqa: RET504 - None where an error ended the block
 
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()

@@ -29,7 +29,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Shared
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -121,7 +121,7 @@ class LeaseQueue:
         self._look = look
         self._unusable = unusable
         self._parsers = parsers
-        self._shared = Shared(boundary)
+        self._shared = SharedAnswer(boundary)
         self._registry = registry
         self._wishes = wishes
         self._wake = wake
