@@ -229,7 +229,7 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
     table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
-    if (held := listing["held"]) is not None:
+    if held := listing["held"]:
         if held["refusal"]:
             say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
