@@ -263,13 +263,11 @@ class RecipeChoice(BaseModel):
     speculative: str
     decode_tokens_per_s: Any
     path: str
-    choice: Any
     container: dict[str, Any] | None
     needs_vllm: Any
     spec: dict[str, Any]
     flags: list[str]
     env: dict[str, str]
-    translated: list[str]
     sampling: Any
     expected: list[dict[str, Any]]
     sources: dict[str, Any]
@@ -300,8 +298,6 @@ class PlanChoice(PlanOption):
     ranks: list[dict[str, Any]]
     configured: bool | None = None
     container: dict[str, Any] | None = None
-    said: list[str] | None = None
-    notes: list[str] | None = None
 
 
 class PlanRefusal(BaseModel):

@@ -122,7 +122,7 @@ def plan(
     return {
         **to_json(spec.model, headers, hardware, asked, options, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
-        "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
+        "notes": [*filter(None, notes)],
     }
 
 

@@ -179,7 +179,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "tool_call_parser": "hermes",
         "reasoning_parser": "qwen3",
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
-        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
+        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "CUTE_DSL_ARCH": "sm_121a"},
     },
     "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
