@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.readings import fabric_of
+from sparkd.admin.fabric import fabric_of
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
 from sparkd.fabric.nccl_log import parse
 from sparkd.fabric.readings import FabricNodes
