@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from sparkd.cluster.ray_head import RayProcess
 from sparkd.condition import Condition
+from sparkd.fabric.report import Offered
 from sparkd.hardware import Hardware
 from sparkd.state.nouns import Event, ModelState, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
@@ -57,16 +58,6 @@ class Status(BaseModel):
     models: dict[str, ModelState]
     nodes: list[NodeView]
     costs: Costs
-
-
-class Offered(BaseModel):
-    """A machine at the other end of a cable that could join. seen: (interface, address, MAC)."""
-
-    node: str
-    cage: str
-    seen: list[tuple[str, str, str]]
-    answers: bool
-    told: str
 
 
 class Nodes(BaseModel):
