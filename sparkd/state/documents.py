@@ -44,7 +44,7 @@ class Documents(Generic[T]):
         self._execute("INSERT OR REPLACE INTO {} VALUES (?, ?)", key, json.dumps(document))
 
     def remove(self, key: str) -> None:
-        """Of a row that is there."""
+        """Remove a row that is there."""
         self._execute("DELETE FROM {} WHERE id = ?", key)
 
     def _read(self, sql: str, *values: str) -> dict[str, T]:
