@@ -263,28 +263,15 @@ class RecipeChoice(BaseModel):
     speculative: str
     decode_tokens_per_s: Any
     path: str
-    choice: Any
     container: dict[str, Any] | None
     needs_vllm: Any
     spec: dict[str, Any]
     flags: list[str]
     env: dict[str, str]
-    translated: list[str]
     sampling: Any
     expected: list[dict[str, Any]]
     sources: dict[str, Any]
     notes: list[str]
-
-
-class PlannedAction(BaseModel, extra="allow"):
-    """action: Place, Adopt, Move, Ask, Unwant, Yield, Drain, Stop, Rest, Fail or Destroy; the rest says of what."""
-
-    action: str
-    model: str
-
-
-class NextActions(BaseModel):
-    actions: list[PlannedAction]
 
 
 class PlanOption(BaseModel):
@@ -311,8 +298,6 @@ class PlanChoice(PlanOption):
     ranks: list[dict[str, Any]]
     configured: bool | None = None
     container: dict[str, Any] | None = None
-    said: list[str] | None = None
-    notes: list[str] | None = None
 
 
 class PlanRefusal(BaseModel):
@@ -322,7 +307,7 @@ class PlanRefusal(BaseModel):
     message: str
 
 
-class FitAnswer(BaseModel):
+class PlanAnswer(BaseModel):
     """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
     load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
 
@@ -343,7 +328,11 @@ class FitAnswer(BaseModel):
     refusal: PlanRefusal | None
     floor: list[dict[str, Any]]
     notes: list[str]
-    vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
+    vllm: dict[str, Any] = Field(
+        description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"
+    )
+    operation: str | None = Field(description="Of 202: the operation that asks vLLM. The same question then has its numbers")
+    href: str | None
 
 
 class RequestBody(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,15 +21,14 @@ from sparkd.admin.answers import (
     Accepted,
     Events,
     FabricReport,
-    FitAnswer,
     LogPage,
     Meaning,
     Memory,
     Models,
-    NextActions,
     Nodes,
     Offered,
     Operations,
+    PlanAnswer,
     RecipeChoice,
     Recipes,
     Status,
@@ -41,30 +40,30 @@ from sparkd.admin.answers import (
 from sparkd.admin.bandwidth import Measures
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Planning, Pulling, Refusal
 from sparkd.admin.disk_routes import Disk, register_disk
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
 from sparkd.admin.live_routes import register_live
 from sparkd.admin.model_routes import register_models, unmasked
 from sparkd.admin.operator import Operator
+from sparkd.admin.planner import Planner
 from sparkd.admin.pull import Pulls
 from sparkd.admin.readings import fabric_of, log_of
 from sparkd.admin.requests import register_requests
 from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import planned_here, planning_hardware
-from sparkd.capacity.planned_entry import MODEL_CHARACTERS, PlanRequest
+from sparkd.capacity.plan_for_node import planning_hardware
+from sparkd.capacity.planned_entry import MODEL_CHARACTERS
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
 from sparkd.fabric.peer_cache import Offers
 from sparkd.gateway.request_log import RequestLog
-from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -90,7 +89,7 @@ class Parts:
     jobs: Jobs | None = None
 
 
-def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
@@ -119,11 +118,12 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
     return app
 
 
-def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> None:
+def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
     offers = Offers(lambda: fabric_of(registry, cluster))
     operator = Operator(supervisor.want, registry, journal, cluster)
+    planner = Planner(supervisor, registry, journal, cluster, operator, jobs)
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
     async def status() -> Status:
@@ -264,21 +264,17 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
             raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
         return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
 
-    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def decision() -> dict[str, Any]:
-        return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
-
     @api.post(
-        "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
+        "/plan",
+        **answers(PlanAnswer, description="Nothing more to ask vLLM"),
+        summary="Whether a model fits, and how. 202 while vLLM is asked: its numbers are in the answer to the same question afterwards",
     )
-    async def plan(request: PlanRequest) -> dict[str, Any]:
-        refuse_calibration(request.quantize)
-        spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
-        snapshot = supervisor.snapshot()
-        in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        answer = await planned_here(request, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
-        view = snapshot.models.get(spec.name) if spec is not None else None
-        return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
+    async def plan(question: Planning, response: Response) -> dict[str, Any]:
+        answer, operation = await planner.plan(question.request(), quick=question.quick)
+        if operation is None:
+            return {**answer, "operation": None, "href": None}
+        response.status_code = 202
+        return {**answer, "operation": operation.id, "href": accepted(operation).href}
 
     @api.get(
         "/events",
@@ -303,13 +299,6 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
 
 
-def _runs(view: ModelView) -> str:
-    """The memory and the cache of a model that runs, beside what a plan would give it."""
-    tokens = view.progress.kv_tokens if view.progress else None
-    cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
-    return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
-
-
 def _status(snapshot: Snapshot, costs: Any) -> Status:
     return Status(
         version=__version__,
@@ -325,7 +314,7 @@ def _status(snapshot: Snapshot, costs: Any) -> Status:
     )
 
 
-async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: float) -> Operation:
+async def _wait(operator: Operator, journal: Journal, operation_id: str, wait_s: float) -> Operation:
     try:
         async with asyncio.timeout(wait_s):
             while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
@@ -339,7 +328,7 @@ async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: 
     return operation
 
 
-def _known(registry: Roster, name: str) -> bool:
+def _known(registry: Registry, name: str) -> bool:
     try:
         registry.find(name)
     except UnknownModel:

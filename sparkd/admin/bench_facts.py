@@ -21,7 +21,7 @@ from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
 from sparkd.config.quantize import recipe
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import BadRequest, ConfigError, UnknownModel
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.snapshot import Snapshot
@@ -53,7 +53,7 @@ class Benched:
     published: tuple[Published, ...]
 
 
-def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
+def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
     """Raises UnknownModel. Blocks."""
     record = registry.find(name, configured=True)
     spec, engine, view = record.spec, registry.config.engine, snapshot.models.get(record.name)
@@ -78,7 +78,7 @@ def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
     return Benched(subject, folder, published_of(registry.config.book(), spec.recipe))
 
 
-def check_lendable(registry: Roster, name: str) -> None:
+def check_lendable(registry: Registry, name: str) -> None:
     """Raises UnknownModel, ConfigError, CheckpointError, and BadRequest where the model has no unquantized form. Blocks."""
     spec, engine = registry.find(name, configured=True).spec, registry.config.engine
     if spec is None:
@@ -93,7 +93,7 @@ def check_lendable(registry: Roster, name: str) -> None:
         raise BadRequest(f"The checkpoint of {name} is stored quantized ({checkpoint.quantization.method}). {cure}", param="model")
 
 
-def lend(registry: Roster, name: str, form: str) -> str:
+def lend(registry: Registry, name: str, form: str) -> str:
     """Add NAME.bench-FORMAT with the entry of a model in another format, until it is removed or the daemon ends; return its name.
 
     form: a format, `as stored`, or `entry` for that of the entry.

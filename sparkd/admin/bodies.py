@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import BadRequest
 from workers.host.hub_cache import is_revision
@@ -87,6 +88,15 @@ class Loading(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     recipe: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class Planning(PlanRequest):
+    """quick: vLLM is not asked; the numbers are a guess where it has not answered before."""
+
+    quick: bool = False
+
+    def request(self) -> PlanRequest:
+        return PlanRequest.model_validate(self.model_dump(exclude={"quick"}))
 
 
 class Pulling(BaseModel):

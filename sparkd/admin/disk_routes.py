@@ -15,9 +15,9 @@ from sparkd.admin.jobs import Jobs, Tell
 from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
 from sparkd.checkpoint.source import source_of
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, NotFound, StateError
 from sparkd.state.nouns import ModelState, Operation, Progress
 from sparkd.units import GIB
@@ -40,7 +40,7 @@ class Verifying(BaseModel, extra="forbid"):
 class Disk:
     """The models, quantized weights and profiles on the nodes' disks, and which models use them."""
 
-    def __init__(self, registry: Roster, journal: Ledger, cluster: Cluster, jobs: Jobs) -> None:
+    def __init__(self, registry: Registry, journal: Journal, cluster: Cluster, jobs: Jobs) -> None:
         self._registry = registry
         self._journal = journal
         self._cluster = cluster

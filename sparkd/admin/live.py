@@ -12,8 +12,8 @@ from sparkd.admin.live_document import LiveDocument, NodeAnswers, cables_of, doc
 from sparkd.admin.readings import fabric_of
 from sparkd.admin.starts import Starts
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
@@ -74,8 +74,8 @@ class Live:
     def __init__(
         self,
         supervisor: Supervisor,
-        registry: Roster,
-        journal: Ledger,
+        registry: Registry,
+        journal: Journal,
         cluster: Cluster,
         scraper: Scraper,
         rates: Callable[[], list[Rate]],

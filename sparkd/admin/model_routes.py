@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -26,10 +27,10 @@ from sparkd.config.engine_args import engine_args, recipe_of
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Recent
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
@@ -42,7 +43,7 @@ _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
 
 
-def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
     """Before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
@@ -68,17 +69,15 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in record.attempt.handles))
         return {**_keys(record), "ranks": ranks}
 
-    async def read_layers(name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(_layers, registry.find(name, configured=True), registry.config)
-
-    layers_now = Recent(read_layers, LAYERS_KEPT_S, boundary)
+    read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 
     @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> dict[str, Any]:
-        return await layers_now.get(registry.find(name, configured=True).name)
+        record = registry.find(name, configured=True)
+        return await read_layers.get(record.name, partial(asyncio.to_thread, _layers, record, registry.config))
 
 
-def unmasked(raw: Mapping[str, Any], registry: Roster, name: str) -> dict[str, Any]:
+def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
     record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
     env = raw.get("env")

@@ -12,8 +12,8 @@ from sparkd.checkpoint.source import name_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import config_hash, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.control.journal import Ledger, say_change
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal, say_change
+from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
 from sparkd.nearest import nearest
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
@@ -22,7 +22,7 @@ from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 class Operator:
     """`want(name, want, by)` is the supervisor's. Its loop sees an added model with its next look."""
 
-    def __init__(self, want: Callable[[str, Want, str], Operation], registry: Roster, journal: Ledger, cluster: Cluster) -> None:
+    def __init__(self, want: Callable[[str, Want, str], Operation], registry: Registry, journal: Journal, cluster: Cluster) -> None:
         self._want = want
         self._registry = registry
         self._journal = journal

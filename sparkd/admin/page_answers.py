@@ -119,5 +119,5 @@ class LayersAnswer(BaseModel):
     count: int
     bytes: int
     result_bytes: int | None
-    held: dict[str, Any] | None
+    held: dict[str, Any]
     notes: list[str]

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from sparkd.admin.answers import RequestBody, Requests, answers
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import UnknownRoute
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
@@ -23,7 +23,7 @@ State = Literal["in_flight", "finished", "answered", "failed"]
 _FAILED: dict[State | None, bool] = {"answered": False, "failed": True}
 
 
-def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) -> None:
+def register_requests(api: APIRouter, log: RequestLog | None, registry: Registry) -> None:
     def recorded() -> RequestLog:
         if log is None:
             raise UnknownRoute("This daemon records no requests.")

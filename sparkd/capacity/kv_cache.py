@@ -145,14 +145,6 @@ def _lookahead(serving: Serving) -> int:
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
 
 
-def stages_of(layers: int, stages: int) -> list[int]:
-    """The stage of each layer (vllm/distributed/utils.py, get_pp_indices): what is left over goes to the middle, from its end."""
-    sizes = [layers // stages] * stages
-    for number in range(layers % stages):
-        sizes[-2 - number] += 1
-    return [stage for stage, size in enumerate(sizes) for _ in range(size)]
-
-
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
     """The blocks of one group that a request of max_model_len tokens takes."""
     if not block_tokens:

@@ -43,7 +43,7 @@ class Endings:
                 await self._end_all(ranks, hangs=record is not None and record.attempt.reason in HANGS)
                 if kind == "stop" or record is None or record.attempt.rank_id in (None, key):
                     # Else the node of these ranks was lost and is back, and the reservation is a newer start's.
-                    self._cluster.places.release(model)
+                    self._cluster.reservations.release(model)
             except ClusterError as error:
                 say(error.message)
             else:
@@ -65,7 +65,7 @@ class Endings:
 
     async def _end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
-        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if not isinstance(left, BaseException):
                 self._journal.forget_handle(fact.handle.rank_id)

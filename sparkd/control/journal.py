@@ -77,7 +77,7 @@ class Served:
     load_s: float | None
 
 
-class Ledger:
+class Journal:
     """The supervisor's book. A full disk must not end serving: `trouble` says so until all that could not be saved is."""
 
     def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
@@ -173,7 +173,7 @@ class Ledger:
         self.trouble = Condition("StateNotSaved", message)
 
 
-def say_change(journal: Ledger, kind: str, name: str, origin: str) -> None:
+def say_change(journal: Journal, kind: str, name: str, origin: str) -> None:
     """kind: added, changed or removed. origin: `file` or `api`."""
     actor = "The configuration file" if origin == "file" else "The admin API"
     journal.say(kind, name, f"{actor} has {kind} it.", origin=origin)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
@@ -29,7 +29,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Shared
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -66,19 +66,16 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
     # None if the engine's parsers are unknown.
     parsers: Parsers | None
 
-    def __init__(
-        self, queue: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
-    ) -> None:
+    def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._queue = queue
         self._name = name
-        self._wait_s = wait_s
         self._probe = probe
         self._waits = waits
         self._need = need
@@ -86,7 +83,7 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._queue.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
+        record = self._held = await self._queue.enter(self._name, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
             self._held = None
@@ -111,7 +108,7 @@ class LeaseQueue:
 
     def __init__(
         self,
-        roster: Roster,
+        registry: Registry,
         *,
         wishes: Wishes,
         wake: asyncio.Event,
@@ -124,19 +121,17 @@ class LeaseQueue:
         self._look = look
         self._unusable = unusable
         self._parsers = parsers
-        self._shared = Shared(boundary)
-        self._roster = roster
+        self._shared = SharedAnswer(boundary)
+        self._registry = registry
         self._wishes = wishes
         self._wake = wake
         self._clock = clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(
-        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Record:
+    async def enter(self, name: str, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None) -> Record:
         """Admit one request, after waiting for its model if necessary. See Supervisor.lease for the rules and errors."""
-        record = self._roster.find(name)
+        record = self._registry.find(name)
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
                 raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
@@ -150,7 +145,7 @@ class LeaseQueue:
         if record.state is ModelState.READY:
             _refuse_above_limit(record)
         else:
-            await self._wait(record, wait_s, waits, need)
+            await self._wait(record, waits, need)
         record.queue.begin(probe=False)
         return record
 
@@ -185,9 +180,9 @@ class LeaseQueue:
         for record in records:
             record.queue.turn_away(_draining())
 
-    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
+    async def _wait(self, record: Record, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._refuse_away(record)
-        if self._waiting >= self._roster.config.max_queued_requests:
+        if self._waiting >= self._registry.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
         self._waiting += 1
         try:
@@ -197,17 +192,16 @@ class LeaseQueue:
             _refuse_above_limit(record)
             if record.state is not ModelState.READY:
                 self._refuse_away(record)
-                await self._wait_in_line(record, wait_s, waits)
+                await self._wait_in_line(record, waits)
         finally:
             self._waiting -= 1
 
-    async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
-        if wait_s is None:
-            wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
+    async def _wait_in_line(self, record: Record, waits: Waits | None) -> None:
+        wait_s = self._registry.config.wait_s(record.spec) if record.spec else 0.0
         if waits is not None:  # first: it may refuse the request
             waits(
-                lambda: view(self._roster, record, self._clock()).loading(),
-                bool(record.spec and self._roster.config.tells_loading(record.spec)),
+                lambda: view(self._registry, record, self._clock()).loading(),
+                bool(record.spec and self._registry.config.tells_loading(record.spec)),
             )
         if record.desired.want is not Want.RUNNING:
             self._wishes.want(record.name, Want.RUNNING, "request")
@@ -277,11 +271,11 @@ class LeaseQueue:
         if any(_is_owed(other, record) for other in self._models()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
-        if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
+        if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._registry.config.cancel_abandoned_loads):
             self._wishes.want(record.name, Want.STOPPED, "request")
 
     def _models(self) -> Iterable[Record]:
-        return self._roster.records.values()
+        return self._registry.records.values()
 
     def forget_clients(self) -> None:
         """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads
@@ -304,13 +298,13 @@ class LeaseQueue:
             raise _draining()
 
     def _loading(self, record: Record) -> ModelLoading:
-        loading = view(self._roster, record, self._clock()).loading()
+        loading = view(self._registry, record, self._clock()).loading()
         eta_s = loading.get("eta_seconds")
         return ModelLoading(
             f"The model {record.name} is loading ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
-            held_by=() if record.attempt.rank_id else holders(self._roster, record, self._clock()),
+            held_by=() if record.attempt.rank_id else holders(self._registry, record, self._clock()),
         )
 
     def _failed(self, record: Record) -> ModelFailed:
@@ -332,7 +326,7 @@ class LeaseQueue:
             more = "See `sparkd ps`."
         else:
             more = "See `sparkd ps` and `sparkd logs`."
-        held_by = holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
+        held_by = holders(self._registry, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
         if lasts:
             return ModelCannotLoad(f"{failed}. {more}", held_by=held_by)
         return ModelFailed(f"{failed}. {more}", retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)

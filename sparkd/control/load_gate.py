@@ -11,7 +11,7 @@ from typing import Any
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.memory_release import MEMORY_RETURNS, MemoryRelease, readings_of
 from sparkd.control.record import Record
@@ -43,19 +43,19 @@ class LoadGate:
 
     def __init__(
         self,
-        ledger: Ledger,
+        journal: Journal,
         queue: LeaseQueue,
         wishes: Wishes,
         clock: Callable[[], float],
         holders: Callable[[Record, float], list[dict[str, Any]]],
         limits: Callable[[int], MemoryLimits] = MemoryLimits.of,
     ) -> None:
-        self._ledger = ledger
+        self._journal = journal
         self._queue = queue
         self._wishes = wishes
         self._clock = clock
         self._holders = holders
-        self.release = MemoryRelease(ledger, clock, limits)
+        self.release = MemoryRelease(journal, clock, limits)
         self.shut: frozenset[str] = frozenset()
         self.allows = True
         # By node that is short of memory: its level, since when, and a clause about it.
@@ -117,9 +117,9 @@ class LoadGate:
         }
         for node, reading in short.items():
             if self._levels.get(node) != reading.level:
-                self._ledger.say("memory", None, f"{self._shortages[node]}.", node=node, level=reading.level)
+                self._journal.say("memory", None, f"{self._shortages[node]}.", node=node, level=reading.level)
         for node in self._levels.keys() - short.keys() - set(unseen):
-            self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
+            self._journal.say("memory", None, f"{node} has memory again.", node=node, level="ok")
         hidden = {node: level for node, level in self._levels.items() if node in unseen}
         self._levels = hidden | {node: reading.level for node, reading in short.items()}
         return frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
@@ -132,7 +132,7 @@ class LoadGate:
         metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
         node = next(node for node in victim.attempt.nodes if node in pressed)
         reason = short[node].level_why or self._shortages[node]
-        self._ledger.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
+        self._journal.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
         self._wishes.want(victim.name, Want.STOPPED, "guard")
 
     def _send_away(self, record: Record) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.state.nouns import RankFact, RankHandle, Reading
 from sparkd.units import GIB
 from workers.host.memory_limits import MemoryLimits
@@ -78,8 +78,8 @@ class MemoryRelease:
     limits: the guard's, of a node with so many bytes.
     """
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float], limits: Callable[[int], MemoryLimits] = MemoryLimits.of) -> None:
-        self._ledger = ledger
+    def __init__(self, journal: Journal, clock: Callable[[], float], limits: Callable[[int], MemoryLimits] = MemoryLimits.of) -> None:
+        self._journal = journal
         self._clock = clock
         self._limits = limits
         # By rank_id: its handle, and what it held lately.
@@ -125,12 +125,12 @@ class MemoryRelease:
         if removed := [file for file in files if file["removed"]]:
             size = sum(file["bytes"] for file in removed)
             message = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node}; no process holds them."
-            self._ledger.say("release", handle.model, message, node=node, removed_bytes=size)
+            self._journal.say("release", handle.model, message, node=node, removed_bytes=size)
         for file in files:
             if not file["removed"]:
                 cure = f"no process holds it; if it is not needed, `rm {file['path']}` on {node}"
                 message = f"It may have left {file['path']} ({_size(file['bytes'])}) on {node}. It stays, because {file['why']}: {cure}."
-                self._ledger.say("release", handle.model, message, node=node, left_bytes=file["bytes"])
+                self._journal.say("release", handle.model, message, node=node, left_bytes=file["bytes"])
 
     def look(self, observation: Observation) -> None:
         """Once in each tick, with what the nodes showed."""
@@ -193,7 +193,7 @@ class MemoryRelease:
             metrics.RELEASE_SECONDS.labels(node).observe(waited_s)
             self._show_leak(node)
             back = f"{(ended.held - ended.missing) / GIB:.1f} of {ended.held / GIB:.1f} GiB of {ended.named}"
-            self._ledger.say(
+            self._journal.say(
                 "release", model, f"{back} came back to {node} within {waited_s:.1f} s.", node=node, seconds=round(waited_s, 2)
             )
             return False
@@ -207,7 +207,7 @@ class MemoryRelease:
         ended.stuck = True
         self._show_leak(node)
         message = f"{ended.lacking} have not come back to {node} after {waited_s:.0f} s; {_cure(node)}."
-        self._ledger.say("release", model, message, node=node, missing_bytes=ended.missing)
+        self._journal.say("release", model, message, node=node, missing_bytes=ended.missing)
         return False
 
     def _show_leak(self, node: str) -> None:

@@ -21,14 +21,14 @@ from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
 from sparkd.control.endings import Endings
 from sparkd.control.facts import ENDS_S, ModelFacts, Stay
-from sparkd.control.journal import Ledger, say_change
+from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Schedule
 from sparkd.control.swap import Swap
@@ -58,8 +58,8 @@ class Supervisor:
 
     def __init__(
         self,
-        registry: Roster,
-        journal: Ledger,
+        registry: Registry,
+        journal: Journal,
         cluster: Cluster,
         *,
         ask: AskFunction,
@@ -75,19 +75,17 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # The facts that the last tick planned from.
-        self._found: Found | None = None
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.registry = registry
-        self.ledger = journal
+        self.journal = journal
         self.tasks = Tasks(self.boundary)
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)
-        self._wishes = Wishes(self.registry, self.ledger, self._wake, clock, journal.wall)
+        self._wishes = Wishes(self.registry, self.journal, self._wake, clock, journal.wall)
         self._queue = LeaseQueue(
             self.registry,
             wishes=self._wishes,
@@ -99,35 +97,33 @@ class Supervisor:
             boundary=self.boundary,
         )
         self._gate = LoadGate(
-            self.ledger,
+            self.journal,
             self._queue,
             self._wishes,
             clock,
             partial(holders, self.registry),
             lambda total: self.registry.config.memory.limits(total),
         )
-        self._swap = Swap(self.ledger, cluster.places.book, lambda: self.registry.ties, self._wishes, clock)
+        self._swap = Swap(self.journal, cluster.reservations.book, lambda: self.registry.ties, self._wishes, clock)
         self._endings = Endings(means, self._gate.release.left)
         self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
-        self.ledger.operations.take_over(self.registry.records)
+        self.journal.operations.take_over(self.registry.records)
         self._effects.recall(journal.handles())
 
     # The three verbs.
 
-    def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Lease:
+    def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
-        READY: at once. STOPPED or starting: wishes the model RUNNING and waits up to wait_s (default: the model's). STOPPING: waits for the
+        READY: at once. STOPPED or starting: requests the model and waits up to its wait_for_load_s. STOPPING: waits for the
         stop and the next start. FAILED in back-off: raises ModelFailed at once. `waits` is called once if the request has to wait.
         Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
         RouteNotServed at once if the model is known not to meet it.
         """
-        return Lease(self._queue, name, wait_s, probe, waits, need)
+        return Lease(self._queue, name, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
@@ -140,10 +136,10 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        own = (self._refused, self.ledger.trouble, *self.registry.conditions)
+        own = (self._refused, self.journal.trouble, *self.registry.conditions)
         every = (*own, seen, *self._gate.conditions, *self._watchdog.conditions, self.boundary.condition, self._outside())
         return Snapshot(
-            at_s=self.ledger.wall(),
+            at_s=self.journal.wall(),
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
@@ -151,7 +147,7 @@ class Supervisor:
                 name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
             },
             nodes=observation.nodes if observation else (),
-            operations=self.ledger.operations.all(self.registry.records),
+            operations=self.journal.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
             engines=tuple(
@@ -163,10 +159,6 @@ class Supervisor:
         )
 
     # For the daemon.
-
-    def next_actions(self) -> list[Action]:
-        """The actions that a tick would plan now from the last observation. Takes none of them."""
-        return [] if self._found is None else self._plan(self._found)[0]
 
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
@@ -184,16 +176,16 @@ class Supervisor:
         end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
-                say_change(self.ledger, kind, name, "file")
+                say_change(self.journal, kind, name, "file")
         summary = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
-        self.ledger.say("config", None, f"The configuration was read again{f' ({summary})' if summary else ''}.")
+        self.journal.say("config", None, f"The configuration was read again{f' ({summary})' if summary else ''}.")
         self._wake.set()
         return changes
 
     def tell_refused(self, reason: str | None) -> None:
         """Record why the last reload was refused. None: it was accepted."""
         if reason is not None:
-            self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
+            self.journal.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
         message = f"The configuration file was rejected: {reason}"
         self._refused = Condition("ConfigRefused", message) if reason is not None else None
 
@@ -218,7 +210,7 @@ class Supervisor:
         """Stop every rank that can be found. The wishes stay for the daemon's next start."""
         observation = await self._cluster.observe()
         ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if isinstance(left, BaseException):
                 log.error("a rank was not stopped: %s", left)
@@ -253,7 +245,7 @@ class Supervisor:
         around, records = self.boundary.around, self.registry.records
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
-        self.ledger.save_rest()
+        self.journal.save_rest()
         with around("tell"):
             self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
@@ -264,7 +256,7 @@ class Supervisor:
             self._endings.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
-            self.ledger.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
+            self.journal.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
         with around("trouble"):
             self._tell_trouble(before, observation)
         with around("welcome"):
@@ -275,13 +267,13 @@ class Supervisor:
             self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            found = self._found = Found.of(observation, records, steady)
+            found = Found.of(observation, records, steady)
             # Without the gate's word no node is open, to a placement in progress either.
             closed = frozenset(node.node_id for node in observation.nodes)
-            with around("gate", failed=lambda _: self._cluster.places.shut(closed, {})):
+            with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
                 self._gate.look(observation, records)
-                self._cluster.places.shut(self._gate.shut, self._gate.release.room_gib)
-                found = self._found = replace(found, is_open=True)
+                self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
+                found = replace(found, is_open=True)
             for record in records.values():
                 with around("record", record.name):
                     record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
@@ -303,17 +295,17 @@ class Supervisor:
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
-            self.ledger.snapshots.show(snapshot)
+            self.journal.snapshots.show(snapshot)
 
     def _tell_trouble(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
         for node in sorted(now.no_raylet - before.no_raylet):
-            self.ledger.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
+            self.journal.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
         old, new = before.trouble, now.trouble
         if new is not None and (old is None or (old.reason, old.node) != (new.reason, new.node)):
-            self.ledger.say("cluster", None, new.message, reason=new.reason, node=new.node)
+            self.journal.say("cluster", None, new.message, reason=new.reason, node=new.node)
         elif old is not None and new is None and now is not UNSEEN:
-            self.ledger.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
+            self.journal.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
 
     def _welcome(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
@@ -368,7 +360,7 @@ class Supervisor:
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
                     return
-                self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
+                self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Yield(to=to):
                 self._swap.leave(record, self.registry.records[to])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparkd import metrics
 from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.control.record import Evicted, Record
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import Wait
@@ -22,13 +22,13 @@ class Swap:
 
     def __init__(
         self,
-        ledger: Ledger,
+        journal: Journal,
         book: Callable[[], MemoryBook],
         ties: Callable[[], Ties],
         wishes: Wishes,
         clock: Callable[[], float],
     ) -> None:
-        self._ledger = ledger
+        self._journal = journal
         self._book = book
         self._ties = ties
         self._wishes = wishes
@@ -48,7 +48,7 @@ class Swap:
             before, record.wait = record.wait, schedule.waits.get(record.name)
             # Seconds that are left change with every look.
             if record.wait is not None and not record.wait.is_as(before):
-                self._ledger.say("waits", record.name, record.wait.message)
+                self._journal.say("waits", record.name, record.wait.message)
             if (
                 record.yields_to is not None
                 and record.name not in schedule.leave
@@ -63,7 +63,7 @@ class Swap:
         running = record.queue.in_flight
         requests = f"; its {running} request{'' if running == 1 else 's'} may finish first" if running else ""
         record.evicted = Evicted(to, record.desired.by)
-        self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
+        self._journal.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._wishes.want(record.name, Want.STOPPED, "swap")
 
@@ -84,7 +84,7 @@ class Swap:
             record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
             if has_ended and owed:
                 message = f"sparkd loads it again: {evicted.to}, for which it was evicted, was not loaded."
-                self._ledger.say("swap", record.name, message, to=evicted.to)
+                self._journal.say("swap", record.name, message, to=evicted.to)
                 self._wishes.want(record.name, Want.RUNNING, evicted.by)
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, Want
 
@@ -17,7 +17,7 @@ class Wishes:
     """The only writer of desired states. wake ends the loop's pause; clock is monotonic seconds, wall is calendar seconds."""
 
     def __init__(
-        self, registry: Roster, journal: Ledger, wake: asyncio.Event, clock: Callable[[], float], wall: Callable[[], float]
+        self, registry: Registry, journal: Journal, wake: asyncio.Event, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
         self._registry = registry
         self._journal = journal

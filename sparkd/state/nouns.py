@@ -126,8 +126,6 @@ class Progress:
 
     phase: str = "starting"
     fraction: float | None = None
-    shards_done: int | None = None
-    shards_total: int | None = None
     bytes_done: int | None = None
     bytes_total: int | None = None
     eta_s: float | None = None
@@ -135,8 +133,6 @@ class Progress:
     weights_s: float | None = None
     kv_tokens: int | None = None
     kv_gib: float | None = None
-    kv_requests: float | None = None
-    init_s: float | None = None
     server_up: bool = False
     last_error: str | None = None
     lost: str | None = None

@@ -83,10 +83,10 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
-        jobs = Jobs(made.supervisor.ledger, made.supervisor.boundary)
+        jobs = Jobs(made.supervisor.journal, made.supervisor.boundary)
         made.supervisor.tasks.group.create_task(jobs.run())
         await asyncio.sleep(0)
-        controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)
+        controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster)
         app = admin_app(*controlled, replace(parts or Parts(), jobs=jobs))
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
@@ -166,8 +166,6 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         nodes = await made.ask("GET", "/nodes")
         assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
-        made.scene.supervisor.want("m", Want.RUNNING, "admin")
-        assert await made.ask("GET", "/decision") == {"actions": [{"action": "Place", "model": "m"}]}
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -209,12 +207,13 @@ async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.Mon
     folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
     async with admin_of(tmp_path) as made:
         # In a process of its own.
-        found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
+        asked = {"model": str(folder), "hardware": "spark", "max_model_len": 64, "quick": True}
+        found = await made.ask("POST", "/plan", 200, json=asked)
         assert (found["architecture"], found["choice"]["config"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         monkeypatch.setattr(plan_for_node, "_answer_of_process", plan_for_node._answer)
-        assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
+        assert (await made.ask("POST", "/plan", 200, json={"model": str(folder), "quick": True}))["hardware"]["name"] == "node"
         made.scene.cluster.links = {2: "a and b: no cable"}
-        options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "hardware": "node"}))["options"]
+        options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "quick": True}))["options"]
         assert {one["reason"] for one in options if (one["tensor_parallel"], one["format"]) == (2, "as stored")} == {"a and b: no cable"}
 
 
@@ -275,7 +274,7 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
 
 async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        operation = made.scene.supervisor.ledger.operations.open("pull", "m", "admin")
+        operation = made.scene.supervisor.journal.operations.open("pull", "m", "admin")
         assert (await made.refused("DELETE", f"/operations/{operation.id}", 409))["code"] == "conflict"
         assert made.scene.supervisor.snapshot().models["m"].want is Want.STOPPED
 
@@ -369,9 +368,9 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
             return ModelUnusable("The folder /y is empty, so it holds no model: check the path.")
 
         monkeypatch.setattr(scene.cluster, "unusable", look)
-        before = scene.supervisor.ledger.feed.written
+        before = scene.supervisor.journal.feed.written
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
-        assert scene.supervisor.ledger.feed.written == before
+        assert scene.supervisor.journal.feed.written == before
         await made.refused("PUT", "/models/new", 422, json={"spec": {"model": "/y"}})
         assert seen == [("new", {"m"}, {})] * 2
         assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.wishes.desired() == {}
@@ -500,7 +499,7 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
 
 
 async def test_the_plan_of_a_model_that_runs_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda *_: {"notes": ["its own"]})
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda _: {"notes": ["its own"], "vllm": {"unanswered": 0}})
     async with admin_of(tmp_path) as made:
         ask = {"model": "m", "hardware": "spark"}
         assert (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"] == ["its own"]
@@ -524,7 +523,7 @@ async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch:
             (str(folder), "tiny", {"model": str(folder)}),
         ):
             assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec, "known": None}
-        planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark"})
+        planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark", "quick": True})
         assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"
 
@@ -670,7 +669,7 @@ async def test_the_event_stream_has_what_was_and_what_comes(tmp_path: Path) -> N
 async def test_a_client_that_comes_back_misses_nothing(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for number in range(50):
-            made.scene.supervisor.ledger.say("note", None, f"event {number}")
+            made.scene.supervisor.journal.say("note", None, f"event {number}")
         everything = (await made.ask("GET", "/events?limit=1000"))["events"]
         seen = everything[4]["seq"]
         for query, headers in (("?limit=7", {"last_event_id": str(seen)}), (f"?limit=7&after={seen}", {})):
@@ -737,7 +736,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         open_requests = made.edge._open_requests
         task = asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"}))
         await returned.wait()
-        made.scene.supervisor.ledger.say("note", None, "it goes on")
+        made.scene.supervisor.journal.say("note", None, "it goes on")
         await soon(lambda: stream.text.count("it goes on"))
         assert (stream.status, stream.headers[b"cache-control"]) == (200, b"no-cache") and stream.headers[b"x-request-id"]
         assert client.when_gone is not None and not task.done()
@@ -808,7 +807,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/decision", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
@@ -906,7 +905,7 @@ def test_no_body_makes_it_fail(tmp_path: Path) -> None:
 
     try:
         send()
-        for path in ("/status", "/operations", "/events", "/decision", "/openapi.json"):
+        for path in ("/status", "/operations", "/events", "/openapi.json"):
             assert sender.ask("GET", path) == 200
     finally:
         sender.close()

@@ -16,7 +16,7 @@ from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_on_a_hub_is_looked_at_in_another_process(monkeypatch: pyte
     spec = ModelConfig(name="m", model="owner/name", env={"HF_HOME": "/cache"})
     registry = SimpleNamespace(config=Config(), find=lambda *_, **__: SimpleNamespace(spec=spec))
 
-    check_lendable(cast(Roster, registry), "m")
+    check_lendable(cast(Registry, registry), "m")
 
     ((read, source, revision, environ),) = apart
     assert (read, source, revision, environ["HF_HOME"]) == (checkpoint_here, "owner/name", None, "/cache")

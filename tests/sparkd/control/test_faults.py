@@ -182,7 +182,7 @@ async def use(made: Scene) -> None:
     for do in (
         lambda: operator.add("new", raw),
         lambda: operator.remove("new"),
-        lambda: supervisor.ledger.events(0, 10),
+        lambda: supervisor.journal.events(0, 10),
         lambda: operator.operation(supervisor.want("m", Want.RUNNING, "admin").id),
     ):
         with suppress(Exception, asyncio.CancelledError):

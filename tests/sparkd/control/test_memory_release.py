@@ -10,7 +10,7 @@ import pytest
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.control.memory_release import LIMIT_S, MemoryRelease
 from sparkd.state.nouns import RankFact, Reading, Want
 from sparkd.state.snapshot import NodeView
@@ -44,8 +44,8 @@ class Gate:
     def __init__(self, folder: Path) -> None:
         self.clock = FakeClock()
         self.store = Store(folder / "state.db")
-        self.ledger = Ledger(self.store, self.clock)
-        self.release = MemoryRelease(self.ledger, self.clock)
+        self.journal = Journal(self.store, self.clock)
+        self.release = MemoryRelease(self.journal, self.clock)
         self.reading = READING
 
     def look(self, available_gib: float, *ranks: RankFact, seconds: float = 1.0, **changes: object) -> bool:
@@ -60,7 +60,7 @@ class Gate:
 
     @property
     def told(self) -> list[str]:
-        return [event.message for event in self.ledger.events(0, 100) if event.kind == "release"]
+        return [event.message for event in self.journal.events(0, 100) if event.kind == "release"]
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ async def test_the_stop_of_a_rank_tells_what_it_left(tmp_path: Path) -> None:
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick(4)
 
-        (event,) = (event for event in made.supervisor.ledger.events(0, 100) if event.kind == "release")
+        (event,) = (event for event in made.supervisor.journal.events(0, 100) if event.kind == "release")
         assert event.data == {"node": "n", "removed_bytes": 3 << 20} and "/dev/shm/psm_1 (3.0 MiB)" in event.message
 
 

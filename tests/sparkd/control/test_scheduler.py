@@ -352,7 +352,7 @@ async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: P
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
         await again
         assert order == ["b", "a"]
-        told = [(event.model, event.data["to"]) for event in made.supervisor.ledger.events(0, 200) if event.kind == "swap"]
+        told = [(event.model, event.data["to"]) for event in made.supervisor.journal.events(0, 200) if event.kind == "swap"]
         assert told == [("a", "b"), ("b", "a")]
 
 
@@ -486,8 +486,9 @@ async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(t
     async with stage(tmp_path, models=two(tmp_path)) as made:
         await fill(made, "config")
         async with made.supervisor.lease("a"):
+            made.limit_wait("b", 0.0)
             with pytest.raises(ModelLoading):
-                async with made.supervisor.lease("b", wait_s=0):
+                async with made.supervisor.lease("b"):
                     raise AssertionError
             await made.tick(3)
             assert made.supervisor.registry.find("b").claims
@@ -503,9 +504,11 @@ async def test_a_model_stays_for_a_client_that_was_told_to_come_back(tmp_path: P
         made.cluster.offered = {"n": 15}
         made.supervisor.want("a", Want.RUNNING, "request")
         await made.tick(29, seconds=10)
+        made.limit_wait("a", 0.0)
         with pytest.raises(ModelLoading):
-            async with made.supervisor.lease("a", wait_s=0):
+            async with made.supervisor.lease("a"):
                 raise AssertionError
+        made.limit_wait("a", 300.0)
         await made.tick(seconds=10)
         await make_ready(made, "a")
         made.cluster.names = None

@@ -92,7 +92,7 @@ async def test_of_an_engine_that_has_failed_there_is_no_cache_and_no_load(phase:
     async with stage(tmp_path) as made:
         await make_ready(made)
         kv = {"phase": phase, "tokens": 100}
-        made.cluster.show(progress=replace(UP, kv_tokens=100, kv_gib=1.0, kv_requests=2.0, weights_gib=3.0, kv=kv))
+        made.cluster.show(progress=replace(UP, kv_tokens=100, kv_gib=1.0, weights_gib=3.0, kv=kv))
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert view.progress is not None and view.progress.kv_tokens == 100 and view.load_s is not None
@@ -102,7 +102,7 @@ async def test_of_an_engine_that_has_failed_there_is_no_cache_and_no_load(phase:
         view = made.supervisor.snapshot().models["m"]
         told = view.progress
         assert (view.state, view.load_s) == ("FAILED", None) and told is not None
-        assert (told.kv_tokens, told.kv_gib, told.kv_requests, told.weights_gib) == (None, None, None, 3.0)
+        assert (told.kv_tokens, told.kv_gib, told.weights_gib) == (None, None, 3.0)
         assert told.kv == (kv if phase == "refused" else None)
 
 
@@ -245,7 +245,8 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
 
 
 async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:
-    async with made.supervisor.lease("m", wait_s=0.0, need=RequestNeeds("/v1/chat/completions", GENERATE, tools)):
+    made.limit_wait("m", 0.0)
+    async with made.supervisor.lease("m", need=RequestNeeds("/v1/chat/completions", GENERATE, tools)):
         pass
 
 
@@ -500,8 +501,8 @@ async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_requ
         assert await waiting == "m"
 
 
-async def enter(made: Scene, name: str, wait_s: float | None = None) -> str:
-    async with made.supervisor.lease(name, wait_s=wait_s) as lease:
+async def enter(made: Scene, name: str) -> str:
+    async with made.supervisor.lease(name) as lease:
         return lease.model
 
 
@@ -643,8 +644,9 @@ async def test_a_wait_that_is_too_long_ends_in_503_with_a_loading_object(tmp_pat
         await made.tick()
         made.cluster.show(progress=Progress(phase="loading", fraction=0.5, eta_s=12.3))
         await made.tick()
+        made.limit_wait("m", 0.0)
         with pytest.raises(ModelLoading) as raised:
-            await enter(made, "m", wait_s=0.0)
+            await enter(made, "m")
 
         assert raised.value.loading == {"model": "m", "state": "LOADING", "node": "n", "progress": 0.5, "eta_seconds": 12.3}
         assert raised.value.headers() == {"retry-after": "13"}
@@ -707,8 +709,9 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         made.cluster.show(progress=Progress(phase="loading", fraction=0.5))
         await made.tick()
         if why == "somebody was told to come back":
+            made.limit_wait("m", 0.0)
             with pytest.raises(ModelLoading):
-                await enter(made, "m", wait_s=0.0)
+                await enter(made, "m")
         elif why == "an operator wishes it":
             made.supervisor.want("m", Want.RUNNING, "admin")
         else:
@@ -747,7 +750,7 @@ def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(eta_s: f
     async def go() -> None:
         async with stage(tmp_path) as made:
             loop.clock = made.clock
-            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            waiting = asyncio.create_task(enter(made, "m"))
             await made.tick(2)
             for second in range(322):
                 made.cluster.show(progress=Progress("loading", eta_s=eta_s, bytes_done=second))
@@ -771,7 +774,7 @@ def test_nobody_waits_for_ever_for_a_load_that_is_always_about_to_end(tmp_path: 
     async def go() -> None:
         async with stage(tmp_path) as made:
             loop.clock = made.clock
-            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            waiting = asyncio.create_task(enter(made, "m"))
             await made.tick(2)
             for second in range(300 + int(KEPT_S) + int(KEEP_EVERY_S)):
                 made.cluster.show(progress=Progress("loading", eta_s=1.0, bytes_done=second))
@@ -1107,15 +1110,15 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
 async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await made.tick()
-        ledger = made.supervisor.ledger
-        begun = ledger.feed.behind_newest(0)
+        journal = made.supervisor.journal
+        begun = journal.feed.behind_newest(0)
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 1 s ago.")
         await made.tick()
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 2 s ago.")
         await made.tick()
         made.cluster.trouble, made.cluster.no_raylet = None, frozenset({"o"})
         await made.tick(2)
-        cluster = [event for event in ledger.events(begun, 50) if event.kind == "cluster"]
+        cluster = [event for event in journal.events(begun, 50) if event.kind == "cluster"]
         assert [(event.data.get("reason"), event.data.get("node")) for event in cluster] == [
             ("RayUnavailable", None),
             (None, "o"),
@@ -1125,13 +1128,13 @@ async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp
 
 async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        ledger = made.supervisor.ledger
-        waiting = [asyncio.create_task(ledger.feed.wait_for_more(ledger.feed.written)) for _ in range(2)]
+        journal = made.supervisor.journal
+        waiting = [asyncio.create_task(journal.feed.wait_for_more(journal.feed.written)) for _ in range(2)]
         await asyncio.sleep(0)
-        begun = ledger.feed.behind_newest(0)
+        begun = journal.feed.behind_newest(0)
         await make_ready(made)
         await asyncio.gather(*waiting)
-        seen, _ = await ledger.feed.slice_of_events(begun, 50)
+        seen, _ = await journal.feed.slice_of_events(begun, 50)
 
         assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
         assert [event.seq for event in seen] == sorted(event.seq for event in seen)

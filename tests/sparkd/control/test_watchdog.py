@@ -432,7 +432,7 @@ async def test_after_a_clock_was_set_back_the_stalls_of_then_hold_nothing_for_ev
             made.supervisor._effects.fail(made.supervisor.registry.find("m"), "EngineFrozen", "It hangs.")
         made.cluster.ranks = {}
         made.clock.now_s -= 86_400
-        made.supervisor.ledger.say("config", None, "The clock was set back.")
+        made.supervisor.journal.say("config", None, "The clock was set back.")
     made.store.close()
 
     for later_s, state in ((60.0, "FAILED"), (960.0, "LOADING")):
@@ -508,10 +508,10 @@ async def test_the_grace_between_its_order_and_its_kill(tmp_path: Path, server_u
         asked.append((node_ip, method, arguments[1], timeout_s))
         return {"gone": True, "survivors": []}
 
-    cluster.engines._ask = ask
+    cluster.launcher._ask = ask
     fact = replace(ALIVE, progress=Progress(phase="serving", server_up=server_up))
 
-    assert await cluster.engines.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
+    assert await cluster.launcher.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
     assert asked == [("n", "destroy", grace_s, grace_s + DESTROY_TIMEOUT_S)]
 
 

@@ -63,7 +63,7 @@ def cached(tmp_path: Path) -> None:
 
 
 async def absent(scene: Scene, spec: ModelConfig) -> None:
-    await scene.siting.refuse_absent(spec)
+    await scene.placer.refuse_absent(spec)
 
 
 async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_path: Path, repository: Repository) -> None:
@@ -74,8 +74,8 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
         assert model in caught.value.message and "127.0.0.1" in caught.value.message
         assert (f" {meant}?" in caught.value.message) == (meant is not None)
     with pytest.raises(ModelUnusable):
-        await scene.siting.place(spec_of(tmp_path, repository.hub, "owner/nam"))
-    assert scene.places.book().held == {}
+        await scene.placer.place(spec_of(tmp_path, repository.hub, "owner/nam"))
+    assert scene.reservations.book().held == {}
 
 
 @pytest.mark.parametrize(

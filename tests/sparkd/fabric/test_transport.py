@@ -175,7 +175,7 @@ async def test_the_verdict_is_an_event_and_stands_in_the_model_and_in_the_fabric
         await made.tick(2)
 
         assert made.cluster.log.count(f"transport n {B}") == 1, "once"
-        (event,) = [one for one in made.supervisor.ledger.events(0, 100) if one.kind == "transport"]
+        (event,) = [one for one in made.supervisor.journal.events(0, 100) if one.kind == "transport"]
         assert (event.data["verdict"], event.message) == (FAIL, f"fail, {B}, network: network Socket. 2.1 GB/s instead of 20 to 24.")
         (told,) = made.supervisor.snapshot().models["m"].transport
         assert (told["verdict"], told["about"]) == (FAIL, "NCCL of m")
