@@ -122,7 +122,7 @@ def plan(
     return {
         **to_json(spec.model, headers, hardware, asked, options, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
-        "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
+        "notes": [*filter(None, notes)],
     }
 
 
@@ -248,7 +248,7 @@ def _free(hardware: Hardware) -> int:
 def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt: str | None) -> str:
     """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
     what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
-    cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
+    cure = "a plan asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:
         cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
     elif OTHER in unknown:
@@ -257,8 +257,15 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
 
 
 def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
-    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
-    return {"runtime": runtime.place, "version": runtime.version, "answered": answers.answered}
+    """The vLLM that a plan may rely on.
+
+    version: null where the runtime has no vLLM.
+    answered: whether it answered a question.
+    unanswered: the number of questions that it was not asked yet, or did not answer; 0 where this node has no such vLLM.
+    """
+    version = runtime.version
+    unanswered = answers.unanswered if version is not None and runtime.away is None else 0
+    return {"runtime": runtime.place, "version": version, "answered": answers.answered, "unanswered": unanswered}
 
 
 def to_json(

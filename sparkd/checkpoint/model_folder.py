@@ -11,7 +11,8 @@ from sparkd.errors import ConfigError, ModelUnusable
 from workers.host.hub_cache import hub_cache
 
 if TYPE_CHECKING:
-    from sparkd.config.model import EngineDefaults, ModelConfig
+    from sparkd.config.config import EngineSettings
+    from sparkd.config.model import ModelConfig
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
@@ -49,7 +50,7 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, 
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
 
 
-def unusable_of(spec: ModelConfig, engine: EngineDefaults, places: Collection[str] | None = None) -> ModelUnusable | None:
+def unusable_of(spec: ModelConfig, engine: EngineSettings, places: Collection[str] | None = None) -> ModelUnusable | None:
     """`unusable` for the folder of an entry, by what its engine reads there. Blocks."""
     return unusable(spec.model, vllm=spec.runs_vllm(engine), places=places, tokenizer=spec.reads_tokenizer)
 

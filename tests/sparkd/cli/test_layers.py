@@ -13,7 +13,7 @@ from sparkd.__main__ import exit_code
 from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.checkpoint import SourceQuantization
 from sparkd.checkpoint.source import snapshot_of
-from sparkd.cli import named_entry
+from sparkd.cli import config_file
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
@@ -39,7 +39,7 @@ def rows(found: LayerListing) -> list[tuple[Any, ...]]:
 @pytest.fixture(autouse=True)
 def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
+    monkeypatch.setattr(config_file, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
 
 
 def test_alike_tensors_are_one_row() -> None:
@@ -156,7 +156,7 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
     assert formats(find("small", "int4", config=config)) == {"int4-g128"}
     assert formats(find("plain", config=config)) == {None}
     assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", config)
+    monkeypatch.setattr(config_file, "CONFIG_PATH", config)
     assert formats(find("small")) == {"nvfp4", "fp8"}
     with pytest.raises(ConfigError, match=rf"\bother in {config}\b"):
         find("other")
@@ -177,7 +177,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sparkd.yaml").write_text(f"models: {{small: {{model: {model}, quantize: nvfp4}}}}\n")
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "sparkd.yaml")
+    monkeypatch.setattr(config_file, "CONFIG_PATH", tmp_path / "sparkd.yaml")
     assert formats(find("small")) == {"nvfp4"}
     # As for another user; tests may run as root, who reads anything.
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
