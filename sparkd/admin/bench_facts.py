@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from sparkd import __version__
-from sparkd.bench.figures import WEIGHTS, measured, read
+from sparkd.bench.figures import WEIGHTS, answer_metric, measured
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
@@ -21,7 +21,7 @@ from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
 from sparkd.config.quantize import recipe
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import BadRequest, ConfigError, UnknownModel
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.snapshot import Snapshot
@@ -53,7 +53,7 @@ class Benched:
     published: tuple[Published, ...]
 
 
-def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
+def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
     """Raises UnknownModel. Blocks."""
     record = registry.find(name, configured=True)
     spec, engine, view = record.spec, registry.config.engine, snapshot.models.get(record.name)
@@ -78,7 +78,7 @@ def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
     return Benched(subject, folder, published_of(registry.config.book(), spec.recipe))
 
 
-def check_lendable(registry: Roster, name: str) -> None:
+def check_lendable(registry: Registry, name: str) -> None:
     """Raises UnknownModel, ConfigError, CheckpointError, and BadRequest where the model has no unquantized form. Blocks."""
     spec, engine = registry.find(name, configured=True).spec, registry.config.engine
     if spec is None:
@@ -93,7 +93,7 @@ def check_lendable(registry: Roster, name: str) -> None:
         raise BadRequest(f"The checkpoint of {name} is stored quantized ({checkpoint.quantization.method}). {cure}", param="model")
 
 
-def lend(registry: Roster, name: str, form: str) -> str:
+def lend(registry: Registry, name: str, form: str) -> str:
     """Add NAME.bench-FORMAT with the entry of a model in another format, until it is removed or the daemon ends; return its name.
 
     form: a format, `as stored`, or `entry` for that of the entry.
@@ -136,7 +136,7 @@ def rates_of(result: BenchResult) -> dict[LearnedName, float]:
     """
     rates: dict[LearnedName, float] = {}
     cell = next((each for each in measured(result) if each.cell.concurrency == 1), None)
-    decode = None if cell is None else read("tg", cell)
+    decode = None if cell is None else answer_metric(cell, "tg_throughput")
     alone = len(result.subject.nodes) == 1
     active = (result.predicted.active_bytes if result.predicted is not None else None) or 0
     if cell is not None and decode and alone and cell.engine.drafted_tokens is None and active >= _SHOWN_BYTES:

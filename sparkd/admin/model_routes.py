@@ -8,13 +8,14 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import BaseModel, create_model
 
 from sparkd.admin.answers import answers
-from sparkd.admin.page_answers import EnginePage, LayersAnswer, SettingsAnswer, StartAnswer
-from sparkd.admin.starts import Starts
+from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import layers_of
 from sparkd.capacity.plan_for_node import hardware_here
@@ -26,11 +27,12 @@ from sparkd.config.engine_args import engine_args, recipe_of
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Recent
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
@@ -42,11 +44,66 @@ _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
 
 
-def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+class EnginePage(BaseModel):
+    """text: in Prometheus's text format."""
+
+    text: str
+
+
+class RankSettings(BaseModel):
+    """command: as it was started; engine: the arguments that vLLM itself says are not its defaults. Null without an engine."""
+
+    rank: int
+    node: str
+    command: list[str] | None
+    engine: dict[str, Any] | None
+
+
+class SettingsAnswer(BaseModel):
+    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
+    with those of its recipe and the defaults. keys: those that an added model may have. Values of `env` are masked."""
+
+    configured: dict[str, Any]
+    resolved: dict[str, Any]
+    keys: list[str]
+    ranks: list[RankSettings]
+
+
+# `class` is no name of an attribute.
+LayerClass = create_model(
+    "LayerClass",
+    __doc__="Tensors that differ in a number of their names only. class: what they are; result_bytes: null where loading would fail.",
+    **{"class": (str, ...)},  # type: ignore[call-overload]
+    name=(str, ...),
+    count=(int, ...),
+    shape=(list[int], ...),
+    dtype=(str, ...),
+    bytes=(int, ...),
+    format=(str | None, ...),
+    result_bytes=(int | None, ...),
+    refused=(str | None, ...),
+)
+
+
+class LayersAnswer(BaseModel):
+    """As `sparkd ls --layers` prints it."""
+
+    folder: str
+    quantization: str | None
+    quantize: dict[str, Any]
+    layers: list[LayerClass]  # type: ignore[valid-type]
+    count: int
+    bytes: int
+    result_bytes: int | None
+    held: dict[str, Any]
+    notes: list[str]
+
+
+def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
     """Before the route of a model itself, whose name may have slashes."""
 
-    @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
-    async def start(name: str) -> dict[str, Any]:
+    @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
+    async def start(name: str) -> ModelStart:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
         return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
 
@@ -68,17 +125,15 @@ def register_models(api: APIRouter, registry: Roster, cluster: Cluster, starts: 
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in record.attempt.handles))
         return {**_keys(record), "ranks": ranks}
 
-    async def read_layers(name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(_layers, registry.find(name, configured=True), registry.config)
-
-    layers_now = Recent(read_layers, LAYERS_KEPT_S, boundary)
+    read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 
     @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> dict[str, Any]:
-        return await layers_now.get(registry.find(name, configured=True).name)
+        record = registry.find(name, configured=True)
+        return await read_layers.get(record.name, partial(asyncio.to_thread, _layers, record, registry.config))
 
 
-def unmasked(raw: Mapping[str, Any], registry: Roster, name: str) -> dict[str, Any]:
+def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
     record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
     env = raw.get("env")
@@ -104,7 +159,7 @@ def _keys(record: Record) -> dict[str, Any]:
     spec = record.spec
     if spec is None:
         raise ConfigError(f"{record.name} is configured no more.")
-    return {"configured": spec.given, "resolved": _resolved(spec)}
+    return {"configured": spec.given, "resolved": _resolved(spec), "keys": sorted(KEYS)}
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from sparkd.checkpoint.shape import LENGTHS
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.best_wish import BEST

@@ -23,7 +23,8 @@ from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.checkpoint.shape import Shape
 from sparkd.config.engine_args import EngineArgs
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import CPU_KV_CACHE_GIB
 

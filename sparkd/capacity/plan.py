@@ -37,7 +37,8 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
 
@@ -103,7 +104,7 @@ def plan(
     return {
         **to_json(args, headers, nodes, options, hardware, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
-        "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
+        "notes": [*filter(None, notes)],
     }
 
 
@@ -177,7 +178,7 @@ def _free(hardware: Hardware) -> int:
 def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt: str | None) -> str:
     """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
     what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
-    cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
+    cure = "a plan asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:
         cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
     elif OTHER in unknown:
@@ -186,8 +187,15 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
 
 
 def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
-    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
-    return {"runtime": runtime.place, "version": runtime.version, "answered": answers.answered}
+    """The vLLM that a plan may rely on.
+
+    version: null where the runtime has no vLLM.
+    answered: whether it answered a question.
+    unanswered: the number of questions that it was not asked yet, or did not answer; 0 where this node has no such vLLM.
+    """
+    version = runtime.version
+    unanswered = answers.unanswered if version is not None and runtime.away is None else 0
+    return {"runtime": runtime.place, "version": version, "answered": answers.answered, "unanswered": unanswered}
 
 
 def to_json(

@@ -7,20 +7,18 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
+from sparkd.cli.config_file import config_path
 from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
-
-if TYPE_CHECKING:
-    pass
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -162,7 +160,7 @@ def check(
         listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
     else:
-        from sparkd.entry.parser_choice import in_words
+        from sparkd.config.parser_choice import in_words
 
         for problem in problems:
             sys.stdout.write(f"{printable(str(problem))}\n")
@@ -175,7 +173,7 @@ def check(
 
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
-    from sparkd.entry.parser_choice import explained
+    from sparkd.config.parser_choice import explained
 
     config = load_config(path, environ=os.environ)
     book = config.book()
@@ -196,15 +194,6 @@ def version(ctx: typer.Context, json: Json = False) -> None:
         say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
-
-
-def config_path(path: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
-    """--config, else SPARKD_CONFIG, else the system's file where it is there and nothing else was said."""
-    if path is not None:
-        return path
-    if environ.get("SPARKD_CONFIG"):
-        return Path(environ["SPARKD_CONFIG"])
-    return CONFIG_PATH if alone and CONFIG_PATH.exists() else None
 
 
 def settings_of(pairs: list[str]) -> dict[str, Any]:

@@ -360,20 +360,16 @@ def _members(sessions: Collection[int]) -> list[Stat]:
 
 
 def _holds_open(pid: int, inside: str) -> bool:
-    return any(target.startswith(inside) for target in _open_files(pid))
-
-
-def _open_files(pid: int) -> list[str]:
-    """The targets of a process's descriptors, as far as it is there and ours to see."""
-    targets = []
+    """Whether a process has a file of a folder open, as far as it is there and ours to see. psutil tells of no file that was removed."""
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                targets.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
+                    return True
     except OSError as error:
         if error.errno in LACKS:
             raise
-    return targets
+    return False
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -384,26 +380,14 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _listening(pid: int) -> set[str]:
-    """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    addresses, inodes = set(), {target[8:-1] for target in _open_files(pid) if target.startswith("socket:[")}
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                addresses.add(_address(words[1]))
-    return addresses
+    """The listening TCP sockets of a process, as far as it is there and ours to see."""
+    import psutil  # only `sparkd status` asks
 
-
-def _address(text: str) -> str:
-    """`0100007F:1F90` -> `127.0.0.1:8080`: each 32-bit word is in host byte order (proc_net_tcp)."""
-    raw, _, port = text.partition(":")
-    words = b"".join(int(raw[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(raw), 8))
-    family = socket.AF_INET if len(words) == 4 else socket.AF_INET6
-    return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def costs_of(head: RayHead | None) -> dict[str, Any]:

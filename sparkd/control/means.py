@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.execution.boundary import Boundary
 
 
@@ -33,8 +33,8 @@ class Tasks:
 class Means:
     """wake: ends the loop's pause. clock: monotonic seconds."""
 
-    registry: Roster
-    journal: Ledger
+    registry: Registry
+    journal: Journal
     cluster: Cluster
     boundary: Boundary
     tasks: Tasks

@@ -21,7 +21,8 @@ from sparkd.config.config import parse_model
 from sparkd.config.engine_args import decided, engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, SPARK, Hardware, machine
+from sparkd.hardware import SPARK, Hardware, machine
+from sparkd.units import GIB
 
 Env = Mapping[str, str]
 

@@ -18,7 +18,8 @@ from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import parse_model
 from sparkd.config.kv_cache import written
 from sparkd.config.model import ModelConfig
-from sparkd.hardware import GIB, machine
+from sparkd.hardware import machine
+from sparkd.units import GIB
 from tests.support.accounts import needed_gib, needing, option, options
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.published_tensors import tensors_of

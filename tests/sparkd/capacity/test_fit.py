@@ -16,7 +16,8 @@ from sparkd.capacity.formats import AS_STORED, FORMATS
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.weights import Inventory
 from sparkd.config.engine_args import EngineArgs
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
+from sparkd.units import GIB
 from tests.support.accounts import kv_cost, options
 from tests.support.checkpoints import Tensor, dense, mixture
 from tests.support.facts import lacking

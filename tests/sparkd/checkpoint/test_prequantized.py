@@ -12,7 +12,8 @@ from sparkd.__main__ import exit_code
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.prequantized import is_quantized_name, prequantized
 from sparkd.config.config import parse_model
-from sparkd.hardware import GIB, SPARK
+from sparkd.hardware import SPARK
+from sparkd.units import GIB
 from tests.support.accounts import account, resolved
 from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking
@@ -66,7 +67,7 @@ def test_beside_a_folder(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "m", packed=False)
     checkpoint(tmp_path / "m-AWQ")
     checkpoint(tmp_path / "m-FP8", packed=False)  # its name alone quantizes nothing
-    checkpoint(tmp_path / "m-Int4", intermediate_size=2048)
+    checkpoint(tmp_path / "m-Int4", vocab_size=2048)
     checkpoint(tmp_path / "m-Coder-AWQ")
     (tmp_path / "m-GPTQ").mkdir()
     (tmp_path / "m-NVFP4").write_text("")

@@ -183,12 +183,12 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
 
 async def test_only_the_new_entries_of_ready_models_would_restart_an_engine(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        roster, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
-        assert replaced(roster, changed) == [], "nothing runs"
+        registry, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
+        assert replaced(registry, changed) == [], "nothing runs"
         await make_ready(made)
-        assert replaced(roster, changed) == [changed.models["m"]]
-        assert replaced(roster, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
-        assert replaced(roster, of(made, other={})) == [], "it goes without a restart"
+        assert replaced(registry, changed) == [changed.models["m"]]
+        assert replaced(registry, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
+        assert replaced(registry, of(made, other={})) == [], "it goes without a restart"
 
 
 async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_settings(tmp_path: Path) -> None:
