@@ -49,7 +49,11 @@ class EnginePage(BaseModel):
 
 
 class RankSettings(BaseModel):
-    """command: as it was started; engine: the arguments that vLLM itself says are not its defaults. Null without an engine."""
+    """Null without an engine.
+
+    command: as it was started.
+    engine: the arguments that vLLM itself says are not its defaults.
+    """
 
     rank: int
     node: str
@@ -58,8 +62,11 @@ class RankSettings(BaseModel):
 
 
 class SettingsAnswer(BaseModel):
-    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
-    with those of its recipe and the defaults. Values of `env` are masked."""
+    """Values of `env` are masked.
+
+    configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back.
+    resolved: every key, with those of its recipe and the defaults.
+    """
 
     configured: dict[str, Any]
     resolved: dict[str, Any]
