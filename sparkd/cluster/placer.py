@@ -12,6 +12,7 @@ from typing import Any
 from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.evidence import Ways
 from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.capacity.requirement import (
     Node,
     Placement,
@@ -28,14 +29,13 @@ from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayLink
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.hub_check import is_absent, look
 from sparkd.config.quantize import AUTO
-from sparkd.entry.hub_check import is_absent, look
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.fabric.readings import FabricNodes, Stages
+from sparkd.fabric.fabric_nodes import FabricNodes
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
 
@@ -223,8 +223,8 @@ class Placer:
         def identify(node: str) -> Awaitable[dict[str, Any]]:
             return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
-        links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
-        team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
+        rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
+        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")

@@ -29,9 +29,9 @@ from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.hardware import JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
