@@ -240,7 +240,7 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "cache" if needed is not None:
             return _cache_cure(option, needed, needed.room)
         case "length":
-            return Cure({"max_model_len": model.shape.max_len}, "--ctx")
+            return Cure({"max_model_len": option.longest}, "--ctx")
         case "links":
             return Cure(deed="run `sparkd fabric` to check the cables")
         case "vllm":

@@ -77,7 +77,7 @@ class Option:
     node: each of its nodes; system_bytes is what others hold there.
     footprint: None if vLLM or the loader would refuse it.
     reason, cause: None if it fits, otherwise one sentence and its kind.
-    longest: tokens that a request may have; 0 if it does not fit.
+    longest: tokens that a request may have; 0 if it does not fit. If it is too long, those that the model supports.
     is_counted: whether the numbers cover every flag of the entry; otherwise the start measures.
     """
 
@@ -146,7 +146,7 @@ def single_formats(args: EngineArgs, headers: Headers, node: Hardware, evidence:
 def _formatted(
     args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
 ) -> list[Candidate]:
-    consultation = evidence.consultation(args, headers.model.checkpoint, node)
+    consultation = evidence.consultation(args, headers, node)
     is_mixed = is_open(args.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
@@ -207,9 +207,11 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     exact, shape = consultation.exact(recipe, serving), headers.model.shape
-    if isinstance(args.max_model_len, int) and _is_too_long(args, headers.model):
-        reason = f"{args.max_model_len:,} tokens are more than the {shape.max_len:,} that the model supports"
-        return replace(option, reason=reason, cause="length")
+    # Of a longrope vLLM's own length is the shorter one, and an entry may ask for the longer one.
+    longest = max(candidate.headers.model.shape.max_len, shape.max_len)
+    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+        return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if ways[0] > 1 and option.nodes in unlinked:
         return replace(option, reason=unlinked[option.nodes], cause="links")
@@ -295,11 +297,10 @@ def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Way
     return plain if drafted is None else drafted.serving(plain)
 
 
-def _is_too_long(args: EngineArgs, model: Inventory) -> bool:
-    """Whether the entry's length is more than the model's, where that is known and vLLM would not allow it (vllm/config/model.py)."""
-    beyond = args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or args.other_config
-    known = LENGTHS[0] not in model.shape.gaps
-    return known and not beyond and isinstance(args.max_model_len, int) and args.max_model_len > model.shape.max_len
+def _is_beyond(args: EngineArgs, model: Inventory) -> bool:
+    """Whether vLLM may serve requests that are longer than config.json says (vllm/config/model.py, _get_and_verify_max_len)."""
+    allowed = args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    return allowed or args.other_config or LENGTHS[0] in model.shape.gaps or "model_max_length" in model.checkpoint.config
 
 
 def short_cache(args: EngineArgs, needed: Footprint) -> str | None:

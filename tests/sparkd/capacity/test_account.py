@@ -218,6 +218,15 @@ def test_a_cpus_cache_is_two_gib_and_a_context_no_longer(folder: Path) -> None:
     assert resolved(spec_of(folder, max_model_len="auto", kv_cache="auto"), cpu, {}, 100 * GIB).max_model_len == 131_072
 
 
+def test_a_length_that_the_model_lacks_is_refused_before_the_start(folder: Path) -> None:
+    spec = spec_of(folder, max_model_len=131_073)
+    why = too_large(needing(spec, "cuda", 121, option(spec, SPARK, {})), 121)
+    assert lacking(why, "131,073 tokens", "131,072", "set max_model_len: 131072") == []
+    beyond = spec_of(folder, max_model_len=131_073, extra_args=["--hf-overrides", "{}"])
+    for longer, env in ((spec, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "true"}), (beyond, {})):
+        assert too_large(needing(longer, "cuda", 121, option(longer, SPARK, env)), 121) is None, env
+
+
 def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16)
     why = too_large(needing(spec, "cuda", 121, exact(option(spec, SPARK, {}))), 24, "this node")
