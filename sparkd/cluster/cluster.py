@@ -1,4 +1,4 @@
-"""The nodes, through Ray: membership, agents and their readings. Never decides which models run, never talks to an engine's users."""
+"""Sees and steers the nodes through Ray: membership, agents and their readings."""
 
 from __future__ import annotations
 

@@ -48,8 +48,13 @@ class StartId:
 
 
 class Launcher:
-    """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
-    node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
+    """Starts and ends ranks through the nodes' agents.
+
+    config: returns the present one
+    ask: see Cluster.ask
+    here: the daemon's node, where rank 0 listens on a Unix socket
+    read_here: reads a log there
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Owns the sight of the nodes at one moment, and for how long one that is out of sight counts as unknown. Never looks at one itself."""
+"""Tracks which nodes are in sight, and for how long one that is out of sight counts as unknown."""
 
 from __future__ import annotations
 
@@ -149,8 +149,11 @@ def told_of_unreadable(unreadable: Mapping[str, UnreadableFacts]) -> Condition |
 
 
 def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> Condition | None:
-    """The condition of nodes that have joined and cannot be used as they are. unmet: what keeps a node from it; ahead_s: of whose clocks,
-    seconds."""
+    """The condition of nodes that have joined and cannot be used as they are.
+
+    unmet: what keeps a node from it
+    ahead_s: by node, seconds by which its clock is ahead of this one's
+    """
     for node, error in unmet.items():
         if isinstance(error, CodeDiffers):
             return Condition(error.reason, error.message, node)

@@ -1,4 +1,4 @@
-"""Chooses the fewest nodes that hold a model, and how it is split over them. Never starts a rank."""
+"""Chooses the fewest nodes that hold a model, and how it is split over them."""
 
 from __future__ import annotations
 

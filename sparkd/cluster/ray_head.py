@@ -1,4 +1,4 @@
-"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that sparkd did not start."""
+"""Starts sparkd's own Ray head, finds it again, measures it and ends it. A Ray that sparkd did not start stays as it is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """The costs of one process of Ray. anonymous_bytes: memory that its end frees; cpu_s: CPU seconds of it and its ended children."""
+    """The costs of one process of Ray.
+
+    anonymous_bytes: memory that its end frees
+    cpu_s: CPU seconds of it and its ended children
+    """
 
     name: str
     pid: int
@@ -48,11 +52,13 @@ class RayProcess:
 class RayOptions:
     """How Ray is kept on a node, and what it is for there.
 
-    join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
-    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone. starts: false in a unit with
-    credentials, which engines of a Ray that was started there could read: then a keeper has to.
-    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
-    on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
+    join: the head's address where this node is not the head
+    keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone
+    starts: false in a unit with credentials, which engines of a Ray that was started there could read: then a keeper has to
+    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon on
+        another node does not know
+    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts
+    session: asks the head which session of Ray it is, None where it does not answer; blocks
     """
 
     join: str | None = None

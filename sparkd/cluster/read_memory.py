@@ -1,4 +1,4 @@
-"""Turns what an agent sampled into a Reading. Never reads /proc itself, never acts."""
+"""Turns what an agent sampled into a Reading."""
 
 from __future__ import annotations
 
