@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.capacity.launch import rank_fields
 from sparkd.capacity.requirement import Placement, said_to
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.config.config import Config, ModelConfig
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
@@ -59,7 +59,7 @@ class Launcher:
     def __init__(
         self,
         config: Callable[[], Config],
-        link: RayLink,
+        link: RayConnection,
         fabric: FabricNodes,
         ask: Callable[..., Awaitable[Any]],
         here: str,

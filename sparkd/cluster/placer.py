@@ -25,7 +25,7 @@ from sparkd.capacity.requirement import (
 )
 from sparkd.cluster.compatibility import team_of
 from sparkd.cluster.node_paths import slug_of
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
@@ -55,7 +55,7 @@ class Placer:
     def __init__(
         self,
         config: Callable[[], Config],
-        link: RayLink,
+        link: RayConnection,
         fabric: FabricNodes,
         reservations: Reservations,
         here: Node,

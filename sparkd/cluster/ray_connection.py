@@ -42,7 +42,7 @@ T = TypeVar("T")
 log = logging.getLogger("sparkd.cluster")
 
 
-class RayLink:
+class RayConnection:
     """Ray's calls that block run on threads; everything that can hang has a deadline.
 
     `arguments(node_ip)` are those of the agent of a node. Nodes are named by the address that Ray knows them by, which outlives a raylet.
