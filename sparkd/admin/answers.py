@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field
 
 from sparkd.cluster.ray_head import RayProcess
 from sparkd.condition import Condition
 from sparkd.fabric.checks import Finding
-from sparkd.fabric.environment import Setting
-from sparkd.fabric.rates import Rate
+from sparkd.fabric.report import Offered
 from sparkd.hardware import Hardware
 from sparkd.state.nouns import Event, ModelState, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
@@ -62,16 +61,6 @@ class Status(BaseModel):
     costs: Costs
 
 
-class Offered(BaseModel):
-    """A machine at the other end of a cable that could join. seen: (interface, address, MAC)."""
-
-    node: str
-    cage: str
-    seen: list[tuple[str, str, str]]
-    answers: bool
-    told: str
-
-
 class Nodes(BaseModel):
     nodes: list[NodeView]
     offered: list[Offered]
@@ -81,88 +70,6 @@ class Nodes(BaseModel):
 
 class Memory(BaseModel):
     readings: list[Reading]
-
-
-class Interface(BaseModel):
-    name: str
-    mac: str | None
-    pci: str | None
-    up: bool
-    carrier: bool | None
-    speed_mbps: int | None
-    mtu: int | None
-    addresses: list[str]
-    rdma: str | None
-    rdma_state: str | None
-    gid_index: int | None
-    sent_bytes: int | None
-    received_bytes: int | None
-
-
-class FabricCage(BaseModel):
-    number: int
-    label: str
-    linked: bool
-    twins: list[Interface]
-
-
-class FabricNode(BaseModel):
-    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart; address: in the cluster."""
-
-    node: str
-    host: str | None
-    address: str | None
-    cages: list[FabricCage]
-    lan: list[Interface]
-    wifi: list[Interface]
-
-
-class Rail(BaseModel):
-    a: str
-    b: str
-    network: str
-    rdma: bool
-    problem: str | None
-
-
-class Cable(BaseModel):
-    a: str
-    a_cage: str
-    b: str
-    b_cage: str
-    seen: bool
-    rails: list[Rail]
-
-
-# A measured rate, and its verdict.
-RateBody = create_model(
-    "Rate",
-    __doc__="The rate measured between two nodes.",
-    **{name: (kind, ...) for name, kind in get_type_hints(Rate).items()},  # type: ignore[call-overload]
-    normal_gb_s=(str | None, ...),
-    verdict=(str, ...),
-    told=(str, ...),
-)
-
-
-class TensorParallel(BaseModel):
-    """Whether all nodes may share a model, why not, and which pairs may."""
-
-    all: bool
-    reason: str | None
-    pairs: list[list[str]]
-
-
-class FabricReport(BaseModel):
-    nodes: list[FabricNode]
-    cables: list[Cable]
-    topology: str
-    rates: list[RateBody]  # type: ignore[valid-type]
-    offered: list[Offered]
-    tensor_parallel: TensorParallel
-    findings: list[Finding]
-    verdict: str
-    environment: dict[str, list[Setting]]
 
 
 class Examination(BaseModel):

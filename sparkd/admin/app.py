@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +21,12 @@ from sparkd.admin.answers import (
     PREFIX,
     Accepted,
     Events,
-    FabricReport,
     FitAnswer,
     LogPage,
     Meaning,
     Memory,
     Models,
     Nodes,
-    Offered,
     Operations,
     RecipeChoice,
     Recipes,
@@ -61,7 +60,8 @@ from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
-from sparkd.fabric.peer_cache import Offers
+from sparkd.execution.shared_answer import SharedAnswer
+from sparkd.fabric.report import FabricReport, Offered
 from sparkd.gateway.request_log import RequestLog
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.recipes.library import AsWritten, RecipeLibrary
@@ -70,6 +70,8 @@ from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
 
 MAX_WAIT_S = 3600.0
+# A look at the cables asks every node: too slow for a client that polls each second, and it must not wait for a machine that is gone.
+PEERS_KEPT_S, PEERS_TIMEOUT_S = 10.0, 1.5
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
@@ -121,7 +123,7 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
 def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
-    offers = Offers(lambda: fabric_of(registry, cluster))
+    fabrics = SharedAnswer(supervisor.boundary, PEERS_KEPT_S)
     operator = Operator(supervisor.want, registry, journal, cluster)
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
@@ -135,9 +137,14 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     async def nodes() -> Nodes:
         snapshot = supervisor.snapshot()
         hardware = await asyncio.to_thread(planning_hardware, "node", registry.config)
+        try:
+            async with asyncio.timeout(PEERS_TIMEOUT_S):
+                offered = (await fabrics.get("", partial(fabric_of, registry, cluster)))["offered"]
+        except TimeoutError:
+            offered = []
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.node_id for node in snapshot.nodes}
-        others = [Offered(**machine) for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
+        others = [Offered(**machine) for machine in offered if not any(address in listed for _, address, _ in machine["seen"])]
         return Nodes(nodes=[*snapshot.nodes], offered=others, head=snapshot.cluster.get("address"), hardware=hardware)
 
     @api.get(

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -29,7 +30,7 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Recent
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
@@ -68,14 +69,12 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in record.attempt.handles))
         return {**_keys(record), "ranks": ranks}
 
-    async def read_layers(name: str) -> dict[str, Any]:
-        return await asyncio.to_thread(_layers, registry.find(name, configured=True), registry.config)
-
-    layers_now = Recent(read_layers, LAYERS_KEPT_S, boundary)
+    read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 
     @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> dict[str, Any]:
-        return await layers_now.get(registry.find(name, configured=True).name)
+        record = registry.find(name, configured=True)
+        return await read_layers.get(record.name, partial(asyncio.to_thread, _layers, record, registry.config))
 
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:

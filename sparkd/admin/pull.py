@@ -20,7 +20,6 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, ModelConfig
 from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
-from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, Progress
@@ -152,33 +151,33 @@ class _Pull:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        with given_input(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n") as stdin:
-            process = await asyncio.create_subprocess_exec(
-                *module_command(sys.executable, "sparkd.checkpoint.download"),
-                env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
-                stdin=stdin,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                limit=MAX_LINE,
-            )
-            if process.stdout is None:
-                raise RankError("The download process was started without a pipe.")
-            try:
-                async for line in process.stdout:
-                    event = json.loads(line)
-                    if "unasked" in event:
-                        raise _Unasked(str(event["error"]), str(event["unasked"]))
-                    if "error" in event:
-                        raise RankError(str(event["error"]))
-                    if "ended" in event:
-                        return str(event["commit"]), str(event["note"])
-                    self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
-                raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+        process = await asyncio.create_subprocess_exec(
+            *module_command(sys.executable, "sparkd.checkpoint.download"),
+            env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            limit=MAX_LINE,
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RankError("The download process was started without a pipe.")
+        process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
+        try:
+            async for line in process.stdout:
+                event = json.loads(line)
+                if "unasked" in event:
+                    raise _Unasked(str(event["error"]), str(event["unasked"]))
+                if "error" in event:
+                    raise RankError(str(event["error"]))
+                if "ended" in event:
+                    return str(event["commit"]), str(event["note"])
+                self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
+            raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str

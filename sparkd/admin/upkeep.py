@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from heapq import merge
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
 from sparkd.errors import NotFound, UnknownRoute
-from sparkd.execution.shared_answer import Recent
+from sparkd.execution.shared_answer import SharedAnswer
 
 HOSTS_KEPT_S = 5.0
 
@@ -35,14 +36,15 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, 
         return await reload()
 
     # Each reading starts programs on every node.
-    hosts = Recent(lambda runtime: cluster.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
+    hosts = SharedAnswer(supervisor.boundary, HOSTS_KEPT_S)
 
     @api.get(
         "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong, how to fix it, and why models failed"
     )
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), registry.config
-        readings = await hosts.get(str(config.engine.runtime or sys.executable))
+        runtime = str(config.engine.runtime or sys.executable)
+        readings = await hosts.get(runtime, partial(cluster.everywhere, "host", runtime))
         unguarded = [condition for condition in snapshot.conditions if condition.reason == GUARD_ABSENT]
         return examined(readings, config, snapshot.models.values(), unguarded)
 

@@ -29,9 +29,9 @@ def main() -> None:
 
 
 async def _run(job: Job) -> None:
-    result = await asyncio.to_thread(BenchStore(job.folder).read, job.bench)
+    result = await asyncio.to_thread(BenchStore(job.state_dir).read, job.bench)
     async with Client(job.base_url, job.admin_key) as client:
-        bench = RunningBench(client, job.folder, result, job.base_url, job.key)
+        bench = RunningBench(client, job.state_dir, result, job.base_url, job.key)
         try:
             if result.predicted is None:
                 bench.tell("planning", phase="planning")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.bench.client import Client, Model, model_path
-from sparkd.bench.result import BenchResult, BenchStore
+from sparkd.bench.result import FOLDER, BenchResult, BenchStore
 from sparkd.errors import RankError
 from sparkd.state.nouns import STARTING, ModelState
 
@@ -24,15 +24,15 @@ MOST_EVENTS = 1000
 
 class RunningBench:
     """
-    folder: of the results.
+    state_dir: of the daemon.
     key: for the requests of llama-benchy.
     """
 
-    def __init__(self, client: Client, folder: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
-        self.client, self.folder = client, folder
+    def __init__(self, client: Client, state_dir: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
+        self.client, self.folder = client, state_dir / FOLDER
         self.result = result
         self.base_url, self.key = base_url, key
-        self._store = BenchStore(folder)
+        self._store = BenchStore(state_dir)
 
     @property
     def model(self) -> str:

@@ -7,11 +7,9 @@ for seconds, and a thread would keep Python's lock from the gateway for that tim
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,21 +29,20 @@ from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import ClusterError, ConfigError, StateError, Unavailable
+from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
+from sparkd.state.documents import Documents
 from sparkd.vllm.ask.cache import places as answers_in
 from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host.meminfo import mem_total_bytes
-from workers.host.private_files import write_private
 from workers.host.runtime import GPU_SIGNS
 
 LearnedName = Literal["bandwidth_bytes_s", "disk_bytes_s"]
 NAMES: tuple[LearnedName, ...] = ("bandwidth_bytes_s", "disk_bytes_s")
-FILE = "learned-rates.json"
 # The time limit of a plan, with all headers of a model from the hub, because an HTTP client does not wait for ever.
 LIMIT_S = 60.0
 # Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
@@ -55,22 +52,19 @@ Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 def learned_rates(state_dir: Path) -> dict[LearnedName, float]:
-    """Bytes a second by name. A file that cannot be read is as one that is not there: the next bench writes it again."""
-    with suppress(OSError, ValueError):
-        kept = json.loads((state_dir / FILE).read_text(encoding="utf-8"))
-        if isinstance(kept, dict):
-            return {name: float(kept[name]) for name in NAMES if isinstance(kept.get(name), int | float) and kept[name] > 0}
-    return {}
+    """Bytes a second by name."""
+    kept = _learned(state_dir).all()
+    return {name: kept[name] for name in NAMES if name in kept}
 
 
 def learn(state_dir: Path, rates: Mapping[LearnedName, float]) -> None:
     """Keep these rates in place of earlier ones; the others stay. Raises StateError where the disk is full."""
-    if rates:
-        path = state_dir / FILE
-        try:
-            write_private(path, json.dumps({**learned_rates(state_dir), **rates}))
-        except OSError as error:
-            raise StateError(f"The measured rates cannot be written to {path}: {error.strerror or error}. Free space there.") from None
+    for name, rate in rates.items():
+        _learned(state_dir).put(name, rate)
+
+
+def _learned(state_dir: Path) -> Documents[float]:
+    return Documents(state_dir, "learned_rates", float)
 
 
 def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -> Hardware:

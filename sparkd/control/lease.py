@@ -28,7 +28,7 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
-from sparkd.execution.shared_answer import Shared
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -105,7 +105,7 @@ class LeaseQueue:
     def __init__(self, means: Means, wishes: Wishes, looks: ModelLooks) -> None:
         self._look = looks.look
         self._models = means.cluster.models
-        self._shared = Shared(means.boundary)
+        self._shared = SharedAnswer(means.boundary)
         self._registry = means.registry
         self._wishes = wishes
         self._wake = means.wake

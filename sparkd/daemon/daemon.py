@@ -56,7 +56,7 @@ from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.series import Series
-from sparkd.state.store import Store
+from sparkd.state.store import FILE, Store
 from sparkd.systemd import Systemd
 from sparkd.web.files import page_files
 from workers.host import memlock, processes
@@ -118,7 +118,7 @@ async def _serve_locked(config: Config, options: Options, systemd: Systemd, envi
     listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
     for inherited in systemd.listeners:
         _check_inherited(config, inherited.socket, environ)
-    store = Store(config.state_dir / "state.db")
+    store = Store(config.state_dir / FILE)
     try:
         with machine_lock():
             await Daemon(config, options, systemd, store, listening, environ).run()
@@ -149,7 +149,7 @@ class Daemon:
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
-        rates = RateBook(config.state_dir / "rates.json")
+        rates = RateBook(config.state_dir)
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
         self._registry = Registry(config, store, time.monotonic, time.time, options.models)
         self._journal = Journal(store, time.time, self._boundary)
@@ -177,7 +177,7 @@ class Daemon:
             self._cluster,
             self._scraper,
             rates.all,
-            series=Series(config.state_dir / "state.db"),
+            series=Series(config.state_dir / FILE),
             boundary=self._boundary,
         )
         # llama-benchy, which others wrote, gets the key that opens models alone.
@@ -434,7 +434,7 @@ class _AdminLater:
 def _request_log(config: Config) -> RequestLog:
     """A table that cannot be opened costs the record of finished requests, never the daemon's start."""
     try:
-        return RequestLog(RequestStore(config.state_dir / "state.db"), keeps=config.request_log)
+        return RequestLog(RequestStore(config.state_dir / FILE), keeps=config.request_log)
     except StateError as error:
         log.warning("finished requests are not recorded until the next start: %s", error.message)
         return RequestLog(None)

@@ -15,6 +15,7 @@ import yaml
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
+from sparkd.bench.result import BenchStore
 from sparkd.checkpoint.source import name_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
@@ -368,12 +369,13 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
 
 def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
-    for result in (served.state_dir / "bench").glob("*.json"):
-        result.unlink()
+    store = BenchStore(served.state_dir)
+    for result in store.all():
+        store.remove(result.id)
     tab.open("bench")
     expect(page.get_by_text("Nothing was measured yet.")).to_be_visible()
     expect(page.get_by_label("Profile", exact=True)).to_have_value("quick")
-    write_benches(served.state_dir / "bench")
+    write_benches(served.state_dir)
     page.get_by_role("button", name="Look again").click()
     slower, faster, broken = BENCHES
     expect(row(page, "Earlier benches", slower)).to_contain_text("6 of 6")
@@ -435,7 +437,7 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
     expect(row(page, "Earlier benches", slower)).to_be_visible()
     expect(row(page, "Earlier benches", broken)).to_have_count(0)
-    assert not (served.state_dir / "bench" / f"{broken}.json").exists()
+    assert broken not in [result.id for result in store.all()]
     assert tab.refused == []
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from sparkd.control.journal import Journal
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL, OK, WARN
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.rates import Rate, RateBook, finding
-from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.state.nouns import Operation, OperationState
@@ -88,7 +88,7 @@ class Scene:
     def __init__(self, folder: Path, supervised: Supervised, nodes: FakeNodes, **settings: Any) -> None:
         self.nodes = nodes
         self.supervised = supervised
-        self.path = folder / "rates.json"
+        self.folder = folder
         self.config = load_config(None, flags={"state_dir": str(folder / "own"), **settings}, environ={})
         self.store = Store(folder / "own.db")
         self.journal = Journal(self.store, lambda: 5.0)
@@ -96,7 +96,7 @@ class Scene:
         self.measures = self.again()
 
     def again(self) -> Measures:
-        rates = RateBook(self.path)
+        rates = RateBook(self.folder)
         return Measures(self.nodes, self.journal, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
@@ -169,14 +169,6 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
             (a, b, 21.5, "20 to 24") for a, b in ((A, B), (A, C), (B, C))
         ]
-
-
-async def test_a_rate_of_an_older_sparkd_which_kept_its_links_counts(tmp_path: Path) -> None:
-    async with scene(tmp_path) as made:
-        made.path.write_text(json.dumps([asdict(GOOD) | {"links": ["enp1s0f0np0"], "sockets": []}]))
-        assert made.again().rates.all() == [GOOD]
-        made.path.write_text("[{}]")
-        assert made.again().rates.all() == []
 
 
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparkd import __version__
-from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayLink, code_here
+from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayConnection, code_here
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RankError, RayUnavailable
 from tests.support.daemon_process import ROOT, alive
 from tests.support.fakes import FakeClock
@@ -25,8 +25,8 @@ from workers.agent.version import VERSION
 
 LEAVES_WHILE_CONNECTING = """
 import os, threading
-from sparkd.cluster.ray_connection import RayLink
-RayLink({}, lambda node_ip: ("/run", "/log", 1.0))._ray()
+from sparkd.cluster.ray_connection import RayConnection
+RayConnection({}, lambda node_ip: ("/run", "/log", 1.0))._ray()
 from ray._private import worker
 held = threading.Event()
 def connect():
@@ -73,7 +73,7 @@ def test_a_driver_whose_parent_is_process_1_outlives_its_ray_and_joins_the_next(
 
 
 async def test_who_never_joined_has_nothing_to_leave() -> None:
-    link = RayLink({}, lambda node_ip: ("/run", "/log", 1.0))
+    link = RayConnection({}, lambda node_ip: ("/run", "/log", 1.0))
     await link.disconnect()
 
     assert not link.connected
@@ -92,7 +92,7 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
 async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: type[ClusterError], words: str) -> None:
     from ray.exceptions import RayTaskError
 
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     link._agents["n"] = "id", object()
 
     async def fail(agent: object) -> None:
@@ -112,7 +112,7 @@ async def test_whatever_ray_raises_while_it_is_joined_is_a_named_error(
     def fail(*_: object) -> object:
         raise raised
 
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **_: None, shutdown=fail))
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
@@ -136,7 +136,7 @@ async def test_a_ray_without_the_private_members_is_named(member: str, monkeypat
                 self._serialize = bytes
 
     joined: list[object] = []
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr("ray.job_config.JobConfig", JobConfig)
     monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **given: joined.append(given)))
     with pytest.raises(RayUnavailable, match=member):
@@ -163,7 +163,7 @@ class Actor:
 
 
 async def test_a_node_whose_folders_are_refused_is_not_met_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, actor = RayLink({}, lambda node_ip: ()), Actor()
+    link, actor = RayConnection({}, lambda node_ip: ()), Actor()
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: actor)
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
@@ -194,7 +194,7 @@ class OtherActor:
 @pytest.mark.parametrize("dies", [True, False])
 async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     clock, codes, starts = FakeClock(), [Code("0.0.9", "1", "/opt/other"), Code("0.0.9", "1", "/opt/other")], list[str]()
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
 
     def start(node_ip: str, node_id: str) -> OtherActor:
         starts.append(node_id)
@@ -216,7 +216,7 @@ async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: py
 
 
 async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: OtherActor(VERSION, dies=True))
     monkeypatch.setattr(link, "_code_of", lambda node_id: Code(__version__, VERSION, "/opt/sparkd"))
@@ -252,7 +252,7 @@ def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path) -> None:
 
 
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     with pytest.raises(AgentLost) as unsent:
         await link.call("n", lambda agent: agent.nothing(), HUNG_S)
     link._agents["n"] = "id", object()

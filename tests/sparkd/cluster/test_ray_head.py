@@ -281,17 +281,6 @@ def test_what_servers_that_were_killed_leave_is_of_the_head_that_recorded_its_se
 # What it costs, and where it listens
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("0100007F:1F90", "127.0.0.1:8080"),
-        ("0000000000000000FFFF00000100007F:A2D5", "::ffff:127.0.0.1:41685"),
-    ],
-)
-def test_addresses_as_the_kernel_prints_them(text: str, address: str) -> None:
-    assert ray_head._address(text) == address
-
-
 def test_listeners_and_cost_of_a_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         found = ray_head._listening(os.getpid())

@@ -7,9 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,24 +63,17 @@ def test_a_call_that_takes_too_much_memory_is_ended() -> None:
         call(take, bounded_call.MEMORY_BYTES, time_s=HUNG_S)
 
 
-@pytest.mark.parametrize("number", [0, signal.SIGALRM, signal.SIGSTOP])
-def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [0, signal.SIGALRM])
+def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path) -> None:
     path = tmp_path / "pid"
-
-    def now_s() -> float:
-        """The time is up as soon as a process that will be stopped has done its work."""
-        done = number == signal.SIGSTOP and path.exists() and path.read_text() != ""
-        return time.monotonic() + (3 * HUNG_S if done else 0.0)
-
-    monkeypatch.setattr(bounded_call, "time", SimpleNamespace(monotonic=now_s))
     result: object
     try:
-        result = call(with_descendant, str(path), number, False, time_s=HUNG_S)
+        result = call(with_descendant, str(path), number, time_s=HUNG_S)
     except NoAnswer as error:
         result = error.exceeded
 
     until(lambda: not alive(int(path.read_text())), "the end of what the call started")
-    assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s", signal.SIGSTOP: None}[number]
+    assert result == {0: "answer", signal.SIGALRM: f"{HUNG_S:g} s"}[number]
 
 
 @pytest.fixture
