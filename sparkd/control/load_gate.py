@@ -19,9 +19,9 @@ from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_S
 from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, RankFact, Reading, Want
+from sparkd.units import GIB
 from workers.host.memory_limits import MemoryLimits
 
-GIB = 1 << 30
 MEMORY_SHORT = "MemoryShort"
 RETRY_AFTER_S = 30
 # Memory takes up to a minute to come back from an engine that ended: the next one is evicted only if that was not enough.

@@ -16,9 +16,9 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Journal
 from sparkd.state.nouns import RankFact, RankHandle, Reading
+from sparkd.units import GIB
 from workers.host.memory_limits import MemoryLimits
 
-GIB = 1 << 30
 # A smaller change may come from any other program on the machine, not from an engine's end.
 LEAST_BYTES = GIB
 # Memory counts as back when 90 % of it are, but for half a GiB.

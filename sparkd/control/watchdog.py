@@ -14,7 +14,8 @@ from typing import Any
 from sparkd.condition import Condition
 from sparkd.control.record import Record
 from sparkd.errors import SparkdError, Unavailable
-from sparkd.gateway.scraper import page_of, samples
+from sparkd.gateway.rates import sample_of
+from sparkd.gateway.scraper import page_of
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
@@ -34,8 +35,8 @@ UNGUARDED = (
     "that does. If this stays for a minute, restart the node."
 )
 
-_STEPS = tuple(f"vllm:{name}" for name in ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum"))
-_IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_STEPS = ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum")
+_IN_HAND = ("num_requests_running", "num_requests_waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class Watchdog:
             elif self._idle.get(record.name) == math.inf:
                 del self._idle[record.name]
             return
-        values = samples(page)
+        values = sample_of(page, put_at_s).values
         steps = sum(values.get(name, 0.0) for name in _STEPS)
         if beat.steps is None:
             self._beats[record.name] = self._beat(record, steps)
