@@ -40,13 +40,9 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Conditions beside which a load begins all the same.
 # Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
 _BARS = frozenset(
-    (
-        *("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable"),
-        *("MemoryShort", "MemoryNotReleased"),
-    )
+    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
 )
 
 
