@@ -23,7 +23,7 @@ from sparkd.capacity.requirement import (
     runtime_of,
     why_illegal,
 )
-from sparkd.cluster.compatibility import team_of
+from sparkd.cluster.compatibility import compatible_nodes
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
@@ -224,7 +224,7 @@ class Placer:
             return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
-        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
+        team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
