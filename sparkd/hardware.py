@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import ConfigError
+from sparkd.units import GIB
 
-GIB = 1 << 30
 # On unified memory: 16 to 22 compilers at once have frozen nodes (logs of owners), and every one takes from the engine.
 JIT_CAPS = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
 

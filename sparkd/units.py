@@ -1,4 +1,4 @@
-"""Owns how a number of the command line is read, within which bounds, and the sentence where it is none. Never knows a verb."""
+"""The size of a GiB, and readers of the numbers on a command line, each with its bounds and the error for anything else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from sparkd.errors import ConfigError
 
+GIB = 1 << 30
 MAX_TOKENS = 1 << 30
 # The most that a plan may be asked for.
 MOST: Mapping[str, int] = {

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from sparkd import __version__
-from sparkd.bench.figures import WEIGHTS, measured, read
+from sparkd.bench.figures import WEIGHTS, answer_metric, measured
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
@@ -136,7 +136,7 @@ def rates_of(result: BenchResult) -> dict[LearnedName, float]:
     """
     rates: dict[LearnedName, float] = {}
     cell = next((each for each in measured(result) if each.cell.concurrency == 1), None)
-    decode = None if cell is None else read("tg", cell)
+    decode = None if cell is None else answer_metric(cell, "tg_throughput")
     alone = len(result.subject.nodes) == 1
     active = (result.predicted.active_bytes if result.predicted is not None else None) or 0
     if cell is not None and decode and alone and cell.engine.drafted_tokens is None and active >= _SHOWN_BYTES:

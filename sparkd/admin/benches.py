@@ -30,6 +30,7 @@ from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownM
 from sparkd.execution.boundary import is_end
 from sparkd.state.nouns import STARTING, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView
+from sparkd.units import GIB
 from workers.host.interpreter import PACKAGE_DIR, module_command
 
 KIND = "bench"
@@ -178,7 +179,7 @@ class Benches:
             tool=work.tool,
             text=work.text,
             started_s=now_s,
-            predicted_bytes=None if view.memory_gib is None else round(view.memory_gib * (1 << 30)),
+            predicted_bytes=None if view.memory_gib is None else round(view.memory_gib * GIB),
             published=list(about.published),
             cells=[CellResult(cell=cell) for cell in work.cells],
         )

@@ -20,7 +20,8 @@ from sparkd.checkpoint.prequantized import prequantized
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
+from sparkd.hardware import SPARK, UNKNOWN_RATES, Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.quantization.recipe import AS_IT_IS

@@ -22,7 +22,8 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 
 if TYPE_CHECKING:
     from sparkd.capacity.requirement import Requirement

@@ -7,7 +7,8 @@ from math import ceil
 
 from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from workers.host.memory_limits import spare
 
 MIB = 1 << 20

@@ -171,6 +171,11 @@ class Answers:
         """Whether any question was answered."""
         return any(answer is not None for answer in self._kept.values())
 
+    @property
+    def unanswered(self) -> int:
+        """How many questions have no answer."""
+        return sum(answer is None for answer in self._kept.values())
+
     def kept(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
         """The answers to those that were asked before, without asking."""
         return [self._kept.get(_identity(question)) for question in questions]

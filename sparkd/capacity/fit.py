@@ -13,7 +13,8 @@ from sparkd.capacity.kv_cache import KvCost, Serving, longest
 from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
 from sparkd.checkpoint.shape import LENGTHS
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
@@ -238,26 +239,12 @@ def _size(size: int) -> str:
 
 
 def format_notes(best: Option | None) -> Iterator[str]:
-    """Names the format that computes prompts faster, beside the one that has its size and is more accurate; of that format, what its first
-    load does before it reads the weights."""
-    if best is None or best.footprint is None:
-        return
-    if best.format == "nvfp4" and best.serving.platform == "cuda":
+    """Names the format that computes prompts faster, beside the one that has its size and is more accurate."""
+    if best is not None and best.format == "nvfp4" and best.serving.platform == "cuda":
         yield (
             "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "
             "less accurate (docs/formats.md)."
         )
-    calibration = best.footprint.calibration
-    if calibration is None:
-        return
-    memory = gib(calibration.free_bytes)
-    if not calibration.fits:
-        cause = f"nvfp4-a4 cannot be calibrated on this node, because transformers would need {memory} of free memory"
-        yield f"{cause}. Without it the model may be less accurate: use nvfp4, or a node with more memory."
-        return
-    counted = f" ({calibration.seconds:.0f} s of FIRST LOAD)" if calibration.seconds is not None else ""
-    run = f"transformers runs the unquantized model once over a text{counted} and needs {memory} of free memory"
-    yield f"nvfp4-a4 is calibrated before its first load: {run}."
 
 
 def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:

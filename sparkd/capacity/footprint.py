@@ -21,13 +21,9 @@ from sparkd.capacity.estimate import (
 from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
-from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import Shape
-from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from workers.quantization.calibration_file import BESIDE_BYTES, SPARE_BYTES, calibration_file
-from workers.quantization.calibration_text import text_of
 from workers.quantization.recipe import QuantizationRecipe
 
 # The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
@@ -35,9 +31,6 @@ LOADER_BYTES = 154 * MIB
 CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
-# The child that imports torch and transformers, with 512 tokens of SmolLM2-135M: 4.3 to 5.0 s on two cores of an x86_64 CPU, in a load of
-# vLLM 0.32 whose own imports had read the same files before.
-CHILD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,6 @@ class FitRequest:
     beyond: whether a length may exceed the model's own.
     learned: the measurements of an earlier start; None without one.
     exact: vLLM's numbers for a format and a split.
-    calibrated: whether the calibration of a recipe is kept already.
     """
 
     max_model_len: int | None = None
@@ -77,7 +69,6 @@ class FitRequest:
     beyond: bool = False
     learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
     exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
-    calibrated: Callable[[QuantizationRecipe], bool] = lambda _recipe: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,6 @@ class Footprint:
     limit_bytes: most bytes of the whole engine; None for all of the node.
     sureness: of weights and cache, one of sparkd.capacity.evidence.
     upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
-    calibration: of the first load, which counts it; None without one.
     """
 
     parts: Mapping[str, int]
@@ -108,7 +98,6 @@ class Footprint:
     sureness: str = EXACT
     upper_weight_bytes: int = 0
     upper_cache_bytes: int = 0
-    calibration: Calibration | None = None
 
     @property
     def upper_bytes(self) -> int:
@@ -157,7 +146,6 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, reque
     exact, learned = request.exact(model.recipe, serving), request.learned(model.recipe, serving)
     layout = exact.layout or kv_layout(shape, serving)
     kv, cache_bytes = layout.cost(serving.max_model_len), sized(request.cache, layout, serving.max_model_len)
-    cuda = hardware.platform == "cuda"
     held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
@@ -173,9 +161,6 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, reque
     available = hardware.memory_bytes
     margin = margin_of(hardware, request.margin_bytes)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
-    calibration = None if request.calibrated(model.recipe) else calibration_of(model, hardware, held if cuda else 0)
-    if first_load_s is not None and calibration is not None:
-        first_load_s += calibration.seconds or 0.0
     return Footprint(
         parts=parts,
         kv=kv,
@@ -193,7 +178,6 @@ def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, reque
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
         upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache_bytes is None else 0,
-        calibration=calibration,
     )
 
 
@@ -237,42 +221,3 @@ def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: 
         talking = 2 * shape.layers * (latency + row / link) if serving.tensor_parallel > 1 else 0.0
         talking += (serving.pipeline_parallel - 1) * latency
     return 1 / (reading + talking) if reading + talking else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """One run of the unquantized model. seconds: None where the disk's rate is not known; free_bytes: that must be free for it; fits:
-    whether a node without other models has them."""
-
-    seconds: float | None
-    free_bytes: int
-    fits: bool
-
-
-def calibration_of(model: FormattedModel, hardware: Hardware, held_bytes: int) -> Calibration | None:
-    """None where no weight gets such a format, or transformers could not run the checkpoint as it is stored. held_bytes: what the rank has
-    allocated on the GPU by then, room for all its weights."""
-    inventory = model.inventory
-    rounds = any(one.form is not None and one.form.rounds_activations for one in model.groups)
-    if not rounds or inventory.checkpoint.quantization is not None:
-        return None
-    free_bytes = inventory.stored_bytes + BESIDE_BYTES + SPARE_BYTES
-    # Where the device has memory of its own, that of the host is not known here.
-    fits = not hardware.unified or free_bytes + held_bytes <= hardware.memory_bytes - hardware.system_bytes
-    seconds = None if hardware.disk_bytes_s is None else inventory.stored_bytes / hardware.disk_bytes_s + CHILD_S
-    return Calibration(seconds if fits else 0.0, free_bytes, fits)
-
-
-def kept_in(cache_dir: str | None, checkpoint: Checkpoint) -> Callable[[QuantizationRecipe], bool]:
-    """A function that says whether an earlier load has calibrated this checkpoint over the recipe's text. cache_dir: the folder of
-    quantized weights, None for none."""
-
-    def is_kept(recipe: QuantizationRecipe) -> bool:
-        if cache_dir is None or not recipe.rounds_activations:
-            return False
-        try:
-            return calibration_file(cache_dir, checkpoint, text_of(recipe.calibration)).stat().st_size > 0
-        except (OSError, CheckpointError):
-            return False
-
-    return is_kept

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory, refuse_incomplete
+from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import COMPLETE, Checkpoint, read_checkpoint
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.shape import Shape, shape_of
@@ -39,7 +39,6 @@ class Headers:
         """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
         model = inventory(checkpoint, shape_of(checkpoint.config))
         model = model.widened() if args.wide else model
-        refuse_incomplete(model)
         drafted = of_config(args.draft, read) if args.draft is not None else None
         both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
         return Headers(both, drafted, checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None)
@@ -77,9 +76,7 @@ def _draft(name: str, environ: Mapping[str, str]) -> Checkpoint:
 def _read(folder: str, _identity: str) -> Inventory:
     """Kept while the files are the same: a model that waits for room is asked about again and again."""
     checkpoint = read_bounded(read_checkpoint, folder)
-    model = inventory(checkpoint, shape_of(checkpoint.config))
-    refuse_incomplete(model)
-    return model
+    return inventory(checkpoint, shape_of(checkpoint.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,7 @@ def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> D
 
 
 def _beside(draft: Inventory) -> Iterator[WeightPart]:
-    """In the last stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
+    """In one stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
     for part in draft.parts:
-        number = "" if part.layer is None else f"{part.layer}."
-        tensor = part.tensor._replace(name=f"draft.{number}{part.tensor.name}")
-        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
+        tensor = part.tensor._replace(name=f"draft.{part.tensor.name}")
+        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layered=False)

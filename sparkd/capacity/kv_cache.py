@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 
 # vLLM's defaults for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
@@ -143,14 +143,6 @@ def _lookahead(serving: Serving) -> int:
     drafts = serving.speculative_tokens
     steps = 2 if serving.batches_in_flight > 1 else 1
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
-
-
-def stages_of(layers: int, stages: int) -> list[int]:
-    """The stage of each layer (vllm/distributed/utils.py, get_pp_indices): what is left over goes to the middle, from its end."""
-    sizes = [layers // stages] * stages
-    for number in range(layers % stages):
-        sizes[-2 - number] += 1
-    return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

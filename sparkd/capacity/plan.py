@@ -14,7 +14,7 @@ from sparkd.capacity.account import candidates_of, needed_gib, resolved, room_of
 from sparkd.capacity.advice import Cure, FitRefusal, advice, refusal, share_too_large
 from sparkd.capacity.evidence import GUESS, Answers, Evidence, MeasuredPeaks, nobody
 from sparkd.capacity.fit import Option, choose, doubt_in_short, floor, format_notes, gib, rank, refuse_uncounted, smallest, splits, unread
-from sparkd.capacity.footprint import FitRequest, kept_in
+from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import Serving
@@ -25,7 +25,8 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
 from workers.quantization.best_wish import BEST
@@ -91,8 +92,7 @@ def plan(
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
     answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
     evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
-    kept = kept_in(str(entry.config.quantized_path) if spec.quantized_cache else None, checkpoint)
-    wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, calibrated=kept, ways=ways)
+    wish = replace(_wish(plain, args, headers, hardware, evidence), nodes=nodes, unlinked=unlinked or {}, ways=ways)
     asked = replace(wish, quantize=None if is_open(spec.quantize) else args.recipe)
     consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
     completed = consultation.ask_formats(headers.model, asked.quantize, ways)
@@ -122,7 +122,7 @@ def plan(
     return {
         **to_json(spec.model, headers, hardware, asked, options, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
-        "notes": [*filter(None, notes), *(start["notes"] if start is not None else ())],
+        "notes": [*filter(None, notes)],
     }
 
 
@@ -248,7 +248,7 @@ def _free(hardware: Hardware) -> int:
 def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt: str | None) -> str:
     """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
     what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
-    cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
+    cure = "a plan asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:
         cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
     elif OTHER in unknown:
@@ -257,8 +257,15 @@ def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt
 
 
 def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
-    """The vLLM that a plan may rely on. version: null where the runtime has no vLLM; answered: whether it answered a question."""
-    return {"runtime": runtime.place, "version": runtime.version, "answered": answers.answered}
+    """The vLLM that a plan may rely on.
+
+    version: null where the runtime has no vLLM.
+    answered: whether it answered a question.
+    unanswered: the number of questions that it was not asked yet, or did not answer; 0 where this node has no such vLLM.
+    """
+    version = runtime.version
+    unanswered = answers.unanswered if version is not None and runtime.away is None else 0
+    return {"runtime": runtime.place, "version": version, "answered": answers.answered, "unanswered": unanswered}
 
 
 def to_json(
@@ -338,8 +345,6 @@ def option_json(option: Option, model: str) -> dict[str, Any]:
             "by_class": dict(footprint.weights.by_kind),
             "first_load_s": footprint.first_load_s,
             "next_load_s": footprint.next_load_s,
-            "calibration_s": None if footprint.calibration is None else footprint.calibration.seconds,
-            "calibration_free": 0 if footprint.calibration is None else footprint.calibration.free_bytes,
             "decode_tokens_s": footprint.decode_tokens_s,
             "active_bytes": footprint.weights.active_bytes,
             "notes": list(footprint.weights.notes),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,14 +29,15 @@ from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import ClusterError, ConfigError, Unavailable
+from sparkd.errors import ClusterError, ConfigError, EngineError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.state.documents import Documents
+from sparkd.vllm.ask.answers import ModelAnswer
 from sparkd.vllm.ask.cache import places as answers_in
-from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
+from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host.meminfo import mem_total_bytes
 from workers.host.runtime import GPU_SIGNS
@@ -76,6 +77,24 @@ def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PlanOrder:
+    """All that a plan of this node depends on.
+
+    unlinked: by number of nodes, why that many of the daemon's nodes cannot share a model.
+    places: see model_folder.unusable.
+    there: the model's runtime on another node, where this node lacks it.
+    """
+
+    request: PlanRequest
+    hardware: Hardware
+    spec: ModelConfig | None
+    unlinked: Mapping[int, str]
+    config: Config
+    places: Collection[str] | None = None
+    there: NodeRuntime | None = None
+
+
 class Unlinked(Protocol):
     async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
 
@@ -97,7 +116,7 @@ def planning_hardware(name: str, config: Config) -> Hardware:
     return hardware if name in KNOWN else with_learned_rates(hardware, learned_rates(config.state_dir))
 
 
-async def planned_here(
+async def order_here(
     request: PlanRequest,
     spec: ModelConfig | None,
     unlinked: Unlinked,
@@ -105,29 +124,36 @@ async def planned_here(
     in_sight: int = 1,
     places: Collection[str] | None = None,
     elsewhere: Elsewhere | None = None,
-) -> dict[str, Any]:
-    """The plan as plain JSON.
+) -> PlanOrder:
+    """The order of a plan, which holds no API keys and no other model's entry.
 
     spec: the entry of a configured model or a recipe; None for a folder or a hub id.
     unlinked: by number of nodes, why that many of the daemon's nodes cannot share a model.
     in_sight: the number of nodes that answer, over which the daemon would spread an entry without a size.
     places: see model_folder.unusable.
     elsewhere: raises ClusterError where no node has the runtime.
+    """
+    hardware = await asyncio.to_thread(planning_hardware, request.hardware, config)
+    # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
+    if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
+        request = request.model_copy(update={"nodes": max(1, in_sight)})
+    ours = request.hardware == "node" and _nodes(request, spec) > 1
+    links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
+    runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
+    config = config.model_copy(update={"keys": KeySettings(), "models": {}})
+    return PlanOrder(request, hardware, spec, dict(links), config, places, runtime)
+
+
+async def planned_here(order: PlanOrder) -> dict[str, Any]:
+    """The plan as plain JSON, by the answers of vLLM that are kept.
 
     Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S or where too many plans are in progress.
     """
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await _PLANS.run(planning_hardware, request.hardware, config)
-            # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
-            if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
-                request = request.model_copy(update={"nodes": max(1, in_sight)})
-            ours = request.hardware == "node" and _nodes(request, spec) > 1
-            links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
-            return await _PLANS.run(_answer_of_process, request, hardware, spec, links, config, places, runtime)
+            return await _PLANS.run(_answer_of_process, order)
     except TimeoutError:
-        raise _too_slow(request.model) from None
+        raise _too_slow(order.request.model) from None
 
 
 async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> NodeRuntime | None:
@@ -141,35 +167,37 @@ async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> N
     return None if runtime.only is None else runtime
 
 
-def _answer_of_process(
-    request: PlanRequest,
-    hardware: Hardware,
-    spec: ModelConfig | None,
-    unlinked: Mapping[int, str],
-    config: Config,
-    places: Collection[str] | None,
-    runtime: NodeRuntime | None,
-) -> dict[str, Any]:
-    """`_answer` in a separate process, which receives no API keys and no other model's entry."""
-    config = config.model_copy(update={"keys": KeySettings(), "models": {}})
+def _answer_of_process(order: PlanOrder) -> dict[str, Any]:
+    """`_answer` in a separate process."""
     try:
-        return call(_answer, request, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
+        return call(_answer, order, time_s=LIMIT_S)
     except NoAnswer as failure:
         if failure.exceeded is not None:
-            raise _too_slow(request.model) from None
-        raise Unavailable(f"{request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
+            raise _too_slow(order.request.model) from None
+        raise Unavailable(f"{order.request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def _answer(
-    request: PlanRequest,
-    hardware: Hardware,
-    spec: ModelConfig | None,
-    unlinked: Mapping[int, str],
-    config: Config,
-    places: Collection[str] | None = None,
-    there: NodeRuntime | None = None,
-) -> dict[str, Any]:
-    """The plan. there: the model's runtime on another node, where this node lacks it. Blocks. Raises like planned_here."""
+def ask_here(order: PlanOrder, progress: Callable[[str, int], None]) -> None:
+    """Have this node's vLLM answer the questions of a plan; the answers are kept. Blocks for the 10 to 40 s of vLLM's import and more.
+
+    progress: see sparkd.vllm.ask.model.ask.
+
+    Raises EngineError where vLLM gives no answer that is kept, and as planned_here.
+    """
+    _answer(order, partial(ask, progress=progress))
+    if _answer(order)["vllm"]["unanswered"]:
+        raise EngineError(
+            f"vLLM was ended while it answered about {order.request.model}, for time or memory: the plan stays a guess. "
+            "Try again when this node has less to do."
+        )
+
+
+def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] = kept_answers) -> dict[str, Any]:
+    """The plan. Blocks. Raises like planned_here.
+
+    ask: kept_answers, because the plan is shown at once; `ask` starts a vLLM.
+    """
+    request, config = order.request, order.config
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
@@ -177,18 +205,18 @@ def _answer(
         if time.monotonic() > until_s:
             raise _too_slow(request.model)
 
-    entry, checkpoint = entry_here(request.model, spec, config, progress, places, there)
+    there = order.there
+    entry, checkpoint = entry_here(request.model, order.spec, config, progress, order.places, there)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     runtime = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
-    # The daemon starts no vLLM beside what it serves: this plan uses the answers that `sparkd plan` got and kept.
-    answers = Answers(partial(kept_answers, runtime=runtime))
+    answers = Answers(partial(ask, runtime=runtime))
     answer = plan(
         request,
         entry,
         checkpoint,
-        hardware,
+        order.hardware,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
-        unlinked=unlinked,
+        unlinked=order.unlinked,
         copies=lambda source, stored: prequantized(source, stored, env),
         answers=answers,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,19 +16,18 @@ from sparkd.capacity.headers import Headers, headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args
-from sparkd.config.kv_cache import without_cpu_space
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
-from sparkd.vllm.installed import full_version_in
+from sparkd.vllm.flag_note import FlagNote
+from sparkd.vllm.installed import READ_OFF, full_version_in
 from sparkd.vllm.parsers import Parsers
-from sparkd.vllm.releases import READ_OFF
-from sparkd.vllm.translate import Translation, translated
 from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
 
@@ -44,7 +43,6 @@ class Placement:
     spec: the model with a choice for each `auto`; None without a choice.
     peers: the nodes of its other ranks, in their order; memory_gib: reserved on each node.
     tensor, pipeline: parallel sizes, together one rank on each node.
-    said: its flags in the words of its vLLM.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     """
 
@@ -58,7 +56,6 @@ class Placement:
     peers: tuple[str, ...] = ()
     tensor: int = 1
     pipeline: int = 1
-    said: Translation | None = None
     parsers: Parsers | None = None
 
     @property
@@ -79,7 +76,7 @@ class Requirement:
 
     spec, args: without `auto`. gib: whole GiB to reserve.
     account: from the checkpoint's headers; None if they do not suffice.
-    vllm: its version, if it is known. said: the model's flags in the words of that version.
+    vllm: its version, if it is known.
     ways: the tensor and pipeline sizes of this need.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     nodes: the nodes that have its runtime; None for any.
@@ -94,7 +91,6 @@ class Requirement:
     vllm: str | None = None
     ways: Ways = (1, 1)
     headers: Headers | None = None
-    said: Translation | None = None
     parsers: Parsers | None = None
     nodes: frozenset[str] | None = None
 
@@ -211,22 +207,18 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
-def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> Translation:
-    """The model's flags and variables in the words of its vLLM's release. Flags that its parser here refuses count as refused; without its
-    answer those that are not written in full.
+def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
+    """A note for each flag that the parser of the model's vLLM here refuses; without its answer for those that are not written in full.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    env = without_cpu_space(spec, spec.environment(config.engine))
-    said = translated(spec.vllm_flags(), env)
-    if said.refused or not spec.runs_vllm(config.engine):
-        return said
+    if not spec.runs_vllm(config.engine):
+        return ()
     if not _is_ours(spec, config, vllm):
-        return replace(said, refused=tuple(shortened(said.args)))
-    runtime = spec.runtime_of(config.engine)
+        return tuple(shortened(spec.vllm_flags()))
+    env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
-    ask = ask and bool(spec.extra_args)
-    return replace(said, refused=refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask))
+    return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:

@@ -136,11 +136,6 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     )
 
 
-def of_layers(shape: Shape, config: Mapping[str, Any], layers: int) -> Shape:
-    """The shape with so many layers, each with full attention where config.json tells its heads and widths."""
-    return replace(shape, layers=layers, attentions=_attentions({**text_config(config), LAYERS: layers}, layers))
-
-
 def _layers(text: Mapping[str, Any]) -> int:
     listed = next((len(text[key]) for key in _KINDS if isinstance(text.get(key), list)), len(_pattern(text)))
     layers = _count(text, *_LAYERS) or listed

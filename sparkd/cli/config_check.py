@@ -20,7 +20,6 @@ from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import flags_in, parsed, value_of
 from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
-from sparkd.vllm.translate import translated
 from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, amount_in, reserved_whole, share_of
 from workers.vllm.symbols import SUPPORTED
 
@@ -216,11 +215,6 @@ class _Entry:
         from sparkd.vllm.ask.parser import refused
 
         flags = self._model.vllm_flags()
-        translation = translated(flags, self._env)
-        for note in translation.notes:
-            yield self._at_flag(note, "warning")
-        for refusal in translation.refused:
-            yield self._at_flag(refusal)
         if not self.runs_vllm:
             return
         for name in _FILES:

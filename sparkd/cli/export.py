@@ -62,11 +62,9 @@ def export(
                 line(f"{model}: {how_far(event, time.monotonic() - began[0], began[1])}", event["from"])
 
         ended = run(wanted, os.path.abspath(folder), device, shown)
-    if session.json:
-        show.say_json({"folder": os.path.abspath(folder), "bytes": ended["bytes"], "from": ended["from"]})
-    else:
-        how = "copied from the cache" if ended["from"] == "cache" else "quantized"
-        session.out.print(f"{folder}: {show.size(ended['bytes'])} of weights, {how}.", markup=False, soft_wrap=True)
+    how = "copied from the cache" if ended["from"] == "cache" else "quantized"
+    value = {"folder": os.path.abspath(folder), "bytes": ended["bytes"], "from": ended["from"]}
+    session.answer(value, f"{folder}: {show.size(ended['bytes'])} of weights, {how}.")
 
 
 def _check_groups(wanted: Chosen) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +20,6 @@ def register(app: typer.Typer) -> None:
 def fabric(
     session: Session,
     env: Annotated[bool, option("--env", help="Show each node's environment variables and their reasons.")] = False,
-    root: Annotated[list[Path] | None, option("--root", metavar="DIR", help="Read this folder in place of a node's /; repeatable.")] = None,
     measure: Annotated[str | None, option("--measure", metavar="A,B", help="First measure the rate between these nodes, or `all`.")] = None,
     force: Annotated[bool, option("--force", help="Measure even while a model uses the nodes.")] = False,
     timeout: Timeout = None,
@@ -33,13 +31,10 @@ def fabric(
     """
     if measure is not None:
         _measure(session, measure, force, timeout)
-    report = _of_folders(root) if root else session.client.get("/fabric")
-    if session.json:
-        show.say_json(report)
-    else:
-        from sparkd.render import fabric as show_fabric
+    from sparkd.render import fabric as show_fabric
 
-        (show_fabric.environment if env else show_fabric.fabric)(report, session.out)
+    report = session.client.get("/fabric")
+    session.answer(report, lambda: (show_fabric.environment if env else show_fabric.fabric)(report, session.out))
     if report["verdict"] == "fail":
         raise typer.Exit(SparkdError.exit_code)
 
@@ -52,10 +47,7 @@ def nodes(session: Session) -> None:
     from sparkd.render import fabric as show_fabric
 
     listing = session.client.get("/nodes")
-    if session.json:
-        show.say_json(listing)
-    else:
-        show_fabric.nodes(listing, session.out)
+    session.answer(listing, lambda: show_fabric.nodes(listing, session.out))
 
 
 def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None) -> None:
@@ -82,15 +74,3 @@ def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None)
         raise RankError(operation["message"])
     if operation["state"] == "CANCELLED":
         raise Conflict(f"The measurement was cancelled: {operation['message']}")
-
-
-def _of_folders(roots: list[Path]) -> dict[str, Any]:
-    from sparkd.fabric.report import report
-    from workers.host.network import sample
-
-    for root in roots:
-        if not (root / "sys").is_dir():
-            raise ConfigError(f"--root {root}: it has no folder sys, so it is not the root of a node.")
-    read = {root: sample(root) for root in roots}
-    hosts = [raw["host"] for raw in read.values()]
-    return report({str(raw["host"] if hosts.count(raw["host"]) == 1 else root): raw for root, raw in read.items()})

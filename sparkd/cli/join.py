@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparkd.cli.config_file import config_path
 from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.cli.options import Json, argument, option, wants_json
-from sparkd.cli.serve import ConfigFile, config_path
+from sparkd.cli.serve import ConfigFile
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
 from workers.host import processes

@@ -53,9 +53,10 @@ def unload(
     if (model is None) == (not everything):
         raise ConfigError("Name a model, or give --all.")
     names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
-    _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
     if not names and not session.json:
         session.err.print("No model is loaded.")
+    else:
+        _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
 
 
 def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Id of the operation.")]) -> None:
@@ -64,10 +65,7 @@ def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATI
     After a cancelled load the model is stopped; after a cancelled unload it is loaded again.
     """
     ended = session.client.delete(f"/operations/{operation}")
-    if session.json:
-        show.say_json(ended)
-    else:
-        session.out.print(f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}", markup=False)
+    session.answer(ended, f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}")
 
 
 def rm(
@@ -100,10 +98,8 @@ def ps(
 ) -> None:
     """List resident models: state, memory, requests, process."""
     models = session.client.models()
-    if session.json:
-        show.say_json({"models": [view for view in models if _resident(view)]})
-    else:
-        show.resident(models, session.out, wide=wide)
+    resident = [view for view in models if _resident(view)]
+    session.answer({"models": resident}, lambda: show.resident(resident, session.out, wide=wide))
 
 
 def ls(
@@ -130,10 +126,7 @@ def ls(
     if quantize is not None or config is not None or quick:
         raise ConfigError("--quantize and --quick need --layers MODEL; --config needs --layers or --cached.")
     models = session.client.models()
-    if session.json:
-        show.say_json({"models": models})
-    else:
-        show.known(models, session.out)
+    session.answer({"models": models}, lambda: show.known(models, session.out))
 
 
 def logs(
@@ -168,10 +161,7 @@ def logs(
 def status(session: Session) -> None:
     """Show the daemon, its conditions, nodes, memory and Ray's cost."""
     answer = session.client.get("/status")
-    if session.json:
-        show.say_json(answer)
-    else:
-        show.overview(answer, session.client.base_url, session.out)
+    session.answer(answer, lambda: show.overview(answer, session.client.base_url, session.out))
 
 
 def events(
@@ -205,10 +195,7 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
         vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard
-    if session.json:
-        show.say_json(answer)
-    else:
-        show.layers(answer, session.out)
+    session.answer(answer, lambda: show.layers(answer, session.out))
 
 
 def _list_cached(session: Session, config: Path | None) -> None:
@@ -219,10 +206,7 @@ def _list_cached(session: Session, config: Path | None) -> None:
     loaded = config_of(config, os.environ)
     refuse_another_users(loaded.quantized_path)
     rows = listing(loaded)
-    if session.json:
-        show.say_json(rows)
-    else:
-        show.cached(rows, session.out)
+    session.answer(rows, lambda: show.cached(rows, session.out))
 
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
@@ -233,26 +217,19 @@ def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     loaded = config_of(config, os.environ)
     refuse_another_users(loaded.quantized_path)
     removed, swept_bytes = remove(model, loaded)
-    if session.json:
-        show.say_json({"removed": removed, "swept_bytes": swept_bytes})
-        return
-    for row in removed:
-        session.out.print(f"{row['name']}: removed, {show.size(row['size_bytes'])} freed.", markup=False)
-    if swept_bytes:
-        session.out.print(show.swept(swept_bytes), markup=False)
+    lines = [f"{row['name']}: removed, {show.size(row['size_bytes'])} freed." for row in removed]
+    lines += [show.swept(swept_bytes)] if swept_bytes else []
+    session.answer({"removed": removed, "swept_bytes": swept_bytes}, "\n".join(lines))
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:
     """Wait for what was asked for, and say how it ended."""
     ended = operations if no_wait else [session.wait(operation, timeout_s) for operation in operations]
-    if session.json:
-        show.say_json({"operations": ended})
-        return
-    for operation in ended:
-        if no_wait:
-            session.out.print(f"{operation['model']}: the {operation['kind']} is running. {how_on(operation)}", markup=False)
-        else:
-            session.out.print(f"{operation['model']}: {operation['message']}", markup=False)
+    lines = [
+        f"{operation['model']}: " + (f"the {operation['kind']} is running. {how_on(operation)}" if no_wait else operation["message"])
+        for operation in ended
+    ]
+    session.answer({"operations": ended}, "\n".join(lines))
 
 
 def _resident(view: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Owns the options that every verb understands. Imported by each verb, so it imports neither the client nor what draws tables."""
+"""The options that every verb understands. Imported by each verb, so it imports neither the client nor what draws tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,12 @@ argument = partial(typer.Argument, show_default=False)
 Url = Annotated[str | None, option("--url", metavar="URL", help="Address of the daemon: a URL or host:port.")]
 KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File that holds the admin key.")]
 Json = Annotated[bool, option("--json", help="Print JSON.")]
+
+
+def group(name: str, **more: Any) -> typer.Typer:
+    """A verb with verbs below it."""
+    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    return typer.Typer(name=name, rich_markup_mode=None, context_settings=settings, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ Draw = Callable[[dict[str, Any]], None]
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # A daemon looks at a model's headers for at most a minute (sparkd.capacity.plan_for_node).
 DAEMON_S = 75.0
+# The longest wait for the vLLM that a daemon asks.
+VLLM_S = 600.0
 
 
 def register(app: typer.Typer) -> None:
@@ -153,7 +155,7 @@ def planned(
     if named is None:
         views, silent = _models_of(daemon(), name, unheard)
         if view := next((view for view in views if name in (view["name"], *view["aliases"])), None):
-            return _of_daemon(daemon(), request, str(view["name"]), hardware), unheard
+            return _of_daemon(daemon(), request, str(view["name"]), hardware, unheard, draw, quick=quick), unheard
         named = of_recipe(name, config, os.environ) or of_hub(name, config, os.environ)
         if named is None:
             raise silent if silent is not None and unheard else unknown(name, config, os.environ, asked=silent is None)
@@ -264,16 +266,34 @@ def _models_of(client: Client, name: str, unheard: list[str]) -> tuple[list[dict
         return [], error
 
 
-def _of_daemon(client: Client, request: PlanRequest, name: str, hardware: str | None) -> dict[str, Any]:
-    """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes."""
+def _of_daemon(
+    client: Client, request: PlanRequest, name: str, hardware: str | None, unheard: list[str], draw: Draw | None, *, quick: bool
+) -> dict[str, Any]:
+    """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes, once its vLLM has answered."""
     from sparkd.hardware import KNOWN
 
     if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
         raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which cannot read that: {cure}.")
-    question = {**request.model_dump(exclude_none=True), "model": name, "hardware": hardware or "node"}
-    answer = {**client.post("/plan", question, DAEMON_S), "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
-    return _on_nodes(answer, client) if hardware is None else answer
+    question = {**request.model_dump(exclude_none=True), "model": name, "hardware": hardware or "node"} | ({"quick": True} if quick else {})
+
+    def asked() -> tuple[dict[str, Any], str | None]:
+        """The plan, and the operation that asks vLLM for more."""
+        answer = {**client.post("/plan", question, DAEMON_S), "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
+        operation = answer.pop("operation", None)
+        answer.pop("href", None)
+        return _on_nodes(answer, client) if hardware is None else answer, operation
+
+    answer, operation = asked()
+    while operation is not None:
+        if draw is not None:
+            draw(answer)
+        ended = client.get(f"/operations/{operation}", wait_s=VLLM_S)
+        if ended["state"] != "SUCCEEDED":
+            unheard.append(f"vLLM gave the daemon no answer: {ended['message']}")
+            break
+        answer, operation = asked()
+    return answer
 
 
 def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:

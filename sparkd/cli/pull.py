@@ -38,12 +38,8 @@ def pull(
     operation = session.client.post(f"{model_path(model)}/pull", body)
     if not no_wait:
         operation = _wait(session, operation, timeout)
-    if session.json:
-        show.say_json({"operations": [operation]})
-    elif no_wait:
-        session.out.print(f"{operation['model']}: the pull is running. {_how_on(operation)}", markup=False)
-    else:
-        session.out.print(operation["message"], markup=False)
+    text = f"{operation['model']}: the pull is running. {_how_on(operation)}" if no_wait else operation["message"]
+    session.answer({"operations": [operation]}, text)
 
 
 def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sparkd.checkpoint.source import name_of, snapshot_of, source_of
 from sparkd.cli.named_entry import value_of
 from sparkd.config.quantize import is_open
 from sparkd.errors import CheckpointError, ConfigError, Conflict
+from sparkd.units import GIB
 from workers.cache import store
 from workers.cache.manifest import CacheManifest, model_name
 
@@ -45,7 +46,7 @@ def listing(config: Config) -> dict[str, Any]:
         sweep_fault = f"{error.filename or folder}: {error.strerror}"
     return {
         "folder": folder,
-        "limit_bytes": None if limit_gib is None else int(limit_gib * store.GIB),
+        "limit_bytes": None if limit_gib is None else int(limit_gib * GIB),
         "cached": [_row(entry, config) for entry in entries],
         "writing_bytes": store.written_now(folder),
         "swept_bytes": swept_bytes,

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import argument, group, option
 from sparkd.cli.session import POLL_S, Follow, Session, given_options, verb
 from sparkd.render import models as show
 from sparkd.render import requests as show_requests
@@ -21,12 +21,7 @@ PAGE = 1000
 
 
 def register(app: typer.Typer) -> None:
-    requests = typer.Typer(
-        name="requests",
-        invoke_without_command=True,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
+    requests = group("requests", invoke_without_command=True)
     requests.callback()(_alone(verb(listed)))
     requests.command("cancel")(verb(cancel))
     app.add_typer(requests)
@@ -50,19 +45,14 @@ def listed(
     answer = session.client.get("/requests", **chosen)
     if follow:
         _follow(session, answer, chosen | {"limit": PAGE})
-    elif session.json:
-        show.say_json(answer)
     else:
-        show_requests.listed(answer, session.out)
+        session.answer(answer, lambda: show_requests.listed(answer, session.out))
 
 
 def cancel(session: Session, request: Annotated[str, argument(metavar="ID", help="Id of the request, from `sparkd requests`.")]) -> None:
     """Cancel a request in flight; its client gets an error."""
     row = session.client.delete(f"/requests/{quote(request, safe='')}")
-    if session.json:
-        show.say_json(row)
-    else:
-        session.out.print(f"The request {row['request_id']} for {row['model']} is cancelled.", markup=False)
+    session.answer(row, f"The request {row['request_id']} for {row['model']} is cancelled.")
 
 
 def _alone(command: Callable[..., None]) -> Callable[..., None]:

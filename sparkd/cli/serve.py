@@ -7,20 +7,18 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
+from sparkd.cli.config_file import config_path
 from sparkd.cli.options import Json, argument, option, wants_json
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
-
-if TYPE_CHECKING:
-    pass
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -196,15 +194,6 @@ def version(ctx: typer.Context, json: Json = False) -> None:
         say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
-
-
-def config_path(path: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
-    """--config, else SPARKD_CONFIG, else the system's file where it is there and nothing else was said."""
-    if path is not None:
-        return path
-    if environ.get("SPARKD_CONFIG"):
-        return Path(environ["SPARKD_CONFIG"])
-    return CONFIG_PATH if alone and CONFIG_PATH.exists() else None
 
 
 def settings_of(pairs: list[str]) -> dict[str, Any]:

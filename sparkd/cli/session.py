@@ -44,6 +44,15 @@ class Session:
         self.out: Console = show.terminal()
         self.err: Console = show.terminal(stderr=True)
 
+    def answer(self, value: Any, text: str | Callable[[], object]) -> None:
+        """Print the value with --json, else the sentence, or what `text` draws."""
+        if self.json:
+            show.say_json(value)
+        elif isinstance(text, str):
+            show.say(self.out, text)
+        else:
+            text()
+
     def follow(
         self, operation: dict[str, Any], shown: Callable[[dict[str, Any]], tuple[str, str] | None], timeout_s: float | None = None
     ) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from sparkd.capacity.requirement import (
     Requirement,
     ask_vllm,
     refuse_unloadable,
+    refused_flags,
     requirement_of,
     runtime_of,
-    said_to,
     why_illegal,
 )
-from sparkd.cluster.compatibility import team_of
+from sparkd.cluster.compatibility import compatible_nodes
 from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
@@ -224,7 +224,7 @@ class Placer:
             return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
-        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
+        team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
@@ -243,12 +243,11 @@ class Placer:
         beside = ways == ALONE and len(self._in_sight()) == 1
         lent_gib = self._reservations.offered.get(where.node, self._total_gib)
         need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
-        flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
-        if flags.refused:
+        if notes := await asyncio.to_thread(refused_flags, need.spec, config, need.vllm, ask=True):
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."
-            raise RankError(f"{refused}: {flags.refused[0]}", reason="FlagRefused", client_message=client_message)
-        return replace(need, said=flags, nodes=where.only)
+            raise RankError(f"{refused}: {notes[0]}", reason="FlagRefused", client_message=client_message)
+        return replace(need, nodes=where.only)
 
     def _only(self, need: Requirement) -> str | None:
         """The node that must serve the model; None if any may.
@@ -305,6 +304,5 @@ def _placement(need: Requirement, nodes: Sequence[str], ways: Ways) -> Placement
         need.spec,
         tuple(nodes[1:]),
         *ways,
-        need.said,
         need.parsers,
     )

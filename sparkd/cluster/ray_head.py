@@ -19,6 +19,7 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
+from workers.agent.version import VERSION
 from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
@@ -27,8 +28,8 @@ from workers.host.processes import LACKS, Stat
 
 # Names of its two servers, of which a node that joined has the second.
 SERVERS = ("gcs_server", "raylet")
-# A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
-VERSION_LABEL = "sparkd-version"
+# Labels of each node in Ray, which the daemon and a node that wants to join compare: sparkd's version there, and its agent's.
+VERSION_LABEL, AGENT_LABEL = "sparkd-version", "sparkd-agent"
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 2.0
 LOOPBACK = "127.0.0.1"
@@ -213,7 +214,7 @@ class RayHead:
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
             *([f"--address={self.join}"] if self.join else head),
             f"--node-ip-address={self.node_ip}",
-            f"--labels={VERSION_LABEL}={__version__}",
+            f"--labels={VERSION_LABEL}={__version__},{AGENT_LABEL}={VERSION}",
             f"--temp-dir={self.folder}",
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",

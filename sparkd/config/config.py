@@ -55,7 +55,7 @@ from sparkd.config.overlay import (
     rename_aliases,
     shown,
 )
-from sparkd.config.yaml_file import ConfigProblem, Document
+from sparkd.config.yaml_file import ConfigProblem, Document, Map
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.library import RecipeLibrary
@@ -320,11 +320,11 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     over_admin refuses what an admin key alone must not bring in (sparkd.recipes.admin_policy): code, files, addresses, another Python.
     The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
-    document = Document({"models": {name: dict(raw)}})
+    document = Document(Map({"models": Map({name: Map(raw)})}))
     rename_aliases(document)
     _name_models(document)
-    own: dict[str, Any] = document.values["models"].get(name) or {}
-    own_keys = shown(document, ("models", name))
+    own = document.values["models"].get(name) or Map()
+    own_keys = shown(own)
     if over_admin:
         refuse_many(own)
         refuse_paths(own, lambda name: book is not None and book.has(name))
@@ -364,12 +364,11 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     rename_aliases(document)
     overlay_environ(document, environ, Config)
     overlay_flags(document, flags, Config)
-    rename_aliases(document)  # flags bring models, too
     values, base = document.values, path.absolute().parent if path else None
     book = book_of(values.get("recipes_dir"), values.get("state_dir", str(STATE_DIR)), base, environ)
     own_keys = {}
     for name in _name_models(document):
-        own_keys[name] = shown(document, ("models", name))
+        own_keys[name] = shown(values["models"][name])
         merge_recipe(document, name, book)
     config = None
     try:
@@ -398,9 +397,9 @@ def _name_models(document: Document) -> list[str]:
             document.problems.append(place.problem(message, key=("models", name, "name")))
             del models[name]
             continue
-        if not isinstance(entry, dict | None):
+        if not isinstance(entry, Map | None):
             continue
-        models[name] = entry = dict(entry or {})
+        models[name] = entry = Map() if entry is None else entry
         if "name" in entry:
             message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
             document.problems.append(document.place(("models", name, "name")).problem(message, key=("models", name, "name")))

@@ -10,6 +10,7 @@ from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
+from sparkd.units import GIB
 from sparkd.vllm.flags import DRAFTS, Value, amount, json_object, parsed, value_of, without
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
@@ -167,7 +168,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
         cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
-        cpu_space_bytes=None if space_gib is None else space_gib * kv_sizing.GIB,
+        cpu_space_bytes=None if space_gib is None else space_gib * GIB,
         share=share,
         share_words=share_words,
         vllm_sizes=kv_sizing.vllm_sizes(spec),

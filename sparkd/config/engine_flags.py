@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,20 @@ def flags_of(model: ModelConfig) -> list[str]:
     return [*flags, *model.extra_args]
 
 
-def contradictions(written: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, message) of every key to which a flag in `args` gives another value. written: the keys of one entry or recipe; a flag of an
-    entry may override a key of its recipe, which is no contradiction."""
+def arguments(written: Mapping[str, Any]) -> list[str]:
+    """The extra_args of an entry or recipe that is not validated yet; empty where they are no list."""
+    args = written.get("extra_args")
+    return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
+
+
+def contradictions(written: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) of every key to which a flag in extra_args gives another value.
+
+    written: the keys of one entry or recipe. A flag of an entry may override a key of its recipe, which is no contradiction.
+    """
     from sparkd.config.model import ModelConfig
 
-    flags = parsed(args)
+    flags = parsed(arguments(written))
     for key in (*value_flags(ModelConfig), "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
         value, given = written.get(key), flags.get(flag)

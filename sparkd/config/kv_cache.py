@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError
+from sparkd.units import GIB
 from sparkd.vllm import reserved_args
 from sparkd.vllm.flags import parsed
 from sparkd.vllm.unaccounted_args import LENGTH, amount_in
@@ -17,7 +18,6 @@ from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MAR
 if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
 
-GIB = 1 << 30
 AUTO = "auto"
 WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
 _WAYS = ("bytes", "tokens", "sequences", "utilization")

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from sparkd.config.fields import Gib, PositiveSeconds, Section, no_bool
+from sparkd.units import GIB
 
 if TYPE_CHECKING:
     from workers.host.memory_limits import MemoryLimits
-
-GIB = 1 << 30
 
 
 def _on_or_off(value: Any) -> Any:

@@ -342,6 +342,8 @@ def _mended(record: Record) -> str:
     name = record.name
     if record.origin == "file":
         return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
+    if record.origin == "serve":
+        return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
     again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
     return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 

@@ -11,6 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from sparkd import metrics
 from sparkd.state.nouns import ModelState, Progress, RankFact, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
+from sparkd.units import GIB
 from workers.guard.policy import LEVELS
 from workers.host.memory_limits import MemoryLimits
 
@@ -129,7 +130,7 @@ def _show_limits(node_id: str, limits: MemoryLimits) -> None:
 
 
 def _show_node(node: NodeView, now_s: float) -> None:
-    metrics.NODE_RESERVED_BYTES.labels(node.node_id).set(node.reserved_gib * (1 << 30))
+    metrics.NODE_RESERVED_BYTES.labels(node.node_id).set(node.reserved_gib * GIB)
     reading = node.reading
     if reading is None:
         # The last values would look like news; only their age says that there is none.

@@ -20,8 +20,8 @@ from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, RAY_STARTS, W
 from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, RankFact, Reading, Want
+from sparkd.units import GIB
 
-GIB = 1 << 30
 MEMORY_SHORT = "MemoryShort"
 RETRY_AFTER_S = 30
 # Memory takes up to a minute to come back from an engine that ended: the next one is evicted only if that was not enough.

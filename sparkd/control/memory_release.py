@@ -15,9 +15,9 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.journal import Journal
 from sparkd.state.nouns import RankFact, RankHandle, Reading
+from sparkd.units import GIB
 from workers.host.memory_limits import MemoryLimits
 
-GIB = 1 << 30
 # The memory counts as back when at most this is missing, or this share of what the engine held: other programs take some meanwhile.
 LOSS_BYTES, LOSS_SHARE = GIB, 0.1
 # Memory that has not come back after that long may stay away. By then any other program may have taken this.

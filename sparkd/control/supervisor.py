@@ -95,7 +95,7 @@ class Supervisor:
         self.journal.operations.take_over(self.registry.records)
         self._effects.recall(journal.handles())
 
-    # For clients and operators.
+    # The requests of clients and operators.
 
     def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.

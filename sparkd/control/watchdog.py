@@ -14,7 +14,8 @@ from typing import Any
 from sparkd.condition import Condition
 from sparkd.control.record import Record
 from sparkd.errors import SparkdError, Unavailable
-from sparkd.gateway.scraper import page_of, samples
+from sparkd.gateway.rates import sample_of
+from sparkd.gateway.scraper import page_of
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import STARTING, ModelState, Reading
 
@@ -34,8 +35,8 @@ UNGUARDED = (
     "that does. If this stays for a minute, restart the node."
 )
 
-_STEPS = tuple(f"vllm:{name}" for name in ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum"))
-_IN_HAND = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_STEPS = ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum")
+_IN_HAND = ("num_requests_running", "num_requests_waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class Watchdog:
             elif beat.question_at_s == math.inf:
                 beat.question_at_s = None
             return
-        values = samples(page)
+        values = sample_of(page, put_at_s).values
         steps = sum(values.get(name, 0.0) for name in _STEPS)
         if beat.steps is None:
             beat.steps, beat.at_s, beat.cpu_s = steps, self._clock(), _cpu_s(record)

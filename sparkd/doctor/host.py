@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.fabric.checks import OK, Finding
+from sparkd.units import GIB
 from workers.guard.gpu_meter import number_of, words_of
 from workers.host.inspection import FILES, PATHS
 from workers.host.meminfo import count_of, parse_fields
 
-GIB = 1 << 30
 # As workers.host.inspection asks for them.
 GPU_WORDS = ("name", "driver_version", "utilization.gpu", "power.draw", "clocks.current.sm", "clocks.max.sm")
 SPARK = re.compile(r"\bGB10\b")

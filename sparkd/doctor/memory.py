@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sparkd.doctor.host import GIB, Host, gib
+from sparkd.doctor.host import Host, gib
 from sparkd.fabric.checks import FAIL, WARN, Finding
+from sparkd.units import GIB
 from workers.host.meminfo import count_of, unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB

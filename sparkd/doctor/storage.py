@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from sparkd.doctor.host import GIB, Host, gib
+from sparkd.doctor.host import Host, gib
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.units import GIB
 
 LEAST_MEMLOCK_BYTES = 64 * GIB
 LEAST_FREE_BYTES = 50 * GIB

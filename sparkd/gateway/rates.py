@@ -15,7 +15,7 @@ RATE_S, LATENCY_S = 10.0, 30.0
 LEAST_S = 0.9
 
 _COUNTERS = (
-    *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "iteration_tokens_total_sum", "num_preemptions_total"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total"),
 )
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -121,7 +121,7 @@ def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | No
 
 
 def sample_of(page: str, at_s: float) -> Sample:
-    """Takes about a millisecond. at_s: monotonic seconds."""
+    """The numbers of an engine's page that sparkd computes with; about a millisecond. at_s: monotonic seconds."""
     sample = Sample(at_s)
     for name, labels, text in _SAMPLE.findall(f"\n{page}"):
         try:

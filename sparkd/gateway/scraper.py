@@ -26,7 +26,6 @@ MAX_BYTES = 4 << 20
 KEEP_S = 30.0
 
 _OWN_LINE = re.compile(r"^(?:# (?:HELP|TYPE) )?vllm:.*", re.MULTILINE)
-_VALUE = re.compile(r"^(vllm:\w+)(?:\{.*\})? ([-+]?(?:[0-9][-+0-9.e]*|Inf|NaN))", re.MULTILINE)
 _OURS = ("model", "node")
 
 Key = tuple[str, str]  # model, node
@@ -162,14 +161,6 @@ def merge(pages: Iterable[Sequence[Metric]]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Merged(merged))
     return generate_latest(registry)
-
-
-def samples(page: str) -> dict[str, float]:
-    """The engine's own values by name, added up over their labels."""
-    values: dict[str, float] = {}
-    for name, value in _VALUE.findall(page):
-        values[name] = values.get(name, 0.0) + float(value)
-    return values
 
 
 async def page_of(upstream: Upstream) -> str | None:

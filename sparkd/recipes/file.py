@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sparkd.config import yaml_file
+from sparkd.config.engine_flags import arguments
 from sparkd.config.fields import Metadata, PositiveCount, Section, Word, no_bool
-from sparkd.config.overlay import in_order, problems_of, rename_settings
+from sparkd.config.overlay import in_order, problems_of
 from sparkd.config.refusal import refuse
 from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
@@ -115,9 +116,8 @@ class RecipeFile:
 
     @property
     def arguments(self) -> list[str]:
-        """The extra_args of its settings; empty where they are no list."""
-        args = self.settings.get("extra_args")
-        return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
+        """The extra_args of its settings."""
+        return arguments(self.settings)
 
     def repositories(self) -> list[str]:
         """The model and the draft that the file names: a hub id or a path each."""
@@ -166,7 +166,6 @@ def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) 
     if is_foreign(document.values):
         cure = f"`sparkd recipes import {quote(shown)} --to FILE` makes one of sparkd's"
         return None, [ConfigProblem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]
-    rename_settings(document)
     recipe: Recipe | None = None
     try:
         recipe = Recipe.model_validate(document.values)

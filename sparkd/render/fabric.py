@@ -13,6 +13,7 @@ from rich.text import Text
 
 from sparkd.render.page import all_printable
 from sparkd.render.table import Table
+from sparkd.units import GIB
 
 # A Spark's two sockets, as seen from behind it.
 PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
@@ -49,7 +50,7 @@ def nodes(report: Mapping[str, Any], console: Console) -> None:
         table.add(
             node["address"] + (" (daemon)" if node["local"] else ""),
             agent,
-            *("-" if amount is None else f"{amount / (1 << 30):.1f} GiB" for amount in amounts),
+            *("-" if amount is None else f"{amount / GIB:.1f} GiB" for amount in amounts),
             "-" if lent is None else f"{lent:g} GiB",
             f"{node['reserved_gib']:g} GiB",
         )

@@ -17,11 +17,11 @@ from rich.text import Text
 from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
 from sparkd.render.table import Table
+from sparkd.units import GIB
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["duration", "printable", "say_json"]
 
-GIB = 1 << 30
 MIB = 1 << 20
 # Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
@@ -135,7 +135,7 @@ def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:
 def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
     """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
     now_s = time.time() if now_s is None else now_s
-    shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
+    shown = list(models)
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
@@ -225,11 +225,11 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
     table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
-    if (held := listing["held"]) is not None:
+    if held := listing["held"]:
         if held["refusal"]:
             say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
-            console.print(f"One GPU then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
+            console.print(f"One node then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
         if held["unloaded"]:
             parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
             console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)

@@ -11,10 +11,10 @@ from sparkd.capacity.evidence import EXACT, GUESS
 from sparkd.capacity.fit import gib
 from sparkd.capacity.weights import AHEAD
 from sparkd.checkpoint.source import name_of
-from sparkd.hardware import GIB
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
 from sparkd.render.terminal import Page
+from sparkd.units import GIB
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (

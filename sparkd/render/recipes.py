@@ -80,8 +80,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     say.row("speculation", recipe["speculative"])
     say.head("In sparkd.yaml")
     say.line(f"  {name_of(recipe['name'].partition('@')[0])}:")
-    for key, value in recipe["choice"].items():
-        say.line(f"    {key}: {_yaml(value)}")
+    say.line(f"    recipe: {_yaml(recipe['name'])}")
     say.head("It comes to")
     for name, value in recipe["env"].items():
         say.line(f"  {name}={shlex.quote(str(value))}")
@@ -93,7 +92,6 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
         say.line(f"  kv_cache: {_yaml(recipe['spec']['kv_cache'])}")
     for pair in _pairs(recipe["flags"]):
         say.line(f"  {pair}")
-    say.block("Translated", recipe["translated"])
     say.block("Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
     say.block("Published figures", [_figure(figure) for figure in recipe["expected"]])
     say.block("Notes", recipe["notes"])

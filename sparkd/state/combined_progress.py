@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sparkd.state.nouns import Progress, RankFact, by_cause
-from workers.rank.report import GIB, over_nodes
+from sparkd.units import GIB
+from workers.rank.report import over_nodes
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 

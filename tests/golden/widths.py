@@ -6,7 +6,6 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -51,14 +50,10 @@ def _tables() -> Iterator[tuple[str, Callable[[Console], object]]]:
     yield "sparkd recipes ls", lambda console: recipes.listed(_recipes(), console)
     yield "sparkd recipes ls --registry", lambda console: recipes.registries(_registries(), console)
     yield "sparkd plan", _options
-    yield "sparkd bench ls", lambda console: bench.ls(_session(console, {"benches": _benches()}))
-    yield "sparkd bench show", lambda console: bench._show(_session(console, {}), _result())
+    yield "sparkd bench ls", lambda console: bench._listed(_benches(), console)
+    yield "sparkd bench show", lambda console: bench._drawn(_result(), console)
     yield "sparkd bench compare", lambda console: bench._compared(_comparison(), console)
-    yield "sparkd incidents ls", lambda console: incidents.ls(_session(console, {"incidents": _incidents(), "silent": []}))
-
-
-def _session(console: Console, answer: dict[str, Any]) -> Any:
-    return SimpleNamespace(client=SimpleNamespace(get=lambda _path: answer), out=console, err=console, json=False)
+    yield "sparkd incidents ls", lambda console: incidents._listed(_incidents(), console)
 
 
 def _models() -> list[dict[str, Any]]:

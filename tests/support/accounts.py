@@ -17,7 +17,8 @@ from sparkd.checkpoint.shape import Shape
 from sparkd.config.engine_args import decided, engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import Hardware
+from sparkd.units import GIB
 
 Env = Mapping[str, str]
 

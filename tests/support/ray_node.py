@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.daemon_process import ROOT
 from tests.support.namespaces import Namespace
 from tests.support.processes import command_of

@@ -96,7 +96,7 @@ def _transposed(ref: TensorRef, which: str, checkpoint: Checkpoint) -> bool:
     hidden = _hidden_size(checkpoint)
     if hidden not in (rows, cols):
         raise CheckpointError(
-            f"packed experts of shape {list(ref.shape)} do not have the model's hidden size {hidden}",
+            f"packed experts of shape {list(ref.shape[-2:])} each do not have the model's hidden size {hidden}",
             file=ref.path,
             tensor=ref.name,
             cure="Keep them as they are: add 'experts' to `keep`",

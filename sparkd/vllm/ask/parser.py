@@ -19,7 +19,6 @@ from sparkd.vllm.ask.cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import parsed, words
 from sparkd.vllm.installed import full_version_in
-from sparkd.vllm.translate import translated
 from workers.vllm.ask.model_question import told
 
 RefusedArgs = tuple[RefusedArg, ...]
@@ -41,7 +40,7 @@ _clock = time.monotonic
 
 
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
-    """A note for each argument that the parser of this runtime's vLLM will refuse, once translated as for a start.
+    """A note for each argument that the parser of this runtime's vLLM will refuse.
 
     Without an answer, and where variables may change the parser: a note for each flag that is not written in full. ask: see `answers`.
     """
@@ -53,12 +52,13 @@ def refused_of(
 ) -> list[tuple[FlagNote, ...]]:
     """Like `refused`, for several engines of one runtime: one child answers all questions whose answers are not kept."""
     version = full_version_in(runtime) or ""
-    lines = [translated(args, env).args for args, env in subjects]
     judged = [number for number, (_, env) in enumerate(subjects) if not any(name in env for name in ANOTHER_PARSER)]
-    known = dict(zip(judged, answers([lines[number] for number in judged], runtime, places(state_dir), ask=ask, first=first), strict=True))
+    known = dict(
+        zip(judged, answers([subjects[number][0] for number in judged], runtime, places(state_dir), ask=ask, first=first), strict=True)
+    )
     return [
-        tuple(shortened(line) if (refusals := known.get(number)) is None else (refusal.note(version) for refusal in refusals))
-        for number, line in enumerate(lines)
+        tuple(shortened(args) if (refusals := known.get(number)) is None else (refusal.note(version) for refusal in refusals))
+        for number, (args, _) in enumerate(subjects)
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from sparkd.admin.bench_facts import UNITS, check_lendable, driver_of, published_of, rates_of
-from sparkd.bench.figures import read
+from sparkd.bench.figures import answer_metric
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
 from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_here
@@ -59,7 +59,7 @@ def test_the_figures_of_a_recipe_have_their_source() -> None:
 def test_a_bench_shows_the_rate_of_the_memory_only_where_each_token_reads_the_weights() -> None:
     result = example(depths=(0,)).model_copy(update={"predicted": Predicted(active_bytes=1 << 30), "loads": []})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
-    decode = read("tg", result.cells[0])
+    decode = answer_metric(result.cells[0], "tg_throughput")
     plain = result.cells[0].model_copy(update={"engine": EngineFigures()})
     drafted = result.cells[0].model_copy(update={"engine": EngineFigures(drafted_tokens=5)})
     two_nodes = result.subject.model_copy(update={"nodes": ["a", "b"]})

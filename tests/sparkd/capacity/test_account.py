@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from sparkd.capacity.account import Account, machine
-from sparkd.capacity.requirement import requirement_of, said_to
+from sparkd.capacity.requirement import refused_flags, requirement_of
 from sparkd.config.config import Config, parse_model
 from sparkd.config.kv_cache import kv_cache, spelled
 from sparkd.config.model import ModelConfig
 from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
-from sparkd.hardware import GIB
 from sparkd.recipes.library import AsWritten, RecipeLibrary
+from sparkd.units import GIB
 from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
 from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
@@ -116,7 +116,7 @@ def test_flags_of_kernels_and_chats_are_counted_past(folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BOOK.names()))
 def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str) -> None:
     """Drafts aside: a draft is counted by its own headers."""
-    model = resolve(name, BOOK).model
+    model = resolve(name, BOOK)
     args = without(model.extra_args, "speculative-config")
     keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
     found = account(model.model_copy(update=keys), SPARK, {})
@@ -306,7 +306,7 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
     monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
-        said_to(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
+        refused_flags(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
     assert asked == [(None, tmp_path, False), (None, tmp_path, True)]
 
 

@@ -22,7 +22,7 @@ from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import parse_model
 from sparkd.config.kv_cache import kv_cache, written
 from sparkd.config.model import ModelConfig
-from sparkd.hardware import GIB
+from sparkd.units import GIB
 from tests.support.accounts import account, needed_gib, needing
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.published_tensors import tensors_of

@@ -23,7 +23,8 @@ from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import CheckpointError, EngineError
-from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
+from sparkd.hardware import KNOWN, SPARK, Hardware
+from sparkd.units import GIB
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support import published_headers

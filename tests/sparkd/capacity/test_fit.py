@@ -16,7 +16,8 @@ from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.formats import AS_STORED, FORMATS
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
+from sparkd.units import GIB
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import Tensor, dense, mixture
 from tests.support.facts import lacking

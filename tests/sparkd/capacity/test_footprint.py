@@ -12,7 +12,8 @@ from sparkd.capacity.evidence import Exact, MeasuredPeaks
 from sparkd.capacity.footprint import FitRequest, Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
-from sparkd.hardware import GIB, H200, SPARK
+from sparkd.hardware import H200, SPARK
+from sparkd.units import GIB
 from tests.support.accounts import kv_cost
 from tests.support.checkpoints import dense
 from tests.support.inventories import known

@@ -19,7 +19,8 @@ from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.errors import ConfigError, LoadRefused
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
+from sparkd.units import GIB
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
+from sparkd.admin.bodies import Planning
 from sparkd.admin.client import Client
 from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
 from sparkd.capacity import plan as plans
 from sparkd.capacity.account import machine
 from sparkd.capacity.launch import OWN
+from sparkd.capacity.plan_for_node import PlanOrder
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
@@ -30,8 +32,9 @@ from sparkd.config.model import ModelConfig
 from sparkd.entry.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
-from sparkd.hardware import GIB, JIT_CAPS, SPARK
+from sparkd.hardware import JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
+from sparkd.units import GIB
 from sparkd.vllm.flags import Value, parsed, speculative_config
 from tests.sparkd.cluster.test_launcher import FakeAgents
 from tests.support.accounts import too_large
@@ -176,7 +179,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "tool_call_parser": "hermes",
         "reasoning_parser": "qwen3",
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
-        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
+        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "CUTE_DSL_ARCH": "sm_121a"},
     },
     "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
@@ -317,12 +320,9 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            question = PlanRequest.model_validate(asked)
-            self._say(
-                plan_for_node._answer(
-                    question, plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model), {}, config
-                )
-            )
+            question = Planning.model_validate(asked).request()
+            here, spec = plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model)
+            self._say({**plan_for_node._answer(PlanOrder(question, here, spec, {}, config)), "operation": None, "href": None})
 
         def _say(self, body: dict[str, Any]) -> None:
             told["gate"].wait()
@@ -430,7 +430,8 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
 
     async def nodes(**asked: Any) -> int:
         question = PlanRequest(**asked)
-        found = await plan_for_node.planned_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
+        order = await plan_for_node.order_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
+        found = await plan_for_node.planned_here(order)
         if question.hardware == "node":
             assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
         return int(found["asked"]["nodes"])
@@ -540,7 +541,7 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     config = load_config(file, environ={})
     question = PlanRequest(model="m", hardware="spark")
-    found = plan_for_node._answer(question, SPARK, config.lookup("m"), {}, config)
+    found = plan_for_node._answer(PlanOrder(question, SPARK, config.lookup("m"), {}, config))
     here = plan(capsys, "m", "--config", file)
     assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
     assert json.loads(json.dumps(found)) == here

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, machine
-from sparkd.cluster.cluster import Cluster
-from sparkd.config.config import Config, parse_model
-from sparkd.errors import ConfigError, RankError
-from sparkd.hardware import GIB
-from tests.support.accounts import account, needed_gib, needing
+from sparkd.config.config import parse_model
+from sparkd.errors import ConfigError
+from sparkd.units import GIB
+from tests.support.accounts import account, needed_gib
 from tests.support.checkpoints import dense, write
 from tests.support.published_tensors import tensors_of
 from workers.kv.settings import CPU_KV_CACHE_GIB
@@ -92,15 +90,3 @@ def test_a_kv_cache_space_that_vllm_would_not_read(env: str) -> None:
 def test_a_kv_cache_size_that_vllm_would_not_read() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
         need("cpu", extra_args=["--kv-cache-memory-bytes", "lots"])
-
-
-async def test_what_the_release_of_the_runtime_does_not_understand_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
-    cluster._here.sentry.stop()
-    monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
-    spec = parse_model("m", {"model": "o/m", "env": {"VLLM_ATTENTION_BACKEND": "XFORMERS"}}, over_admin=False)
-    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm="0.32.0")
-    monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
-
-    with pytest.raises(RankError, match=r"\bVLLM_ATTENTION_BACKEND: vLLM "):
-        await cluster.placer.place(spec)

@@ -12,7 +12,8 @@ from sparkd.__main__ import exit_code
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.prequantized import is_quantized_name, prequantized
 from sparkd.config.config import parse_model
-from sparkd.hardware import GIB, SPARK
+from sparkd.hardware import SPARK
+from sparkd.units import GIB
 from tests.support.accounts import account, resolved
 from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking

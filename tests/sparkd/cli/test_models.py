@@ -22,7 +22,7 @@ from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.admin.client import admin_key, base_url, refusal
 from sparkd.checkpoint.source import name_of, source_of
-from sparkd.cli import serve
+from sparkd.cli import config_file, serve
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.render import models as show
 from tests.support.daemon_process import ROOT, free_port
@@ -334,13 +334,13 @@ def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
 
 def test_the_systems_file_is_used_only_when_nothing_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sparkd.yaml"
-    monkeypatch.setattr(serve, "CONFIG_PATH", file)
-    assert serve.config_path(None, {}, alone=True) is None
+    monkeypatch.setattr(config_file, "CONFIG_PATH", file)
+    assert config_file.config_path(None, {}, alone=True) is None
     file.touch()
-    assert serve.config_path(None, {}, alone=True) == file
-    assert serve.config_path(None, {}, alone=False) is None
-    assert serve.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
-    assert serve.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
+    assert config_file.config_path(None, {}, alone=True) == file
+    assert config_file.config_path(None, {}, alone=False) is None
+    assert config_file.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
+    assert config_file.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
 
 
 def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

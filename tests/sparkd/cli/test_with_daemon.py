@@ -36,7 +36,7 @@ settings:
   memory_gib: 1
   max_model_len: 1K
   max_num_seqs: 4
-  env: {{VLLM_USE_FLASHINFER_MOE_FP4: 0, B: recipe}}
+  env: {{A: 0, B: recipe}}
   extra_args: [--seed, "1", --speculative-config, '{{"method": "suffix", "num_speculative_tokens": 8}}']
 """
 

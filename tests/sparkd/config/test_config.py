@@ -91,6 +91,7 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
         ("model: o/a, sampling: {temprature: 1}", ["models.a.sampling.temprature", "temperature"]),
         ("modl: o/a", ["models.a.modl", "model"]),
         ("model: o/a, cmd: x", ["models.a.cmd", "docs/configuration.md"]),
+        ("model: o/a, profile: single-user", ["models.a.profile", "max_num_seqs", "docs/upgrading.md"]),
     ],
 )
 def test_one_cause_is_told_once(complain, entry: str, facts: list[str]) -> None:

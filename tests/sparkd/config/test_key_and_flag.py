@@ -37,4 +37,4 @@ def test_a_key_and_its_flag_with_another_value_are_refused_with_both(key: str, v
 
 @pytest.mark.parametrize(("key", "value", "args"), EQUAL)
 def test_equal_values_pass(key: str, value: Any, args: list[str]) -> None:
-    assert list(contradictions({key: value}, args)) == []
+    assert list(contradictions({key: value, "extra_args": args})) == []

@@ -117,13 +117,14 @@ async def test_a_plan_that_hangs_gives_its_place_back(
 ) -> None:
     monkeypatch.setattr(plan_for_node, "_PLANS", Threads("plan", 1, 1))
     question = PlanRequest(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
+    order = await plan_for_node.order_here(question, None, FakeCluster().unlinked, Config())
     for _ in range(2):
         with pytest.raises(Unavailable, match="no answer"):
-            await plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())
+            await plan_for_node.planned_here(order)
     assert [process.poll() for process in hanging] == [-signal.SIGKILL] * 2
     monkeypatch.undo()
 
-    plan = await plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())
+    plan = await plan_for_node.planned_here(order)
 
     assert plan["choice"]["config"]["max_model_len"] == 64
 
@@ -137,7 +138,8 @@ async def test_the_process_of_a_plan_gets_no_key_and_no_other_model_s_entry(tmp_
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models, "keys": keys}))
     config = load_config(file, environ={})
 
-    await plan_for_node.planned_here(PlanRequest(model="mine"), config.lookup("mine"), FakeCluster().unlinked, config)
+    order = await plan_for_node.order_here(PlanRequest(model="mine"), config.lookup("mine"), FakeCluster().unlinked, config)
+    await plan_for_node.planned_here(order)
 
     (text,) = sent
     present = {secret: secret.encode() in text for secret in ("hf_of_mine", "hf_of_other", *keys.values())}

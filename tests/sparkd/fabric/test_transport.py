@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.readings import fabric_of
+from sparkd.admin.fabric import fabric_of
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
 from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import parse

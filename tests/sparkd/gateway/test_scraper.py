@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sparkd import metrics
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway import scraper as scrape
-from sparkd.gateway.scraper import KEEP_S, MAX_BYTES, Scraper, labelled, merge, samples
+from sparkd.gateway.scraper import KEEP_S, MAX_BYTES, Scraper, labelled, merge
 from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import RawEngine, until_gone
 from tests.support.fakes import FakeClock
@@ -112,15 +111,6 @@ def test_a_family_whose_name_begins_anothers_keeps_its_own_samples() -> None:
 
     families = {family.name: family.type for family in text_string_to_metric_families(merge([labelled(page, "m", "n")]).decode())}
     assert families == {"vllm:num": "gauge", "vllm:num_requests": "unknown", "vllm:size": "histogram", "vllm:num_left": "unknown"}
-
-
-def test_values_are_added_up_over_their_labels() -> None:
-    page = page_of("m") + 'vllm:steps{engine="0"} 1\nvllm:steps{engine="1"} 2e+06\nvllm:lost NaN\nvllm:most +Inf\n'
-
-    values = samples(page)
-    assert (values["vllm:steps"], values["vllm:num_requests_running"], values["vllm:most"]) == (2_000_001.0, 1.0, math.inf)
-    assert math.isnan(values["vllm:lost"])
-    assert "process_open_fds" not in values
 
 
 # Fetching.

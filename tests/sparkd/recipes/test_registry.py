@@ -182,7 +182,7 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
 
     out, err = run(capsys, "show", "plain@eugr")
     assert "--max-model-len 4096" in out and commit[:12] in out and lacking(err, "trust_remote_code", "left out") == []
-    assert as_json(capsys, "show", "4x/big@eugr")["choice"] == {"recipe": "4x/big@eugr"}
+    assert as_json(capsys, "show", "4x/big@eugr")["name"] == "4x/big@eugr"
     text, _ = run(capsys, "import", "plain@eugr")
     assert commit in text.splitlines()[0] and "trust_remote_code: true" in text and "max_model_len: 4096" in text
     run(capsys, "import", "plain@eugr", "--to", str(tmp_path / "own.yaml"))
@@ -207,7 +207,7 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
     out, _ = run(capsys, "update", "eugr")
     assert f"{old[:12]} -> {new[:12]}" in out
     assert "--max-model-len 8192" in run(capsys, "show", "plain@eugr")[0]
-    assert as_json(capsys, "show", "big@eugr")["choice"] == {"recipe": "big@eugr"}
+    assert as_json(capsys, "show", "big@eugr")["name"] == "4x/big@eugr"
 
     other = Repository(tmp_path / "other")
     other.commit({"recipes/a.yaml": PLAIN})

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.embedded_model import CHAT_TEMPLATE
 from sparkd.__main__ import exit_code
-from sparkd.capacity.requirement import said_to
+from sparkd.capacity.requirement import refused_flags
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
 from sparkd.entry import parser_choice
@@ -247,7 +247,7 @@ def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: P
     assert told("tool_call_parser: hermes, reasoning_parser: qwen3") == told("tool_call_parser: none") == []
     assert told("tool_call_parser: own, env: {VLLM_PLUGINS: own}") == []
     spec = parse_model("m", {"model": str(folder), "tool_call_parser": "hermess"}, over_admin=False)
-    assert len(said_to(spec, load_config(file, environ={}), full_version_in(None)).refused) == 1
+    assert len(refused_flags(spec, load_config(file, environ={}), full_version_in(None))) == 1
 
 
 def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:
