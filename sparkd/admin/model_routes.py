@@ -32,6 +32,7 @@ from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
@@ -60,10 +61,11 @@ class RankSettings(BaseModel):
 
 class SettingsAnswer(BaseModel):
     """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
-    with those of its recipe and the defaults. Values of `env` are masked."""
+    with those of its recipe and the defaults. keys: those that an added model may have. Values of `env` are masked."""
 
     configured: dict[str, Any]
     resolved: dict[str, Any]
+    keys: list[str]
     ranks: list[RankSettings]
 
 
@@ -157,7 +159,7 @@ def _keys(record: Record) -> dict[str, Any]:
     spec = record.spec
     if spec is None:
         raise ConfigError(f"{record.name} is configured no more.")
-    return {"configured": spec.given, "resolved": _resolved(spec)}
+    return {"configured": spec.given, "resolved": _resolved(spec), "keys": sorted(KEYS)}
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.config.quantize import AUTO
-from sparkd.entry.trusted_commits import refusal
+from sparkd.config.trusted_commits import refusal
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
 from sparkd.vllm.ask.cache import places

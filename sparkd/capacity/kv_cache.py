@@ -46,7 +46,12 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """block_bytes: one block of the pool, on one rank. blocks: of a request of max_model_len tokens. block_tokens: of full attention."""
+    """The cost of one request.
+
+    block_bytes: of one block of the pool, on one rank.
+    blocks: of a request of max_model_len tokens.
+    block_tokens: of full attention.
+    """
 
     block_bytes: int
     blocks: int
@@ -77,8 +82,11 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window;
-    whether that is a chunk). state_blocks: that a request takes of a group of states, None for sparkd's own count."""
+    """How the layers share the pool, which no length of a request changes.
+
+    groups: (tokens of a block, 0 for a state; window; whether that is a chunk).
+    state_blocks: that a request takes of a group of states, None for sparkd's own count.
+    """
 
     block_bytes: int
     groups: tuple[tuple[int, int | None, bool], ...]

@@ -17,9 +17,9 @@ from sparkd.capacity.requirement import refused_flags, runtime_of
 from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.entry.parser_choice import with_parsers
-from sparkd.entry.trusted_commits import commits_of, pinned
+from sparkd.config.trusted_commits import commits_of, pinned
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware

@@ -16,8 +16,8 @@ from sparkd.capacity.headers import Headers, headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware
 from sparkd.units import GIB

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
@@ -32,7 +33,6 @@ from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, nod
 from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment

@@ -12,6 +12,7 @@ from typing import Any
 from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.evidence import Ways
 from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.capacity.requirement import (
     Node,
     Placement,
@@ -28,10 +29,9 @@ from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.hub_check import is_absent, look
 from sparkd.config.quantize import AUTO
-from sparkd.entry.hub_check import is_absent, look
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma

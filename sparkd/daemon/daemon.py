@@ -205,7 +205,15 @@ class Daemon:
         self._stop_engines, self._ended = True, False
         needs_key = not self._edge.settings.keys.open
         lan_url = _lan_url(listening[0])
-        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=needs_key, has_page=config.web, lan_url=lan_url)
+        self._console = Console(
+            self.base_url,
+            self._supervisor,
+            self._asker,
+            needs_key=needs_key,
+            has_page=config.web,
+            lan_url=lan_url,
+            models=options.models,
+        )
 
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""

@@ -29,7 +29,7 @@ from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.hardware import JIT_CAPS, SPARK
