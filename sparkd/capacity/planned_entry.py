@@ -17,7 +17,6 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import at_any_length
 from sparkd.config.quantize import AUTO
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.units import MOST
@@ -126,7 +125,7 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Ch
 
     Raises ConfigError and CheckpointError.
     """
-    spec = at_any_length(entry.spec)
+    spec = entry.spec
     overlay = _requested(spec, request)
     added = {} if entry.added is None else {**entry.added, **{key: value for key, value in overlay.items() if value != AUTO}}
     # extra_args come last, and vLLM takes the last flag.
