@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from sparkd.admin.answers import answers
 from sparkd.admin.benches import Benches
@@ -32,7 +32,7 @@ def _printable(value: str) -> str:
 _Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
-class Benching(BaseModel):
+class Benching(BaseModel, extra="forbid"):
     """A bench that is asked for.
 
     kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; book,
@@ -40,8 +40,6 @@ class Benching(BaseModel):
     other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
     the bench to go on with; force: although others use a model.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = Field(max_length=256)
     kind: Literal["speed", "load", "quality"] = "speed"
@@ -64,10 +62,8 @@ class BenchStarted(BaseModel):
     bench: str
 
 
-class Copying(BaseModel):
+class Copying(BaseModel, extra="forbid"):
     """A model that a bench of quality loads in another format: one of vLLM's loader, `as stored`, or `entry` for that of its entry."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = Field(max_length=256)
     format: str = Field(max_length=64)

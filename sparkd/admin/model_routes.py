@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import BaseModel, create_model
 
 from sparkd.admin.answers import answers
-from sparkd.admin.page_answers import EnginePage, LayersAnswer, SettingsAnswer, StartAnswer
-from sparkd.admin.starts import Starts
+from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import layers_of
 from sparkd.capacity.plan_for_node import hardware_here
@@ -44,11 +44,66 @@ _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
 
 
+class EnginePage(BaseModel):
+    """text: in Prometheus's text format."""
+
+    text: str
+
+
+class RankSettings(BaseModel):
+    """command: as it was started; engine: the arguments that vLLM itself says are not its defaults. Null without an engine."""
+
+    rank: int
+    node: str
+    command: list[str] | None
+    engine: dict[str, Any] | None
+
+
+class SettingsAnswer(BaseModel):
+    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
+    with those of its recipe and the defaults. keys: those that an added model may have. Values of `env` are masked."""
+
+    configured: dict[str, Any]
+    resolved: dict[str, Any]
+    keys: list[str]
+    ranks: list[RankSettings]
+
+
+# `class` is no name of an attribute.
+LayerClass = create_model(
+    "LayerClass",
+    __doc__="Tensors that differ in a number of their names only. class: what they are; result_bytes: null where loading would fail.",
+    **{"class": (str, ...)},  # type: ignore[call-overload]
+    name=(str, ...),
+    count=(int, ...),
+    shape=(list[int], ...),
+    dtype=(str, ...),
+    bytes=(int, ...),
+    format=(str | None, ...),
+    result_bytes=(int | None, ...),
+    refused=(str | None, ...),
+)
+
+
+class LayersAnswer(BaseModel):
+    """As `sparkd ls --layers` prints it."""
+
+    folder: str
+    quantization: str | None
+    quantize: dict[str, Any]
+    layers: list[LayerClass]  # type: ignore[valid-type]
+    count: int
+    bytes: int
+    result_bytes: int | None
+    held: dict[str, Any]
+    notes: list[str]
+
+
 def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
     """Before the route of a model itself, whose name may have slashes."""
 
-    @api.get("/models/{name:path}/start", **answers(StartAnswer), summary="How the last start of a model went, phase by phase")
-    async def start(name: str) -> dict[str, Any]:
+    @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
+    async def start(name: str) -> ModelStart:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
         return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
 

@@ -16,8 +16,8 @@ from sparkd.units import GIB
 
 # The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
 WEIGHTS = ("read", "quantize")
-# A result of an earlier release may have errors of thousands.
-MOST_ERROR_CHARS = 160
+# As long as the memory guard's sentence on an engine that it killed. A tool may repeat the whole body of an answer.
+MOST_ERROR_CHARS = 300
 WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model", "back": "swap back to it"}
 # Name, unit, better direction and llama-benchy's key.
 _TIMED = (
@@ -88,7 +88,7 @@ def why_unmeasured(cell: CellResult) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line that a table can hold. A tool may repeat the whole body of an answer."""
+    """The text on one line that a table can hold."""
     line = " ".join(text.split())
     return line if len(line) <= MOST_ERROR_CHARS else f"{line[: MOST_ERROR_CHARS - 1].rstrip()}…"
 

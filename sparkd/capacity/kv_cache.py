@@ -46,7 +46,12 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """block_bytes: one block of the pool, on one rank. blocks: of a request of max_model_len tokens. block_tokens: of full attention."""
+    """The cost of one request.
+
+    block_bytes: of one block of the pool, on one rank.
+    blocks: of a request of max_model_len tokens.
+    block_tokens: of full attention.
+    """
 
     block_bytes: int
     blocks: int
@@ -77,8 +82,11 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window;
-    whether that is a chunk). state_blocks: that a request takes of a group of states, None for sparkd's own count."""
+    """How the layers share the pool, which no length of a request changes.
+
+    groups: (tokens of a block, 0 for a state; window; whether that is a chunk).
+    state_blocks: that a request takes of a group of states, None for sparkd's own count.
+    """
 
     block_bytes: int
     groups: tuple[tuple[int, int | None, bool], ...]
@@ -143,14 +151,6 @@ def _lookahead(serving: Serving) -> int:
     drafts = serving.speculative_tokens
     steps = 2 if serving.batches_in_flight > 1 else 1
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
-
-
-def stages_of(layers: int, stages: int) -> list[int]:
-    """The stage of each layer (vllm/distributed/utils.py, get_pp_indices): what is left over goes to the middle, from its end."""
-    sizes = [layers // stages] * stages
-    for number in range(layers % stages):
-        sizes[-2 - number] += 1
-    return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

@@ -30,10 +30,12 @@ def places_of(sources: Iterable[str], environ: Mapping[str, str]) -> tuple[str, 
 
 def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, tokenizer: bool = False) -> ModelUnusable | None:
     """The error to raise, with a message for clients that does not say where the folder is; None where it can be a model's, or where
-    `folder` is a hub id. vllm: what another module reads there is its own affair. tokenizer: whether an engine needs one from there.
+    `folder` is a hub id. Blocks.
 
+    vllm: whether the engine is vLLM; another module reads there what it likes.
     places: the folders of `places_of`, None for anywhere. Outside of them every fault has the same message, so that a caller cannot probe
-    which paths exist. Blocks.
+        which paths exist.
+    tokenizer: whether an engine needs one from there.
     """
     fault = _fault(folder, vllm=vllm, tokenizer=tokenizer)
     if fault is None:

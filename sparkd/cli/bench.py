@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
-from typer.core import TyperGroup
 
-from sparkd.cli.options import argument, group, option
+from sparkd.cli.options import DefaultVerb, argument, group, option
 from sparkd.cli.session import NoWait, Session, verb
-from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
+from sparkd.errors import ConfigError, RankError, SparkdError
 from sparkd.render import models as show
 from sparkd.render.table import Table
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from sparkd.bench.compare import Comparison
     from sparkd.bench.result import BenchResult
 
-RUN = "run"
 # llama-benchy's own book has half of that.
 MOST_BOOK_BYTES = 1_500_000
 # Columns of words, which go on below.
@@ -35,19 +32,10 @@ NAMES = ("MODEL", "OUR CELL", "THROTTLED")
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
 
 
-class _RunByDefault(TyperGroup):
-    """`sparkd bench MODEL` is `sparkd bench run MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [RUN, *args]
-        return super().parse_args(ctx, args)
-
-
 def register(app: typer.Typer) -> None:
     about = "Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile."
-    bench = group("bench", cls=_RunByDefault, help=about)
-    bench.command(RUN)(verb(run))
+    bench = group("bench", cls=DefaultVerb, help=about)
+    bench.command("run")(verb(run))
     bench.command("ls")(verb(ls))
     bench.command("show")(verb(show_one))
     bench.command("compare")(verb(compare))
@@ -263,20 +251,10 @@ def own_text(path: Path) -> str:
 def _ended(session: Session, started: dict[str, Any], again: str) -> None:
     """Follow a bench to its end and show its result. again: how to go on with one that is incomplete.
 
-    Raises RankError where the bench failed, Conflict where it was cancelled, and Exit where a cell or a format failed."""
+    Raises RankError where the bench failed, Exit where a cell or a format failed, and as `Session.follow` does.
+    """
     operation = session.client.get(f"/operations/{started['operation']}")
-    began_s = time.monotonic()
-
-    def shown(now: dict[str, Any]) -> tuple[str, str]:
-        return f"{now['message']}  ({time.monotonic() - began_s:,.0f} s)", now["message"]
-
-    try:
-        operation = session.follow(operation, shown)
-    except KeyboardInterrupt:
-        session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
-        raise
-    if operation["state"] == "CANCELLED":
-        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} {again}")
+    operation = session.follow(operation, f"the bench {started['bench']}", lambda now: (now["message"], now["message"]), again=again)
     result = _result(session, started["bench"])
     _show(session, result)
     if operation["state"] == "FAILED":

@@ -35,7 +35,7 @@ from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
@@ -234,7 +234,6 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             await self._link.refresh()
-            await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
         except ClusterError as error:

@@ -35,7 +35,7 @@ from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.fabric.readings import FabricNodes, Stages
+from sparkd.fabric.fabric_nodes import FabricNodes
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
 
@@ -223,8 +223,8 @@ class Placer:
         def identify(node: str) -> Awaitable[dict[str, Any]]:
             return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
-        links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
-        team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
+        rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
+        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")

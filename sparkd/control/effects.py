@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.wishes import Wishes
@@ -34,14 +33,13 @@ from sparkd.errors import (
     SparkdError,
     refused_by,
 )
-from sparkd.fabric.transport import in_order, moved, told_of
+from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
@@ -49,7 +47,6 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 LASTING_S = 3600.0
 FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
-Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
@@ -74,8 +71,7 @@ class Effects:
         self.strays: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
-        """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
-        Engines that hung under that daemon count, and a model that rests for it goes on resting."""
+        """At the start: mark the models of an earlier daemon's ranks as unknown, not absent, until their nodes were seen."""
         ordered = sorted(handles, key=lambda handle: handle.started_at_s)
         newest = {handle.model: handle.start for handle in ordered}
         for model, start in newest.items():
@@ -83,14 +79,6 @@ class Effects:
             if record := self._registry.records.get(model):
                 record.attempt = replace(record.attempt, nodes=tuple(node for _, node in ranks))
         self._cluster.expect({node for record in self._registry.records.values() for node in record.attempt.nodes})
-        for name, ago_s in self._journal.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
-            record = self._registry.records.get(name)
-            if record is None:
-                continue
-            record.stalls = tuple(self._clock() - age_s for age_s in ago_s)
-            if len(ago_s) > STALLS and record.desired.want is Want.RUNNING:
-                record.fail("EngineFrozen", _rests(len(ago_s)), self._clock() + STALL_WINDOW_S - ago_s[-1])
-                self.move(record, ModelState.FAILED)
 
     async def place(self, record: Record) -> None:
         spec = record.spec
@@ -98,7 +86,7 @@ class Effects:
             return
         record.begin_attempt(self._clock())
         if record.failures:
-            gauges.restarted(record.name)
+            metrics.MODEL_RESTARTS.labels(record.name).inc()
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.placer.place(spec)
@@ -177,13 +165,12 @@ class Effects:
                 self._ready(record, served=served)
                 return
             deadline_s = self._registry.config.start_deadline_s(record.spec) if record.spec else 60.0
-            before = await self._counters(record)
             await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt.since_s)))
         except SparkdError as error:
             record.attempt = replace(record.attempt, message=f"It does not answer yet: {error.message}")
             return
         if record.state in STARTING:
-            self._ready(record, before)
+            self._ready(record)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(message: str) -> None:
@@ -205,18 +192,8 @@ class Effects:
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
-    async def _counters(self, record: Record) -> Readings:
-        """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
-        if len(set(record.attempt.nodes)) < 2:
-            return {}
-        try:
-            async with asyncio.timeout(COUNT_TIMEOUT_S):
-                return await self._cluster.fabric()
-        except TimeoutError:
-            return {}
-
-    def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
-        """Make the model READY. before: the nodes' readings before its first chat, if any. served: earlier times of an adopted model."""
+    def _ready(self, record: Record, served: Served | None = None) -> None:
+        """Make the model READY. served: earlier times of an adopted model."""
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
@@ -227,12 +204,13 @@ class Effects:
         record.attempt = replace(record.attempt, reason=None, message=None)
         how = "was adopted and serves on" if record.attempt.adopted else f"answers after {took_s:.1f} s"
         self._journal.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
-        gauges.loaded(record.name, took_s, record.attempt.adopted)
+        if not record.attempt.adopted:
+            metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self._spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
+            self._spawn(self._prove(record, handles), f"transport {record.name}")
 
     def _load_s(self, record: Record) -> float:
         """Seconds since its load began, under whichever daemon."""
@@ -240,20 +218,17 @@ class Effects:
         took_s = self._clock() - attempt.since_s
         return max(took_s, self._wall() - attempt.handle.started_at_s) if attempt.adopted and attempt.handle else took_s
 
-    async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
+    async def _prove(self, record: Record, handles: list[RankHandle]) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
         rank_id, env = record.attempt.rank_id, record.spec.environment(self._registry.config.engine) if record.spec else {}
         try:
-            counted = moved(handles, before, await self._counters(record) if before else {}, env)
-            by_log = await self._cluster.launcher.transport(handles, env)
-            # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
-            findings = in_order((*by_log, *(finding for finding in counted if any(other.node == finding.node for other in by_log))))
+            findings = await self._cluster.launcher.transport(handles, env)
         except ClusterError as error:
             self._journal.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return
         if findings and record.attempt.rank_id == rank_id:
             record.attempt = replace(record.attempt, transport=tuple(asdict(finding) for finding in findings))
-            self._journal.say("transport", record.name, told_of(findings), verdict=findings[0].verdict)
+            self._journal.say("transport", record.name, transport_summary(findings), verdict=findings[0].verdict)
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
@@ -261,7 +236,7 @@ class Effects:
         self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
         self._queue.open(record)
 
-    def rest(self, record: Record) -> None:
+    def mark_stopped(self, record: Record) -> None:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
@@ -280,7 +255,7 @@ class Effects:
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
-        backoff = Backoff(**self._registry.config.backoff.model_dump())
+        backoff = self._registry.config.backoff
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
             record.lost_load_s = self._load_s(record)
@@ -294,7 +269,7 @@ class Effects:
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
-            message += f" This will not recover on its own: {_mended(record)}."
+            message += f" Another try will not help until its cause is fixed: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
         record.last_failure = {"reason": reason, "message": message, "at_s": self._registry.wall()}
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
@@ -369,6 +344,8 @@ def _mended(record: Record) -> str:
     name = record.name
     if record.origin == "file":
         return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
+    if record.origin == "serve":
+        return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
     again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
     return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 

@@ -93,7 +93,7 @@ class Registry:
                 self.records[name] = Record(name, desired, self._clock(), self.wall())
             record = self.records[name]
             record.spec = spec
-            record.origin = "file" if name in base.models else "api"
+            record.origin = "serve" if name in self._of_serve else "file" if name in base.models else "api"
             record.hash = config_hash(spec, self.config.engine)
         self._names = {name: name for name in self.records} | self.config.names()
         self.ties = self.config.groups.ties(self._names)

@@ -40,13 +40,9 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Conditions beside which a load begins all the same.
 # Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
 _BARS = frozenset(
-    (
-        *("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable"),
-        *("MemoryShort", "MemoryNotReleased"),
-    )
+    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
 )
 
 
@@ -229,11 +225,11 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
     table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
-    if (held := listing["held"]) is not None:
+    if held := listing["held"]:
         if held["refusal"]:
             say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
-            console.print(f"One GPU then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
+            console.print(f"One node then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
         if held["unloaded"]:
             parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
             console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)

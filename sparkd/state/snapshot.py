@@ -19,7 +19,7 @@ class ModelView:
     doubt: why the engine is under suspicion while it is READY or DRAINING: a test question has had no answer yet
     (sparkd.control.watchdog). adopted: this daemon took over a running engine; load_s is then the duration of the engine's start, None if
     not recorded. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown.
-    origin: where the entry comes from: `file`, the configuration, or `api`, the admin API.
+    origin: where the entry comes from: `file`, the configuration; `api`, the admin API; or `serve`, the command that started the daemon.
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
     wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
     last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`.

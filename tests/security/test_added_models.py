@@ -179,15 +179,17 @@ def test_adding_a_model_parses_its_entry_alone(tmp_path: Path, monkeypatch: pyte
 def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_path: Path) -> None:
     config = load_config(None, flags={"models": {"given": {"model": "o/m"}}}, environ={})
     with closing(Store(tmp_path / "state.db")) as store:
-        told = []
+        told, origins = [], []
         for of_serve in ((), ("given",)):
             registry = Registry(config, store, lambda: 0.0, lambda: 0.0, of_serve)
             with pytest.raises(Conflict) as removed:
                 registry.check_added("given")
             with pytest.raises(Conflict) as changed:
                 registry.judged("given", {"model": "o/n"})
+            origins.append(registry.find("given").origin)
             told.append([("configuration file" in each.value.message) for each in (removed, changed)])
         assert told == [[True, True], [False, False]]
+        assert origins == ["file", "serve"]
 
 
 def test_a_model_that_is_added_has_its_own_keys_judged_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

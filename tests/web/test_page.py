@@ -33,7 +33,7 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "model-live": (("models", "quick", "live"), "figcaption:has-text('KV cache use')"),
     "model-load": (("models", "quick", "load"), ".waterfall rect"),
     "model-settings": (("models", "quick", "settings"), "role=table[name='Settings'] >> tbody tr"),
-    "model-layers": (("models", "quick", "layers"), "text=One GPU then holds"),
+    "model-layers": (("models", "quick", "layers"), "text=One node then holds"),
     "model-log": (("models", "quick", "log"), ".log div"),
     "model-failed": (("models", "crash", "load"), ".error"),
     "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),
@@ -247,6 +247,12 @@ def test_a_recipe_is_one_before_the_list_of_recipes_has_come(tab: Tab, served: D
     expect(page.get_by_label("Key", exact=True)).to_have_value("recipe")
     expect(page.get_by_label("Value", exact=True)).to_have_value("gpt-oss-120b")
     tab.picture("models-add-recipe")
+
+
+def test_a_name_that_no_model_has_gets_one_sentence_and_no_tabs(tab: Tab) -> None:
+    tab.open("models", "nobody")
+    expect(tab.page.get_by_role("alert").filter(has_text="no model of this name")).to_be_visible()
+    expect(tab.page.get_by_role("navigation", name="Parts of nobody")).to_have_count(0)
 
 
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:

@@ -235,8 +235,8 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 
 def _group(weight: Weight) -> str:
-    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed expert are read together."""
-    if weight.format.weight_name != "nvfp4" and weight.source.row_count is None:
+    """The key of a weight's unit. Fused modules share one second-level scale, and the halves of a packed expert are read together."""
+    if not weight.format.family.has_divisor and weight.source.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
     return f"{parent}.{_LEADER.get(last, last)}"

@@ -19,6 +19,7 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.admin import app as admin
 from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
@@ -26,7 +27,7 @@ from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.protocol import CONNECTION
+from sparkd.gateway.responses import CONNECTION
 from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
@@ -36,6 +37,7 @@ from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
 from tests.support.fakes import Scene
 from tests.support.registries import keep_registry
+from tests.support.waiting import HUNG_S
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
@@ -94,6 +96,16 @@ async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> 
             yield Admin(made, edge, client, app, jobs)
 
 
+class Connection:
+    """The part of a client's connection that an answer without an end uses."""
+
+    def __init__(self) -> None:
+        self.when_gone: Callable[[], object] | None = None
+
+    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+        self.when_gone = callback
+
+
 @dataclass
 class Stream:
     """One request whose answer does not end: what has come so far, and a way to leave."""
@@ -105,18 +117,23 @@ class Stream:
     ended: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bool = False
-    extensions: dict[str, Any] = field(default_factory=dict)
+    client: Connection = field(default_factory=Connection)
 
     async def run(self, path: str, headers: dict[str, str]) -> None:
         raw_path, _, query = (PREFIX + path).encode().partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET", "scheme": "http",
             "path": raw_path.decode(), "raw_path": raw_path, "query_string": query, "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
-            "extensions": self.extensions,
+            "extensions": {CONNECTION: self.client},
             "headers": [(b"host", b"localhost"), *((name.encode(), value.encode("latin-1")) for name, value in headers.items())],
         }  # fmt: skip
         await self.edge(scope, self._receive, self._send)
         self.ended = True
+
+    def leave(self) -> None:
+        self.gone.set()
+        if self.client.when_gone is not None:
+            self.client.when_gone()
 
     async def _receive(self) -> dict[str, Any]:
         if not self.asked:
@@ -148,7 +165,7 @@ async def streaming(made: Admin, path: str, **headers: str) -> AsyncIterator[Str
     task = asyncio.create_task(stream.run(path, {name.replace("_", "-"): value for name, value in headers.items()}))
     await soon(lambda: stream.status or task.done())
     yield stream
-    stream.gone.set()
+    stream.leave()
     await task
 
 
@@ -166,6 +183,24 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         nodes = await made.ask("GET", "/nodes")
         assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
+
+
+async def test_a_node_that_does_not_answer_delays_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[asyncio.Future[dict[str, Any]]] = []
+
+    async def look() -> dict[str, Any]:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.fabric = look  # type: ignore[method-assign]
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", 0.0)
+        assert [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)] == [[], []]
+        # The next watcher gets what the look says at last, and starts no other.
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", HUNG_S)
+        looks[0].set_result(readings("cable-to-a-stranger"))
+        offered = [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)]
+        assert [[machine["node"] for machine in each] for each in offered] == [["spark-1"]] * 2 and len(looks) == 1
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -711,21 +746,9 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
         assert max(new - old for old, new in pairwise(turns)) <= SLICE
 
 
-class Connection:
-    """The part of a client's connection that the admin API uses."""
-
-    takes_chunks = True
-
-    def __init__(self) -> None:
-        self.when_gone: Callable[[], object] | None = None
-
-    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
-        self.when_gone = callback
-
-
 async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        returned, client = asyncio.Event(), Connection()
+        returned = asyncio.Event()
 
         async def app(*arguments: Any) -> None:
             await made.app(*arguments)
@@ -733,7 +756,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
 
         made.edge._admin = app  # type: ignore[assignment]
         stream = Stream(made.edge)
-        stream.extensions[CONNECTION] = client
+        client = stream.client
         open_requests = made.edge._open_requests
         task = asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"}))
         await returned.wait()
@@ -742,7 +765,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         assert (stream.status, stream.headers[b"cache-control"]) == (200, b"no-cache") and stream.headers[b"x-request-id"]
         assert client.when_gone is not None and not task.done()
 
-        client.when_gone()
+        stream.leave()
         await task
         assert stream.ended and client.when_gone is None and made.edge._open_requests == open_requests
 
@@ -831,10 +854,10 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Refusal"}
             answers = [answer for status, answer in operation["responses"].items() if status.isdigit()]
-            assert len(answers) == 1 and answers[0]["content"]["application/json"]["schema"], "each answer has a type"
+            assert answers and all(answer["content"]["application/json"]["schema"] for answer in answers), "each answer has a type"
             if body := operation.get("requestBody"):
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
+                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
         assert len(streams) == 3, "the log, the events, and the page's"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]

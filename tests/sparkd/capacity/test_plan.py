@@ -31,7 +31,7 @@ from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
 from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.hardware import JIT_CAPS, SPARK
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB

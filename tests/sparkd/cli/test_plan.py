@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.weights import inventory, refuse_incomplete
-from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import load_config
 from tests.sparkd.vllm.ask.test_model import Engine, answer
-from tests.support import published_headers
 from tests.support.checkpoints import mixture, write
 from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
-from tests.support.inventories import CONFIGS
 from tests.support.published_tensors import tensors_of
 from workers.kv.settings import VARIABLE
 
@@ -206,20 +202,6 @@ def test_a_plan_loads_no_engine(folder: Path) -> None:
     heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "huggingface_hub"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"
-
-
-# But for a separate file of ModelOpt's, and a draft whose tensors are not written down here.
-PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(("hf_quant_config", "-assistant")))
-
-
-# One of each way to name and count layers; the others run under `make test-all`.
-KINDS = ("gemma-3-27b-it", "gpt-oss-20b", "nemotron-3-nano-30b-a3b-bf16", "deepseek-v2-lite", "qwen3.5-35b-a3b", "llama-3.1-8b")
-
-
-@pytest.mark.parametrize("fixture", [pytest.param(name, marks=() if name in KINDS else pytest.mark.rest) for name in PUBLISHED])
-def test_no_published_model_is_taken_for_half_a_download(fixture: str) -> None:
-    checkpoint = published_headers.checkpoint_of(fixture)
-    refuse_incomplete(inventory(checkpoint, shape_of(checkpoint.config)))
 
 
 def test_the_command_names_the_folders_that_a_start_here_would_use(

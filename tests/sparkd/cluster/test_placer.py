@@ -61,10 +61,12 @@ class FakeFabric:
         self.linked = linked
         self.asked: list[bool] = []
 
-    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool, linked: bool) -> tuple[tuple[str, ...], str]:
         self.asked.append(rdma)
         found = tuple(node for node in nodes if node in self.linked)
-        return (found[:size], "") if len(found) >= size else ((), "no cable. Plug one in")
+        if len(found) < size and linked:
+            return (), "no cable. Plug one in"
+        return (found if len(found) >= size else tuple(nodes))[:size], ""
 
 
 VLLM = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0", "packages": "p"}

@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field
 
 from sparkd.admin.answers import Accepted, accepted, answers
 from sparkd.admin.jobs import Jobs, Tell
-from sparkd.admin.page_answers import DiskAnswer, RemovedEntry
 from sparkd.checkpoint.source import source_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Journal
@@ -35,6 +34,42 @@ class Verifying(BaseModel, extra="forbid"):
 
     kind: str | None = Field(None, max_length=16)
     id: str | None = Field(None, max_length=256)
+
+
+class DiskEntry(BaseModel):
+    """kind: hub, quantized or profile. used_s: wall clock; used_by: models that are configured with it. valid: null where that has no
+    meaning; fault: why it cannot be used as it is."""
+
+    kind: str
+    id: str
+    node: str
+    name: str
+    size_bytes: int
+    used_s: float | None
+    used_by: list[str]
+    valid: bool | None
+    fault: str | None
+
+
+class DiskFolder(BaseModel):
+    kind: str
+    node: str
+    path: str
+    size_bytes: int
+    free_bytes: int | None
+    limit_bytes: int | None
+
+
+class DiskAnswer(BaseModel):
+    entries: list[DiskEntry]
+    folders: list[DiskFolder]
+
+
+class RemovedEntry(BaseModel):
+    kind: str
+    id: str
+    node: str
+    freed_bytes: int
 
 
 class Disk:
