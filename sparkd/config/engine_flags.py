@@ -67,7 +67,7 @@ def with_flags_as_keys(written: Map) -> tuple[Map, list[str]]:
     args, keys, both, rest = written["extra_args"], Map(written, written.places), list[str](), list[int]()
     places = [places_in(args).get(index, Location()) for index in range(len(args))]
     for flag, end in zip(flags, [*(flag.place for flag in flags[1:]), len(args)], strict=True):
-        key = _keys_by_flag().get(flag.name)
+        key = keys_by_flag().get(flag.name)
         if key is None or not isinstance(flag.value, bool if key in SWITCHES else str):
             rest += range(flag.place, end)
             continue
@@ -79,7 +79,8 @@ def with_flags_as_keys(written: Map) -> tuple[Map, list[str]]:
 
 
 @cache
-def _keys_by_flag() -> Mapping[str, str]:
+def keys_by_flag() -> Mapping[str, str]:
+    """The key of each flag, without its dashes, that has one."""
     from sparkd.config.model import ModelConfig
 
     return {key.replace("_", "-"): key for key in (*value_flags(ModelConfig), *SWITCHES, "tool_call_parser")}
