@@ -17,7 +17,10 @@ _UNREADABLE = "The engine's answer has no log-probabilities of the prompt that c
 
 @dataclass(frozen=True, slots=True)
 class ReadPassage:
-    """ids: of the passage's tokens; likely: {token id: log-probability} for each but the first."""
+    """
+    ids: of the passage's tokens.
+    likely: {token id: log-probability} for each but the first.
+    """
 
     ids: list[int]
     likely: list[dict[str, float]]

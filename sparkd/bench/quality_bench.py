@@ -49,7 +49,11 @@ _GREEDY = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0, "
 
 @dataclass(slots=True)
 class _Reference:
-    """The answers of the unquantized model. likely: by passage, the TOP log-probabilities of each position; tokens: of its answers."""
+    """The answers of the unquantized model.
+
+    likely: by passage, the TOP log-probabilities of each position.
+    tokens: of its answers, by prompt.
+    """
 
     likely: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)

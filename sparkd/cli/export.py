@@ -1,4 +1,4 @@
-"""`sparkd export`: runs the program that writes a quantized checkpoint, in the Python environment that has torch. Never imports it."""
+"""`sparkd export`: runs the program that writes a quantized checkpoint, in the Python environment that has torch."""
 
 from __future__ import annotations
 

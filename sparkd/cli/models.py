@@ -1,4 +1,4 @@
-"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events. Never imports the daemon or its parts."""
+"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what the command line does with this node's quantized weights: list, remove, find what to export. Never asks a daemon."""
+"""Lists and removes this node's quantized weights, and finds those of an export. It asks no daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _AS_ITS_USER = "Run this as the user that sparkd runs as."
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A checkpoint and what is to be made of it. runtime: the Python that has torch, "" for ours; cache_dir: where it may be already."""
+    """A checkpoint and what is to be made of it.
+
+    runtime: the Python that has torch, "" for ours.
+    cache_dir: where it may be already.
+    """
 
     folder: str
     recipe: QuantizationRecipe

@@ -40,7 +40,6 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Conditions beside which a load begins all the same.
 # Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
 _BARS = frozenset(
     (
@@ -51,7 +50,10 @@ _BARS = frozenset(
 
 
 class Line(Protocol):
-    """Where a progress line goes. step: what must differ from the last one for a line in a pipe or a journal."""
+    """Where a progress line goes.
+
+    step: what must differ from the last one for a line in a pipe or a journal.
+    """
 
     def __call__(self, text: str, step: str) -> None: ...
 
@@ -124,7 +126,10 @@ def bar_in(conditions: Iterable[Condition]) -> Condition | None:
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
-    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line. reason: of its failure."""
+    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line.
+
+    reason: of its failure.
+    """
     return " ".join((state, *((wait["reason"], *wait["models"]) if wait else (reason or "",))))
 
 
@@ -137,7 +142,10 @@ def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:
 
 
 def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
-    """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
+    """`sparkd ps`: what runs, starts, stops or failed; below the table, why.
+
+    wide: also how each KV cache was sized.
+    """
     now_s = time.time() if now_s is None else now_s
     shown = list(models)
     if not shown:
@@ -390,7 +398,10 @@ def _amounts(progress: Mapping[str, Any]) -> list[str]:
 
 
 def _state(state: str, progress: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
-    """turn: its place among those that wait. doubted: the watchdog has asked its engine a question; where it goes, that matters more."""
+    """
+    turn: its place among those that wait.
+    doubted: the watchdog has asked its engine a question; where it goes, that matters more.
+    """
     if turn is not None or (doubted and state == "READY"):
         return Text("SUSPECT" if turn is None else f"WAITS {turn}", style="yellow")
     fraction = progress.get("fraction")
