@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
@@ -20,56 +20,50 @@ from sparkd.admin.answers import (
     PREFIX,
     Accepted,
     Events,
-    FabricReport,
     LogPage,
-    Meaning,
     Memory,
     Models,
     Nodes,
-    Offered,
     Operations,
-    PlanAnswer,
-    RecipeChoice,
-    Recipes,
     Status,
     TakenIn,
     accepted,
     answers,
     described_document,
 )
-from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Planning, Pulling, Refusal
-from sparkd.admin.disk_routes import Disk, register_disk
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, NewModel, Pulling, Refusal
+from sparkd.admin.disk import Disk, register_disk
+from sparkd.admin.fabric import fabric_of, register_fabric
 from sparkd.admin.jobs import Jobs
-from sparkd.admin.live import Live
-from sparkd.admin.live_routes import register_live
+from sparkd.admin.live import Live, register_live
 from sparkd.admin.model_routes import register_models, unmasked
 from sparkd.admin.operator import Operator
-from sparkd.admin.planner import Planner
-from sparkd.admin.pull import Pulls
-from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.planner import Planner, register_plan
+from sparkd.admin.pulls import Pulls
+from sparkd.admin.recipes import register_recipes
 from sparkd.admin.requests import register_requests
-from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
+from sparkd.admin.streams import Endless, event_page, event_stream, followed_log, log_of
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import planning_hardware
-from sparkd.capacity.planned_entry import MODEL_CHARACTERS
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
-from sparkd.fabric.peer_cache import Offers
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRoute, error_body
+from sparkd.execution.shared_answer import SharedAnswer
+from sparkd.fabric.report import Offered
 from sparkd.gateway.request_log import RequestLog
-from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
 
 MAX_WAIT_S = 3600.0
+# A look at the cables asks every node: too slow for a client that polls each second, and it must not wait for a machine that is gone.
+PEERS_KEPT_S, PEERS_TIMEOUT_S = 10.0, 1.5
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
@@ -82,7 +76,7 @@ class Parts:
 
     pulls: Pulls | None = None
     reload: Reload | None = None
-    measures: Measures | None = None
+    measures: Bandwidth | None = None
     requests: RequestLog | None = None
     live: Live | None = None
     benches: Benches | None = None
@@ -121,9 +115,8 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
 def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
-    offers = Offers(lambda: fabric_of(registry, cluster))
+    fabrics = SharedAnswer(supervisor.boundary, PEERS_KEPT_S)
     operator = Operator(supervisor.want, registry, journal, cluster)
-    planner = Planner(supervisor, registry, journal, cluster, operator, jobs)
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
     async def status() -> Status:
@@ -136,28 +129,24 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     async def nodes() -> Nodes:
         snapshot = supervisor.snapshot()
         hardware = await asyncio.to_thread(planning_hardware, "node", registry.config)
+        try:
+            async with asyncio.timeout(PEERS_TIMEOUT_S):
+                offered = (await fabrics.get("", partial(fabric_of, registry, cluster)))["offered"]
+        except TimeoutError:
+            offered = []
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.node_id for node in snapshot.nodes}
-        others = [Offered(**machine) for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
+        others = [Offered(**machine) for machine in offered if not any(address in listed for _, address, _ in machine["seen"])]
         return Nodes(nodes=[*snapshot.nodes], offered=others, head=snapshot.cluster.get("address"), hardware=hardware)
-
-    @api.get(
-        "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
-    )
-    async def fabric() -> dict[str, Any]:
-        return await fabric_of(registry, cluster, measures.rates.all() if measures else ())
-
-    @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
-    async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
-        if measures is None:
-            raise UnknownRoute("This daemon measures nothing.")
-        return accepted(await measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests, registry)
+    register_fabric(api, registry, cluster, measures)
+    register_plan(api, Planner(supervisor, registry, journal, cluster, operator, jobs))
+    register_recipes(api, registry, operator)
     register_live(api, parts.live)
     register_disk(api, Disk(registry, journal, cluster, jobs))
-    register_benches(api, parts.benches, f"{PREFIX}/operations")
+    register_benches(api, parts.benches)
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
@@ -180,7 +169,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
 
     @api.post("/models/{name:path}/load", status_code=202, summary="Load a model, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> Accepted:
-        model = await operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
+        model = await operator.set_recipe(name, how.recipe) if how.recipe is not None else name
         return accepted(supervisor.want(model, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", status_code=202, summary="Unload a model; requests in flight may finish")
@@ -239,43 +228,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     async def cancel(operation_id: str) -> Operation:
         return jobs.cancel(operation_id) or operator.cancel(operation_id)
 
-    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
-    async def entry(
-        source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)],
-        model: Annotated[str | None, Query(min_length=1, max_length=MODEL_CHARACTERS)] = None,
-        name: Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)] = None,
-        changes: bool = False,
-    ) -> dict[str, Any]:
-        meant = await asyncio.to_thread(operator.meaning, source)
-        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
-
-    @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
-    async def recipes() -> dict[str, Any]:
-        return await asyncio.to_thread(_recipes, registry.config.recipes_dir)
-
-    @api.get(
-        "/recipes/{name:path}",
-        **answers(RecipeChoice),
-        summary="One recipe, or NAME@REGISTRY, and what it comes to",
-    )
-    async def recipe(name: str) -> dict[str, Any]:
-        book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
-        if not await asyncio.to_thread(book.has, name):
-            raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
-        return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
-
-    @api.post(
-        "/plan",
-        **answers(PlanAnswer, description="Nothing more to ask vLLM"),
-        summary="Whether a model fits, and how. 202 while vLLM is asked: its numbers are in the answer to the same question afterwards",
-    )
-    async def plan(question: Planning, response: Response) -> dict[str, Any]:
-        answer, operation = await planner.plan(question.request(), quick=question.quick)
-        if operation is None:
-            return {**answer, "operation": None, "href": None}
-        response.status_code = 202
-        return {**answer, "operation": operation.id, "href": accepted(operation).href}
-
     @api.get(
         "/events",
         **answers(Events, media_type="text/event-stream"),
@@ -290,13 +242,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = event_stream(journal, start, limit)
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _recipes(folder: Path | None) -> dict[str, Any]:
-    book = RecipeLibrary(folder, AsWritten())
-    read = [book.read(name) for name in book.names()]
-    problems = [str(problem) for _, wrong in read for problem in wrong]
-    return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
 
 
 def _status(snapshot: Snapshot, costs: Any) -> Status:

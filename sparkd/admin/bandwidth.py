@@ -11,7 +11,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from sparkd.admin.chosen_nodes import chosen_nodes
+from sparkd.admin.bodies import chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
@@ -39,7 +39,7 @@ _PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
 Pair = tuple[str, str]
 
 
-class Measures:
+class Bandwidth:
     def __init__(
         self,
         nodes: Cluster,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sparkd import __version__
-from sparkd.admin.answers import Cable
 from sparkd.condition import Condition
+from sparkd.fabric.report import Cable
 from sparkd.gateway.rates import Rates
 from sparkd.state.nouns import EngineMemory, Operation, OperationState, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot

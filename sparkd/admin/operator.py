@@ -1,4 +1,4 @@
-"""Owns what an operator may change by the admin API besides a wish: added models, recipes of them, operations that are cancelled."""
+"""Adds, changes and removes models, gives them recipes and cancels operations, as the admin API asks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Operator:
             raise CheckpointError(fault.message)
         self.add(name, raw, replace=replace)
 
-    async def lay_recipe(self, name: str, recipe: str) -> str:
+    async def set_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that is free becomes a model of the recipe alone.
 
         Returns the model's name. Raises as `take_in`, and Conflict for a model of the configuration file that has not this recipe there.

@@ -12,6 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastapi import APIRouter
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from sparkd.admin.answers import accepted
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.admin.operator import Operator
 from sparkd.bench import tool_process
@@ -22,6 +27,7 @@ from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import EngineError
+from sparkd.hardware import Hardware
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.state.nouns import Operation, Progress
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -30,6 +36,76 @@ from workers.host.interpreter import module_command, program_environment
 KIND = "plan"
 # The sentence of each step of sparkd.vllm.ask.model.ask.
 _STEPS = {"importing": "vLLM is being imported", "ready": "vLLM is ready", "asking": "vLLM builds the model without its weights"}
+
+
+class PlanOption(BaseModel):
+    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
+
+    model: str
+    prequantized: str | None
+    format: str
+    nodes: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    fits: bool
+    reason: str | None
+    max_model_len: int
+    longest: int | None
+    footprint: dict[str, Any] | None
+
+
+class PlanChoice(PlanOption):
+    """The best option. ranks: the command and the environment of each; config: a model's entry that asks for it."""
+
+    name: str
+    config: dict[str, Any] | None
+    ranks: list[dict[str, Any]]
+    configured: bool | None = None
+    container: dict[str, Any] | None = None
+
+
+class PlanRefusal(BaseModel):
+    """Why no option fits. cause: memory, cache, length, links, vllm, split, format or uncounted; message: with one thing to do."""
+
+    cause: str
+    message: str
+
+
+class PlanAnswer(BaseModel):
+    """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
+    load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
+
+    model: str
+    entry: dict[str, Any] | None
+    folder: str
+    architecture: str
+    layers: int
+    max_len: int
+    bytes: int
+    unloaded: dict[str, int]
+    unknown_experts: dict[str, int]
+    quantization: str | None
+    hardware: Hardware
+    asked: dict[str, Any]
+    options: list[PlanOption]
+    choice: PlanChoice | None
+    refusal: PlanRefusal | None
+    floor: list[dict[str, Any]]
+    notes: list[str]
+    vllm: dict[str, Any] = Field(
+        description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"
+    )
+    operation: str | None = Field(description="Of 202: the operation that asks vLLM. The same question then has its numbers")
+    href: str | None
+
+
+class Planning(PlanRequest):
+    """quick: vLLM is not asked; the numbers are a guess where it has not answered before."""
+
+    quick: bool = False
+
+    def request(self) -> PlanRequest:
+        return PlanRequest.model_validate(self.model_dump(exclude={"quick"}))
 
 
 class Planner:
@@ -87,6 +163,28 @@ class Planner:
                 command, environment = module_command(sys.executable, "sparkd.capacity.ask_for_plan"), program_environment(os.environ)
                 await tool_process.run("The plan", command, environment, Path(folder, "said"), heard, pickle.dumps(order))
         return "vLLM has answered: the same question to /plan has its numbers."
+
+
+def register_plan(api: APIRouter, planner: Planner) -> None:
+    @api.post(
+        "/plan",
+        status_code=200,
+        response_model=None,
+        responses={
+            200: {"model": PlanAnswer, "description": "vLLM has answered, or is not asked"},
+            202: {
+                "model": PlanAnswer,
+                "description": "The guess so far; `operation` asks vLLM, then ask again",
+            },
+        },
+        summary="Whether a model fits, and how, from its headers alone",
+    )
+    async def plan(question: Planning, response: Response) -> dict[str, Any]:
+        answer, operation = await planner.plan(question.request(), quick=question.quick)
+        if operation is None:
+            return {**answer, "operation": None, "href": None}
+        response.status_code = 202
+        return {**answer, "operation": operation.id, "href": accepted(operation).href}
 
 
 def _is_short(snapshot: Snapshot) -> bool:

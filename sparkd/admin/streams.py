@@ -1,4 +1,4 @@
-"""Owns the streams of the admin API: a log as it is written, events as they happen. Never decides, never ends by itself."""
+"""The streams of the admin API, which go on until their client leaves: a log as it is written, events as they happen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import fields
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from sparkd.admin.readings import log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
@@ -51,6 +50,16 @@ async def followed_log(registry: Registry, cluster: Cluster, name: str, cursor: 
             yield page["text"]
         else:
             await asyncio.sleep(FOLLOW_EVERY_S)
+
+
+async def log_of(registry: Registry, cluster: Cluster, name: str, cursor: str | None, max_bytes: int, rank: int = 0) -> dict[str, str]:
+    """The log of one rank of the engine: {"text", "cursor"}; give the cursor back to go on from there. Raises UnknownModel."""
+    record = registry.find(name)
+    other = next((handle for handle in record.attempt.handles if rank and handle.rank == rank), None)
+    node, path = (other.node_id, other.log_path) if other else (record.attempt.node_id, None if rank else record.observed.log_path)
+    if path is None:
+        return {"text": "", "cursor": cursor or ""}
+    return await cluster.launcher.read_log(node, path, cursor, max_bytes)
 
 
 async def event_page(journal: Journal, after: int, limit: int) -> str:

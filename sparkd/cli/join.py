@@ -65,7 +65,7 @@ def join(
     had joined that head before.
     """
     from sparkd.cluster import membership
-    from sparkd.cluster.head_probe import ask_head, clock_doubt, find_head
+    from sparkd.cluster.head_probe import ask_head, find_head
     from sparkd.cluster.join_route import route_to
     from sparkd.cluster.machine_lock import machine_lock
     from sparkd.config.config import STATE_DIR
@@ -90,8 +90,8 @@ def join(
         trial = Path(folder) / "token"
         trial.touch(mode=0o600)
         trial.write_text(secret)
-        clocks = clock_doubt(ask_head(target, trial, route.node_ip))
-    warnings = [warning for warning in (route.warning, clocks) if warning is not None]
+        ask_head(target, trial, route.node_ip)
+    warnings = [] if route.warning is None else [route.warning]
     err.print(route.why, markup=False)
     for warning in warnings:
         err.print(f"warn: {warning}", style="yellow", markup=False)

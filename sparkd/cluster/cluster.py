@@ -234,7 +234,6 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             await self._link.refresh()
-            await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
         except ClusterError as error:

@@ -11,7 +11,6 @@ from sparkd.errors import ClusterError, CodeDiffers
 from sparkd.state.nouns import Machine, Progress, RankFact, Reading
 from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
-from workers.agent.ray_probe import CLOCK_S
 from workers.rank.signatures import Diagnosis
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
@@ -21,6 +20,9 @@ ACCEPTED_S = 20.0
 # Neither a look nor the pause after it lasts longer in a daemon that runs; a longer time was its own (a signal held it), and no node
 # was silent in it.
 HELD_S = 5.0
+# By how much two nodes' clocks may differ. Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a
+# hub and whoever reads two logs.
+CLOCK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from sparkd import __version__
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, RayUnavailable, refused_by
 from workers.agent.actor import Agent
-from workers.agent.ray_probe import AGENT_KEY, CLOCK_KEY, KEYS_NAMESPACE
+from workers.agent.ray_probe import AGENT_KEY, KEYS_NAMESPACE
 from workers.agent.version import VERSION
 from workers.host.processes import LACKS
 from workers.rank.ray_environment import DEVICE, DEVICE_SHARE
@@ -81,12 +81,9 @@ class RayLink:
                 "this node's address in Ray."
             )
         await self._meet(node_ip, alive[node_ip])
+        await self._answer(self._tell_agent)
         await self.refresh()
         self.connected = True
-
-    async def tell_time(self) -> None:
-        """For a node that wants to join, and compares its clock and its code (workers.agent.ray_probe). Raises RayUnavailable."""
-        await self._answer(self._tell_time)
 
     async def refresh(self) -> set[str]:
         """Meet the agents of nodes that have come, forget those of nodes that have gone; the addresses of those that were met now.
@@ -132,11 +129,13 @@ class RayLink:
         """One method of a node's agent. A ClusterError raised there is raised here, an OSError is NodeRefused, anything else AgentLost."""
         if node_ip not in self._agents:
             raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.", reached=False)
+        from ray.exceptions import RayError
+
         _, agent = self._agents[node_ip]
         try:
             async with asyncio.timeout(timeout_s):
                 return await method(agent)
-        except _errors() as error:
+        except RayError as error:
             # First: what an agent raised is an instance of its own class, too, and may be a TimeoutError.
             raise _raised(error, node_ip, "could not do it") from error
         except TimeoutError:
@@ -186,6 +185,8 @@ class RayLink:
         if error is not None and time.monotonic() < until_s:
             raise error
         agent = await self._answer(self._start_agent, node_ip, node_id)
+        from ray.exceptions import ActorDiedError
+
         try:
             async with asyncio.timeout(AGENT_TIMEOUT_S):
                 version = await agent.version.remote()
@@ -195,7 +196,7 @@ class RayLink:
                 if version == VERSION:
                     await agent.open.remote()
         except Exception as error:
-            if _has_died(error):
+            if isinstance(error, ActorDiedError):
                 # Ray does not pass on the error of the actor's constructor. An agent of another release takes other arguments.
                 await self._check_code(node_ip, node_id)
             raise _raised(error, node_ip, "did not start") from error
@@ -248,11 +249,11 @@ class RayLink:
         logging.getLogger("ray").setLevel(logging.ERROR)
         return ray
 
-    def _tell_time(self) -> None:
+    def _tell_agent(self) -> None:
+        """For a node that wants to join, and compares its code (workers.agent.ray_probe)."""
         self._ray()
         from ray.experimental.internal_kv import _internal_kv_put
 
-        _internal_kv_put(CLOCK_KEY, repr(time.time()).encode(), overwrite=True, namespace=KEYS_NAMESPACE)
         _internal_kv_put(AGENT_KEY, VERSION.encode(), overwrite=True, namespace=KEYS_NAMESPACE)
 
     def _alive_nodes(self) -> dict[str, str]:
@@ -438,17 +439,3 @@ def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _group(start: str) -> str:
     return f"workers:{start}"
-
-
-def _has_died(error: Exception) -> bool:
-    """Whether Ray says that an actor did not start, or has ended."""
-    from ray.exceptions import ActorDiedError
-
-    return isinstance(error, ActorDiedError)
-
-
-def _errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Ray's root exception, known only once Ray is imported, and others."""
-    from ray.exceptions import RayError
-
-    return (RayError, *others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -34,14 +34,13 @@ from sparkd.errors import (
     SparkdError,
     refused_by,
 )
-from sparkd.fabric.transport import in_order, moved, told_of
+from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
@@ -49,7 +48,6 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 LASTING_S = 3600.0
 FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
-Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
@@ -177,13 +175,12 @@ class Effects:
                 self._ready(record, served=served)
                 return
             deadline_s = self._registry.config.start_deadline_s(record.spec) if record.spec else 60.0
-            before = await self._counters(record)
             await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt.since_s)))
         except SparkdError as error:
             record.attempt = replace(record.attempt, message=f"It does not answer yet: {error.message}")
             return
         if record.state in STARTING:
-            self._ready(record, before)
+            self._ready(record)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(message: str) -> None:
@@ -205,18 +202,8 @@ class Effects:
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
-    async def _counters(self, record: Record) -> Readings:
-        """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
-        if len(set(record.attempt.nodes)) < 2:
-            return {}
-        try:
-            async with asyncio.timeout(COUNT_TIMEOUT_S):
-                return await self._cluster.fabric()
-        except TimeoutError:
-            return {}
-
-    def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
-        """Make the model READY. before: the nodes' readings before its first chat, if any. served: earlier times of an adopted model."""
+    def _ready(self, record: Record, served: Served | None = None) -> None:
+        """Make the model READY. served: earlier times of an adopted model."""
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
@@ -232,7 +219,7 @@ class Effects:
         self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self._spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
+            self._spawn(self._prove(record, handles), f"transport {record.name}")
 
     def _load_s(self, record: Record) -> float:
         """Seconds since its load began, under whichever daemon."""
@@ -240,20 +227,17 @@ class Effects:
         took_s = self._clock() - attempt.since_s
         return max(took_s, self._wall() - attempt.handle.started_at_s) if attempt.adopted and attempt.handle else took_s
 
-    async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
+    async def _prove(self, record: Record, handles: list[RankHandle]) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
         rank_id, env = record.attempt.rank_id, record.spec.environment(self._registry.config.engine) if record.spec else {}
         try:
-            counted = moved(handles, before, await self._counters(record) if before else {}, env)
-            by_log = await self._cluster.launcher.transport(handles, env)
-            # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
-            findings = in_order((*by_log, *(finding for finding in counted if any(other.node == finding.node for other in by_log))))
+            findings = await self._cluster.launcher.transport(handles, env)
         except ClusterError as error:
             self._journal.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return
         if findings and record.attempt.rank_id == rank_id:
             record.attempt = replace(record.attempt, transport=tuple(asdict(finding) for finding in findings))
-            self._journal.say("transport", record.name, told_of(findings), verdict=findings[0].verdict)
+            self._journal.say("transport", record.name, transport_summary(findings), verdict=findings[0].verdict)
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""

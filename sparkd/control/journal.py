@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.control.operations import OperationBook
+from sparkd.control.operations import Operations
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Desired, Event, RankHandle, ages_s
@@ -86,7 +86,7 @@ class Journal:
         self._boundary = boundary or Boundary(time.monotonic)
         # By table and row, the oldest first: the last write of each row that is not saved.
         self._unsaved: dict[tuple[str, str], Callable[[], object]] = {}
-        self.operations = OperationBook(store.history, self._persist, wall)
+        self.operations = Operations(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
         self.snapshots = SnapshotFeed()
         self.trouble: Condition | None = None

@@ -12,7 +12,7 @@ from sparkd.state.nouns import Operation, OperationState, Progress, Want
 from sparkd.state.store import OPERATIONS_KEPT, History
 
 
-class OperationBook:
+class Operations:
     """`persist(table, key, write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
 
     def __init__(self, history: History, persist: Callable[[str, str, Callable[[], object]], None], wall: Callable[[], float]) -> None:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from sparkd import metrics
-from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.benches import Benches
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
-from sparkd.admin.pull import Pulls
+from sparkd.admin.pulls import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
@@ -166,7 +166,7 @@ class Daemon:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._jobs = Jobs(self._journal, self._boundary)
         self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._spec_of, self._names, self._present)
-        self._measures = Measures(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
+        self._measures = Bandwidth(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._requests = _request_log(config)

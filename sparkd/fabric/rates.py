@@ -20,8 +20,6 @@ from sparkd.state.rows import noun_of
 log = logging.getLogger("sparkd.measures")
 
 NCCL, GLOO = "nccl", "gloo"
-# Findings of the ranks that run which a rate has more to say about.
-_TRANSPORT = ("network", "rails", "traffic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +122,6 @@ def shown(rate: Rate) -> dict[str, Any]:
     """A rate as plain JSON, with the verdict."""
     judged = finding(rate)
     return asdict(rate) | {"idle": list(rate.idle), "normal_gb_s": rate.normal, "verdict": judged.verdict, "told": judged.evidence}
-
-
-def with_loss(proved: Iterable[Finding], rates: Iterable[Rate]) -> tuple[Finding, ...]:
-    """Findings on ranks that run; one that is not ok, of a node with a measured rate, says it."""
-    slowest: dict[str, Rate] = {}
-    for rate in sorted(rates, key=lambda proof: -proof.gb_s):
-        slowest |= {rate.a: rate, rate.b: rate}
-    findings = []
-    for proof in proved:
-        slowest_rate = slowest.get(proof.node)
-        if slowest_rate is not None and proof.verdict != OK and proof.check in _TRANSPORT:
-            other = next(end for end in (slowest_rate.b, slowest_rate.a) if end != proof.node)
-            beside = f" of {slowest_rate.normal}" if slowest_rate.normal else ""
-            proof = replace(proof, evidence=f"{proof.evidence}; {slowest_rate.gb_s:.1f}{beside} GB/s measured to {other}")
-        findings.append(proof)
-    return tuple(findings)
 
 
 def _rails(number: int) -> str:

@@ -40,14 +40,19 @@ class Documents(Generic[T]):
         return self._read("SELECT id, document FROM {} WHERE id = ?", key).get(key)
 
     def put(self, key: str, document: Any) -> None:
+        self._execute("CREATE TABLE IF NOT EXISTS {}(id TEXT PRIMARY KEY, document TEXT NOT NULL)")
         self._execute("INSERT OR REPLACE INTO {} VALUES (?, ?)", key, json.dumps(document))
 
     def remove(self, key: str) -> None:
+        """Remove a row that is there."""
         self._execute("DELETE FROM {} WHERE id = ?", key)
 
     def _read(self, sql: str, *values: str) -> dict[str, T]:
-        documents = {}
-        for key, text in self._execute(sql, *values) if os.access(self._path, os.R_OK) else ():
+        documents: dict[str, T] = {}
+        # A read makes no table.
+        if not os.access(self._path, os.R_OK) or not self._execute("SELECT name FROM sqlite_master WHERE name = ?", self._table):
+            return documents
+        for key, text in self._execute(sql, *values):
             try:
                 documents[key] = self._make(json.loads(text))
             except ValueError as error:
@@ -60,5 +65,4 @@ class Documents(Generic[T]):
         if path := in_others_hands(self._path.parent):
             raise StateError(f"{path} is in another user's hands, and this is root: run it as the user of that folder (`sudo -u USER ..`).")
         with state_errors(self._path, self._table), closing(connect(self._path, timeout_s=1.0)) as db:
-            db.execute(f"CREATE TABLE IF NOT EXISTS {self._table}(id TEXT PRIMARY KEY, document TEXT NOT NULL)")
             return db.execute(sql.format(self._table), values).fetchall()

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin import pull
+from sparkd.admin import pulls
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
@@ -63,7 +63,7 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/admin/pull.py": 1,
+    "sparkd/admin/pulls.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/recipes/clone.py": 1,
@@ -151,7 +151,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
+        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.admin import app as admin
 from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
@@ -36,6 +37,7 @@ from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
 from tests.support.fakes import Scene
 from tests.support.registries import keep_registry
+from tests.support.waiting import HUNG_S
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
@@ -166,6 +168,24 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         nodes = await made.ask("GET", "/nodes")
         assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
+
+
+async def test_a_node_that_does_not_answer_delays_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[asyncio.Future[dict[str, Any]]] = []
+
+    async def look() -> dict[str, Any]:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.fabric = look  # type: ignore[method-assign]
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", 0.0)
+        assert [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)] == [[], []]
+        # The next watcher gets what the look says at last, and starts no other.
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", HUNG_S)
+        looks[0].set_result(readings("cable-to-a-stranger"))
+        offered = [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)]
+        assert [[machine["node"] for machine in each] for each in offered] == [["spark-1"]] * 2 and len(looks) == 1
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -830,10 +850,10 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Refusal"}
             answers = [answer for status, answer in operation["responses"].items() if status.isdigit()]
-            assert len(answers) == 1 and answers[0]["content"]["application/json"]["schema"], "each answer has a type"
+            assert answers and all(answer["content"]["application/json"]["schema"] for answer in answers), "each answer has a type"
             if body := operation.get("requestBody"):
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
+                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
         assert len(streams) == 3, "the log, the events, and the page's"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]

@@ -18,7 +18,7 @@ import pytest
 
 from sparkd.admin import bandwidth
 from sparkd.admin.app import PREFIX, Parts, admin_app
-from sparkd.admin.bandwidth import MOST_BYTES, Measures
+from sparkd.admin.bandwidth import MOST_BYTES, Bandwidth
 from sparkd.admin.jobs import Jobs
 from sparkd.config.config import load_config
 from sparkd.control.journal import Journal
@@ -95,9 +95,9 @@ class Scene:
         self.jobs = Jobs(self.journal, Boundary(time.monotonic))
         self.measures = self.again()
 
-    def again(self) -> Measures:
+    def again(self) -> Bandwidth:
         rates = RateBook(self.folder)
-        return Measures(self.nodes, self.journal, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
+        return Bandwidth(self.nodes, self.journal, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.journal.operations.find(operation.id).state is not OperationState.RUNNING)

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.fabric import fabric_of
+from sparkd.admin.streams import log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles

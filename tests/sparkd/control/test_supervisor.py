@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.readings import log_of
+from sparkd.admin.streams import log_of
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
 from sparkd.config.config import parse_model

@@ -17,10 +17,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from sparkd.admin import pull
+from sparkd.admin import pulls
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.jobs import Jobs
-from sparkd.admin.pull import Pulls
+from sparkd.admin.pulls import Pulls
 from sparkd.checkpoint import download
 from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
@@ -115,7 +115,7 @@ async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "POLL_S", 0.0)
+    monkeypatch.setattr(pulls, "POLL_S", 0.0)
     monkeypatch.setattr(download, "PROGRESS_S", 0.01)
 
 

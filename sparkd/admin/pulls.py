@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sparkd.admin.chosen_nodes import ALL, chosen_nodes
+from sparkd.admin.bodies import ALL, chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, ModelConfig
