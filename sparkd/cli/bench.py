@@ -47,7 +47,7 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for the prompts, in place of words that mean nothing.")] = None,
+    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for the prompts, in place of empty words.")] = None,
     load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
     times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
     other: Annotated[str | None, option("--from", metavar="OTHER", help="The other model of the swaps, with --load.")] = None,
