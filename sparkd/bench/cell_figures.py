@@ -16,8 +16,14 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state of a model's nodes. at_s: wall clock; power_w: of all their GPUs; power_at_s: when the meter of a single node said so;
-    memory_bytes: of the engine, host and device; kv_use: 0 to 1."""
+    """The state of a model's nodes.
+
+    at_s: wall clock.
+    power_w: of all their GPUs.
+    memory_bytes: of the engine, host and device.
+    kv_use: 0 to 1.
+    power_at_s: when the meter of a single node said so.
+    """
 
     at_s: float
     power_w: float | None = None

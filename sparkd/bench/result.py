@@ -98,8 +98,12 @@ class CellResult(Value):
 
 
 class Published(Value):
-    """A figure of the recipe that was published elsewhere. what: its key in the recipe, such as decode_tokens_per_s; to: the end of a
-    range; when: the conditions, in the source's words."""
+    """A figure of the recipe that was published elsewhere.
+
+    what: its key in the recipe, such as decode_tokens_per_s.
+    to: the end of a range.
+    when: the conditions, in the source's words.
+    """
 
     what: str
     value: float
@@ -122,7 +126,12 @@ class Predicted(Value):
 
 
 class BenchSubject(Value):
-    """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
+    """The model that was measured.
+
+    entry: its keys as configured, secrets masked.
+    format: of the weights as they run.
+    driver: NVIDIA's.
+    """
 
     model: str
     source: str
