@@ -1,4 +1,4 @@
-"""The admin API: thin verbs over the supervisor, and their OpenAPI document. Never decides, never waits for a long action unless asked."""
+"""The admin API: thin verbs over the supervisor, and their OpenAPI document."""
 
 from __future__ import annotations
 

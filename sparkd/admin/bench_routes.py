@@ -35,10 +35,13 @@ _Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 class Benching(BaseModel, extra="forbid"):
     """A bench that is asked for.
 
-    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; book,
-    book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
-    other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
-    the bench to go on with; force: although others use a model.
+    profile: of a bench of speed, one that comes with sparkd.
+    profile_text: another one, in sparkrun's YAML.
+    book, book_name: a text for llama-benchy. Without it a bench that goes on has the text that it began with.
+    times, other: of a bench of loads, the loads of each way and the model of the swaps.
+    formats, text, text_name: of a bench of quality.
+    resume: the bench to go on with.
+    force: measure although others use a model.
     """
 
     model: str = Field(max_length=256)
@@ -82,7 +85,11 @@ class BenchAbout(BaseModel):
 
 
 class BenchRow(BaseModel):
-    """A bench in short. cells, done: loads or formats where it measures these; tokens_per_s: the most of its cells."""
+    """A bench in short.
+
+    cells, done: loads or formats where it measures these.
+    tokens_per_s: the most of its cells.
+    """
 
     id: str
     kind: Kind

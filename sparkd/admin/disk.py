@@ -37,8 +37,13 @@ class Verifying(BaseModel, extra="forbid"):
 
 
 class DiskEntry(BaseModel):
-    """kind: hub, quantized or profile. used_s: wall clock; used_by: models that are configured with it. valid: null where that has no
-    meaning; fault: why it cannot be used as it is."""
+    """
+    kind: hub, quantized or profile.
+    used_s: wall clock.
+    used_by: models that are configured with it.
+    valid: null where that has no meaning.
+    fault: why it cannot be used as it is.
+    """
 
     kind: str
     id: str

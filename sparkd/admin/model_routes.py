@@ -31,6 +31,7 @@ from sparkd.errors import ClusterError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
@@ -49,7 +50,11 @@ class EnginePage(BaseModel):
 
 
 class RankSettings(BaseModel):
-    """command: as it was started; engine: the arguments that vLLM itself says are not its defaults. Null without an engine."""
+    """Null without an engine.
+
+    command: as it was started.
+    engine: the arguments that vLLM itself says are not its defaults.
+    """
 
     rank: int
     node: str
@@ -58,11 +63,16 @@ class RankSettings(BaseModel):
 
 
 class SettingsAnswer(BaseModel):
-    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
-    with those of its recipe and the defaults. Values of `env` are masked."""
+    """Values of `env` are masked.
+
+    configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back.
+    resolved: every key, with those of its recipe and the defaults.
+    keys: those that an added model may have.
+    """
 
     configured: dict[str, Any]
     resolved: dict[str, Any]
+    keys: list[str]
     ranks: list[RankSettings]
 
 
@@ -119,7 +129,7 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
     async def settings(name: str) -> SettingsAnswer:
         spec = registry.spec(name)
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in registry.find(name).attempt.handles))
-        return SettingsAnswer(configured=dict(spec.given), resolved=_resolved(spec), ranks=ranks)
+        return SettingsAnswer(configured=dict(spec.given), resolved=_resolved(spec), keys=sorted(KEYS), ranks=ranks)
 
     read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 

@@ -28,9 +28,6 @@ class Endless(StreamingResponse):
     streams, each with the 130 objects that the app has for a request, kept Python's collector busy for 0.2 s at a time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if LATER not in scope:
-            await super().__call__(scope, receive, send)
-            return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         scope[LATER].append(self.body_iterator)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparkd.capacity.headers import _OF_TEXT, Drafting, of_config
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import at_any_length
 from sparkd.config.quantize import AUTO
-from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.units import MOST
 from sparkd.vllm.flags import DRAFTS, SPECULATIVE, draft_method, parsed, speculative_config, without

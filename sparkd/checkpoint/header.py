@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from sparkd.checkpoint.foreign_json import parsed, shown
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, parsed, shown
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUnread
 
@@ -67,7 +67,7 @@ class Shard:
 
 
 def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
-    """One file's identity and its tensors in the order of their offsets. path: absolute. Raises CheckpointError.
+    """The identity of the file at an absolute path, and its tensors in the order of their offsets. Raises CheckpointError.
 
     Reads the header only. The file's real size bounds the memory, whatever the length field claims.
     """
@@ -84,7 +84,11 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
 
 
 def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
-    """Bytes of the JSON. prefix: the first 8 bytes of the file, fewer if it is shorter; size_bytes: the file's. Raises CheckpointError."""
+    """Bytes of the JSON. Raises CheckpointError.
+
+    prefix: the first 8 bytes of the file, fewer if it is shorter.
+    size_bytes: the file's.
+    """
     if len(prefix) < PREFIX_BYTES:
         raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
     if prefix.startswith(b"version "):
@@ -100,9 +104,9 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
 
 
 def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tuple[Shard, list[TensorRef]]:
-    """Parse a header and check it against the file's size. header: the JSON without its length. Raises CheckpointError."""
+    """Parse a header, the JSON without its length, and check it against the file's size. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
-    table = parsed(header, path, AGAIN, strict=True)
+    table = parsed(header, path, AGAIN, most=MAX_HEADER_VALUES)
     if not isinstance(table, dict):
         raise CheckpointError("the header is no JSON object", file=path, cure=AGAIN)
     if not isinstance(table.pop(_METADATA, {}), dict | None):

@@ -75,8 +75,8 @@ def show_(
     json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
+    from sparkd.config.parser_choice import explained
     from sparkd.config.recipe_check import described, resolve
-    from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
     file = book.find(name)

@@ -160,7 +160,7 @@ def check(
         listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
     else:
-        from sparkd.entry.parser_choice import in_words
+        from sparkd.config.parser_choice import in_words
 
         for problem in problems:
             sys.stdout.write(f"{printable(str(problem))}\n")
@@ -173,7 +173,7 @@ def check(
 
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
-    from sparkd.entry.parser_choice import explained
+    from sparkd.config.parser_choice import explained
 
     config = load_config(path, environ=os.environ)
     book = config.book()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
@@ -32,10 +33,9 @@ from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
@@ -100,7 +100,7 @@ class Cluster:
         def present() -> Config:
             return self._config
 
-        self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here, self.in_sight, self.total_gib)
+        self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here.runtime, self.in_sight, self.total_gib)
         self.launcher = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.placer)
         self._sight = NodeTracker()

@@ -17,7 +17,7 @@ from sparkd.config.kv_cache import without_cpu_space
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.transport import proof
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import RankFact, RankHandle

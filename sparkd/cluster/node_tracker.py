@@ -48,10 +48,6 @@ class Observation:
         """The ranks of one start, by number."""
         return tuple(sorted((fact for fact in self.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank))
 
-    def has_beside(self, shut: frozenset[str]) -> bool:
-        """Whether a load may begin somewhere although it may not on these."""
-        return not shut or any(node.reading and node.node_id not in shut for node in self.nodes)
-
 
 @dataclass(frozen=True, slots=True)
 class NodeObservation:

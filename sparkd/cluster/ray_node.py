@@ -20,7 +20,7 @@ from sparkd.cluster.node_paths import rank_folders, remove_empty
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, is_here
 from sparkd.config.config import Config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
-from sparkd.fabric.readings import ray_environment
+from sparkd.fabric.fabric_nodes import ray_environment
 from sparkd.systemd import Systemd
 from workers.rank import lifecycle
 

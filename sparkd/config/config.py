@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -113,12 +114,21 @@ class EngineSettings(Section):
 
 
 class BackoffSettings(Section):
-    """How long a model that failed waits for its next try."""
+    """How long a model that failed waits for its next try: from initial_s, doubled with each failure, to max_s, plus or minus jitter.
+
+    reset_after_s: READY for that long, it starts over.
+    """
 
     initial_s: PositiveSeconds = 10
     max_s: PositiveSeconds = 300
     jitter: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.25
     reset_after_s: PositiveSeconds = 600
+
+    def delay_s(self, failures: int, rng: random.Random) -> float:
+        """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
+        # Without a limit the 1,025th failure would overflow a float.
+        base_s = min(self.max_s, self.initial_s * 2.0 ** min(failures - 1, 60))
+        return base_s * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
     @model_validator(mode="after")
     def _ordered(self) -> BackoffSettings:

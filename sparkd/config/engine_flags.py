@@ -1,8 +1,7 @@
-"""Writes a model's keys as vLLM's flags, and names the keys that its extra_args contradict."""
+"""Writes a model's keys as vLLM's flags, and names the keys that its extra_args set too."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from pydantic import BaseModel
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.fields import VllmFlag
-from sparkd.vllm.flags import amount, parsed
+from sparkd.vllm.flags import parsed
 from sparkd.vllm.parsers import OFF
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 # Keys that are a switch of vLLM: --enforce-eager.
 SWITCHES = ("trust_remote_code", "enforce_eager")
 _SAMPLING_FLAG = "override-generation-config"
-# Spelling -> the other spelling of the same value.
-_SAME = {"-1": "auto", "False": OFF, "off": OFF}
 
 
 @cache
@@ -58,40 +55,14 @@ def arguments(written: Mapping[str, Any]) -> list[str]:
 
 
 def contradictions(written: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, message) of every key to which a flag in extra_args gives another value.
+    """(key, message) of every key whose flag stands in extra_args too.
 
-    written: the keys of one entry or recipe. A flag of an entry may override a key of its recipe, which is no contradiction.
+    written: the keys of one entry. A flag of an entry may override a key of its recipe.
     """
     from sparkd.config.model import ModelConfig
 
     flags = parsed(arguments(written))
-    for key in (*value_flags(ModelConfig), "tool_call_parser", "sampling"):
+    for key in (*value_flags(ModelConfig), *SWITCHES, "tool_call_parser", "sampling"):
         flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
-        value, given = written.get(key), flags.get(flag)
-        if value is None or not isinstance(given, str) or _is_same(value, given) or (key, value) == ("gpu_memory_utilization", "auto"):
-            continue
-        mine, other = (key, f"--{flag}") if key == "sampling" else (f"{key}: {value}", f"--{flag} {given[:48]}")
-        yield key, f"{mine} and {other} in extra_args contradict each other: remove one of them."
-    for key in SWITCHES:
-        value, given = written.get(key), flags.get(key.replace("_", "-"))
-        if isinstance(value, bool) and isinstance(given, bool) and given != value:
-            flag = f"--{'' if given else 'no-'}{key.replace('_', '-')}"
-            yield key, f"{key}: {str(value).lower()} and {flag} in extra_args contradict each other: remove one of them."
-
-
-def _is_same(value: Any, given: str) -> bool:
-    if isinstance(value, Mapping):
-        said = {"max_new_tokens" if name == "max_tokens" else name: one for name, one in value.items()}
-        try:
-            return bool(json.loads(given) == said)
-        except ValueError:
-            return False  # vLLM refuses it anyway
-    mine, other = (_SAME.get(text, text) for text in (str(value), given))
-    return mine == other or _number(mine) == _number(other) is not None
-
-
-def _number(text: str) -> float | None:
-    try:
-        return amount(text) or float(text)
-    except ValueError:
-        return None
+        if written.get(key) is not None and flag in flags:
+            yield key, f"{key} and --{flag} in extra_args set the same: remove one of them."

@@ -19,7 +19,6 @@ from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.wishes import Wishes
@@ -72,8 +71,7 @@ class Effects:
         self.strays: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
-        """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
-        Engines that hung under that daemon count, and a model that rests for it goes on resting."""
+        """At the start: mark the models of an earlier daemon's ranks as unknown, not absent, until their nodes were seen."""
         ordered = sorted(handles, key=lambda handle: handle.started_at_s)
         newest = {handle.model: handle.start for handle in ordered}
         for model, start in newest.items():
@@ -81,14 +79,6 @@ class Effects:
             if record := self._registry.records.get(model):
                 record.attempt = replace(record.attempt, nodes=tuple(node for _, node in ranks))
         self._cluster.expect({node for record in self._registry.records.values() for node in record.attempt.nodes})
-        for name, ago_s in self._journal.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
-            record = self._registry.records.get(name)
-            if record is None:
-                continue
-            record.stalls = tuple(self._clock() - age_s for age_s in ago_s)
-            if len(ago_s) > STALLS and record.desired.want is Want.RUNNING:
-                record.fail("EngineFrozen", _rests(len(ago_s)), self._clock() + STALL_WINDOW_S - ago_s[-1])
-                self.move(record, ModelState.FAILED)
 
     async def place(self, record: Record) -> None:
         spec = record.spec
@@ -96,7 +86,7 @@ class Effects:
             return
         record.begin_attempt(self._clock())
         if record.failures:
-            gauges.restarted(record.name)
+            metrics.MODEL_RESTARTS.labels(record.name).inc()
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.placer.place(spec)
@@ -214,7 +204,8 @@ class Effects:
         record.attempt = replace(record.attempt, reason=None, message=None)
         how = "was adopted and serves on" if record.attempt.adopted else f"answers after {took_s:.1f} s"
         self._journal.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
-        gauges.loaded(record.name, took_s, record.attempt.adopted)
+        if not record.attempt.adopted:
+            metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
@@ -245,7 +236,7 @@ class Effects:
         self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
         self._queue.open(record)
 
-    def rest(self, record: Record) -> None:
+    def mark_stopped(self, record: Record) -> None:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
@@ -264,7 +255,7 @@ class Effects:
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
-        backoff = Backoff(**self._registry.config.backoff.model_dump())
+        backoff = self._registry.config.backoff
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
             record.lost_load_s = self._load_s(record)
@@ -278,7 +269,7 @@ class Effects:
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
-            message += f" This will not recover on its own: {_mended(record)}."
+            message += f" Another try will not help until its cause is fixed: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
         record.last_failure = {"reason": reason, "message": message, "at_s": self._registry.wall()}
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)

@@ -13,9 +13,9 @@ from sparkd.condition import Condition
 from sparkd.control.operations import Operations
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import Desired, Event, RankHandle, ages_s
+from sparkd.state.nouns import Desired, Event, RankHandle
 from sparkd.state.snapshot import Snapshot
-from sparkd.state.store import EVENTS_KEPT, History, Store
+from sparkd.state.store import History, Store
 
 log = logging.getLogger("sparkd.events")
 
@@ -120,15 +120,6 @@ class Journal:
             except StateError as error:
                 self._note(error.message)
         return None if row is None else Served(None if row[0] is None else max(0.0, self.wall() - row[0]), row[1])
-
-    def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
-        """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
-        ages: dict[str, list[float]] = {}
-        events = self._store.history.events(0, EVENTS_KEPT)
-        for event, age_s in zip(events, ages_s(events, self.wall()), strict=True):
-            if event.kind == "failed" and event.model and event.data.get("reason") == reason and age_s < window_s:
-                ages.setdefault(event.model, []).append(age_s)
-        return ages
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""

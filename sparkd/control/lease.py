@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.config.model import ModelConfig
+from sparkd.control.looks import ModelLooks
+from sparkd.control.means import Means
 from sparkd.control.record import Record
-from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
@@ -28,7 +28,6 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
-from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
@@ -101,31 +100,16 @@ class Lease:
 
 
 class LeaseQueue:
-    """Admits requests to READY models, holds those whose model is starting, and refuses the rest.
+    """Admits requests to READY models, holds those whose model is starting, and refuses the rest."""
 
-    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Effects.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        *,
-        wishes: Wishes,
-        wake: asyncio.Event,
-        clock: Callable[[], float],
-        unusable: Callable[[ModelConfig], Awaitable[ModelUnusable | None]],
-        parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
-        look: Callable[[Record], Awaitable[None]],
-        boundary: Boundary,
-    ) -> None:
-        self._look = look
-        self._unusable = unusable
-        self._parsers = parsers
-        self._shared = SharedAnswer(boundary)
-        self._registry = registry
+    def __init__(self, means: Means, wishes: Wishes, looks: ModelLooks) -> None:
+        self._look = looks.look
+        self._models = means.cluster.models
+        self._shared = SharedAnswer(means.boundary)
+        self._registry = means.registry
         self._wishes = wishes
-        self._wake = wake
-        self._clock = clock
+        self._wake = means.wake
+        self._clock = means.clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
@@ -153,7 +137,7 @@ class LeaseQueue:
         record.queue.end(self._clock(), probe=probe)
         # sparkd's own probe is not evidence for the watchdog, which would send another probe.
         if answered or (answered is not None and not probe):
-            record.queue.judge(answered=answered or record.state is not ModelState.READY)
+            record.queue.unanswered = not answered and record.state is ModelState.READY
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake.set()
 
@@ -169,7 +153,7 @@ class LeaseQueue:
 
         keeps_place: the model has not had its turn yet. It keeps its queue position unless only a request wished it.
         """
-        record.queue.forget_promise()
+        record.queue.promised_at_s = None
         if not keeps_place or record.desired.by == "request":
             record.queue.withdraw()
         record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded(record)))
@@ -205,21 +189,21 @@ class LeaseQueue:
             )
         if record.desired.want is not Want.RUNNING:
             self._wishes.want(record.name, Want.RUNNING, "request")
-            record.queue.forget_promise()
+            record.queue.promised_at_s = None
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.queue.wait(waiter, self._clock())
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
             # The client gets a Retry-After, and the model goes on loading for it.
-            record.queue.promise(self._clock())
+            record.queue.promised_at_s = self._clock()
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.queue.leave(waiter)
             if record.state in (ModelState.STOPPED, ModelState.PLANNED):
                 self._withdraw(record)
             else:
-                record.queue.abandon(self._clock())
+                record.queue.abandoned_at_s = self._clock()
             raise
         finally:
             record.queue.leave(waiter)
@@ -244,7 +228,7 @@ class LeaseQueue:
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
-        if fault := await self._once(record, self._unusable, record.spec):
+        if fault := await self._once(record, self._models.unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
             raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}")
 
@@ -253,7 +237,7 @@ class LeaseQueue:
         if record.attempt.handle is not None and record.state in STARTING:
             parsers = of_handle(record.attempt.handle.parsers)
         elif record.spec is not None:
-            parsers = await self._once(record, self._parsers, record.spec)
+            parsers = await self._once(record, self._models.parsers, record.spec)
         else:
             parsers = None
         if parsers is not None and parsers.tool is None:
@@ -268,25 +252,22 @@ class LeaseQueue:
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
         if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
             return
-        if any(_is_owed(other, record) for other in self._models()):
+        if any(_is_owed(other, record) for other in self._registry.records.values()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._registry.config.cancel_abandoned_loads):
             self._wishes.want(record.name, Want.STOPPED, "request")
 
-    def _models(self) -> Iterable[Record]:
-        return self._registry.records.values()
-
     def forget_clients(self) -> None:
         """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads
         whose clients left and did not return in ABANDONED_S."""
-        for record in self._models():
+        for record in self._registry.records.values():
             left_s = record.queue.abandoned_at_s
             if left_s is not None and self._clock() - left_s >= ABANDONED_S:
                 self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
-                record.queue.forget_promise()
+                record.queue.promised_at_s = None
 
     def _refuse_away(self, record: Record) -> None:
         self._refuse_closed(record)

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 
 from sparkd import metrics
@@ -20,25 +19,23 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ENDS_S, ModelFacts, Stay
+from sparkd.control.facts import ModelFacts
 from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
-from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.control.record import Record
+from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.registry import Registry
-from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import Schedule
 from sparkd.control.swap import Swap
-from sparkd.control.views import guard_hints, holders, view
+from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -85,27 +82,11 @@ class Supervisor:
         self.tasks = Tasks(self.boundary)
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)
-        self._wishes = Wishes(self.registry, self.journal, self._wake, clock, journal.wall)
-        self._queue = LeaseQueue(
-            self.registry,
-            wishes=self._wishes,
-            wake=self._wake,
-            clock=clock,
-            unusable=cluster.models.unusable,
-            parsers=cluster.models.parsers,
-            look=self._looks.look,
-            boundary=self.boundary,
-        )
-        self._gate = LoadGate(
-            self.journal,
-            self._queue,
-            self._wishes,
-            clock,
-            partial(holders, self.registry),
-            lambda total: self.registry.config.memory.limits(total),
-        )
-        self._swap = Swap(self.journal, cluster.reservations.book, lambda: self.registry.ties, self._wishes, clock)
-        self._endings = Endings(means, self._gate.release.left)
+        self._wishes = Wishes(means)
+        self._queue = LeaseQueue(means, self._wishes, self._looks)
+        self._gate = LoadGate(means, self._queue, self._wishes)
+        self._swap = Swap(means, self._wishes)
+        self._endings = Endings(means)
         self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
@@ -209,13 +190,8 @@ class Supervisor:
     async def stop_everything(self, *, at_once: bool = False) -> None:
         """Stop every rank that can be found. The wishes stay for the daemon's next start."""
         observation = await self._cluster.observe()
-        ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
-        for fact, left in zip(ranks, results, strict=True):
-            if isinstance(left, BaseException):
-                log.error("a rank was not stopped: %s", left)
-            else:
-                self._gate.release.left(fact.handle, left)
+        for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
+            log.error("a rank was not stopped: %s", error)
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
         for record in self.registry.records.values():
@@ -267,22 +243,23 @@ class Supervisor:
             self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            found = Found.of(observation, records, steady)
+            is_open = False
             # Without the gate's word no node is open, to a placement in progress either.
             closed = frozenset(node.node_id for node in observation.nodes)
             with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
                 self._gate.look(observation, records)
                 self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
-                found = replace(found, is_open=True)
+                is_open = True
             for record in records.values():
                 with around("record", record.name):
-                    record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
+                    is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
+                    record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
             with around("wishes"):
                 self._wishes.end_removed()
                 self._queue.forget_clients()
                 self._swap.settle(records)
             with around("plan"):
-                actions, schedule = self._plan(found)
+                actions, schedule = self._plan(observation, is_open)
                 with around("swap"):
                     self._swap.show(schedule, records)
                 for action in actions:
@@ -314,19 +291,23 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
-    def _plan(self, observed: Found) -> tuple[list[Action], Schedule]:
-        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing."""
+    def _plan(self, observation: Observation, is_open: bool) -> tuple[list[Action], Schedule]:
+        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing.
+
+        is_open: the gate and the cluster know on which nodes a load may begin.
+        """
         now_s, around = self._clock(), self.boundary.around
+        strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in self.registry.records)
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():
             with around("facts", name):
-                facts[name] = observed.facts_of(record, self.registry.config, now_s, self._watchdog.frozen)
+                facts[name] = ModelFacts.of(record, self.registry.config, now_s, self._watchdog.frozen(record))
         can_place, schedule = False, Schedule()
         with around("schedule"):
-            bar = self._gate.block_reason(observed.observation, observed.strangers)
+            bar = self._gate.block_reason(observation, strangers)
             schedule = self._swap.schedule(facts, bar)
-            can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, observed.strangers, can_place, now_s, schedule), schedule
+            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
+        return plan(facts, strangers, can_place, schedule), schedule
 
     def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
@@ -356,87 +337,22 @@ class Supervisor:
                 self._effects.move(record, state)
             case Ask():
                 self._effects.start(record, "ask", self._effects.ask(record))
-            case Unwant(idle_s=idle_s):
+            case Expire(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
                     return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
-            case Yield(to=to):
+            case Evict(to=to):
                 self._swap.leave(record, self.registry.records[to])
-            case Drain():
-                self._effects.move(record, ModelState.DRAINING)
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)
                 elif self._endings.rests(record.name):
                     return
                 self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
-            case Rest():
-                self._effects.rest(record)
+            case MarkStopped():
+                self._effects.mark_stopped(record)
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the observation began.
-    is_open: the gate and the cluster know on which nodes a load may begin; otherwise the plan starts nothing."""
-
-    observation: Observation
-    by_model: Mapping[str, list[RankFact]]
-    strangers: tuple[RankFact, ...]
-    steady: Mapping[str, str | None]
-    is_open: bool = False
-
-    @classmethod
-    def of(cls, observation: Observation, records: Mapping[str, Record], steady: Mapping[str, str | None]) -> Found:
-        by_model: dict[str, list[RankFact]] = {}
-        for fact in observation.ranks or ():
-            by_model.setdefault(fact.handle.model, []).append(fact)
-        strangers = tuple(fact for name, ranks in by_model.items() if name not in records for fact in ranks)
-        return cls(observation, by_model, strangers, steady)
-
-    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
-        """The plan's facts about a model. frozen: see Watchdog.frozen."""
-        spec, observed = record.spec, record.observed
-        unseen = self.observation.unseen.intersection(record.attempt.nodes)
-        return ModelFacts(
-            record,
-            self.ranks_of(record),
-            unseen=bool(unseen),
-            dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
-            no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
-            halted_s=now_s - observed.halted_since_s if observed.halted_since_s is not None else 0.0,
-            deaf_s=now_s - observed.deaf_since_s if observed.deaf_since_s is not None else 0.0,
-            still_s=now_s - observed.moved_at_s,
-            silent_s=now_s - observed.told_at_s,
-            frozen=frozen(record),
-            start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
-            drain_deadline_s=config.unload_timeout_s,
-            stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
-            ttl_s=config.ttl_s(spec) if spec else 0.0,
-            stay=_stay(record, config),
-        )
-
-    def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
-        """The model's ranks. None if they are unknown: the observation failed, an action is changing them, or its only node is silent."""
-        changing = record.name not in self.steady or self.steady[record.name] != record.attempt.rank_id
-        only_node_unseen = len(record.attempt.nodes) < 2 and self.observation.unseen.intersection(record.attempt.nodes)
-        if self.observation.ranks is None or changing or only_node_unseen:
-            return None
-        return tuple(self.by_model.get(record.name, ()))
-
-
-def _stay(record: Record, config: Config) -> Stay:
-    if record.attempt.ready_since_s is None:
-        return Stay()
-    busy = record.queue.in_flight or record.queue.waiters
-    idle_at_s = float("inf") if busy else record.queue.last_used_s + config.swap_idle_s
-    least_s = config.min_residency_s
-    if record.queue.promised_at_s is not None:
-        comes_back_s = record.queue.promised_at_s + PROMISE_S
-        idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
-    until_s = min(idle_at_s, record.attempt.ready_since_s + least_s)
-    return Stay(record.attempt.ready_since_s, until_s, (record.attempt.load_s or 0.0) if record.takes_turns else 0.0)

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sparkd import metrics
-from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
-from sparkd.control.journal import Journal
+from sparkd.control.means import Means
 from sparkd.control.record import Evicted, Record
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import Wait
 from sparkd.control.wishes import Wishes
-from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, Want
 
 
 class Swap:
-    """`book()` is the cluster's, `ties()` the configuration's."""
+    """Evicts models for others, and brings them back."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        book: Callable[[], MemoryBook],
-        ties: Callable[[], Ties],
-        wishes: Wishes,
-        clock: Callable[[], float],
-    ) -> None:
-        self._journal = journal
-        self._book = book
-        self._ties = ties
+    def __init__(self, means: Means, wishes: Wishes) -> None:
+        self._registry = means.registry
+        self._journal = means.journal
+        self._cluster = means.cluster
         self._wishes = wishes
-        self._clock = clock
+        self._clock = means.clock
 
     def schedule(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Schedule:
         """bar: see LoadGate.block_reason."""
-        return make_schedule(models, self._book(), self._ties(), self._clock(), bar)
+        return make_schedule(models, self._cluster.reservations.book(), self._registry.ties, bar)
 
     def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
         """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""
@@ -89,5 +80,5 @@ class Swap:
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:
         """Whether a companion of it was used since then: they go after their ttl together, or not."""
-        companions = [records[other] for other in self._ties().companions_of(name) if other in records]
+        companions = [records[other] for other in self._registry.ties.companions_of(name) if other in records]
         return any(record.queue.in_flight or record.queue.waiters or record.queue.last_used_s > since_s for record in companions)

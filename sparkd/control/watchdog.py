@@ -196,7 +196,7 @@ class Watchdog:
     def _moves(self, record: Record, steps: float | None) -> None:
         self._beats[record.name] = self._beat(record, steps)
         self._idle.pop(record.name, None)
-        record.queue.judge(answered=True)
+        record.queue.unanswered = False
 
     def _question(self, record: Record, beat: Heartbeat) -> None:
         put_at_s = self._idle.setdefault(record.name, math.inf)

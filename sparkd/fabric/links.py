@@ -109,15 +109,15 @@ def expects_rdma(nodes: Sequence[Fabric]) -> bool:
     return any(not cage.virtual for node in nodes for cage in node.cages)
 
 
-def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True, ring_proved: bool = False) -> tuple[tuple[str, ...], ...]:
+def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True) -> tuple[tuple[str, ...], ...]:
     """Every choice of `size` nodes that tensor parallelism may spread over, the nodes' order kept."""
     chosen = combinations(nodes, size)
-    return tuple(tuple(node.node for node in group) for group in chosen if rails(group, rdma=rdma, ring_proved=ring_proved)[0])
+    return tuple(tuple(node.node for node in group) for group in chosen if rails(group, rdma=rdma)[0])
 
 
 def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
-    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.FitRequest.
+    stop. Numbers for which there is a choice are left out. See sparkd.capacity.fit.Unlinked.
     """
     reasons = {}
     for size in range(2, len(nodes) + 1):

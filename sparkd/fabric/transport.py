@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import IB, SOCKET, judge, parse
-from sparkd.fabric.readings import FabricNodes
 from sparkd.state.nouns import RankHandle
 
 _ORDER = (FAIL, WARN, OK)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import math
-import re
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +20,10 @@ from sparkd.errors import (
     REQUEST_ID,
     BadRequest,
     BodyTooLarge,
+    Draining,
     Forbidden,
     MethodNotAllowed,
+    RequestCancelled,
     SparkdError,
     Unauthorized,
     Unavailable,
@@ -35,29 +36,15 @@ from sparkd.gateway.limits import ClientLimits, too_large
 from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
 from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
-from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
-from sparkd.gateway.proxy import Leases, Proxy, interruption, leave
+from sparkd.gateway.proxy import Leases, Proxy, leave
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import (
-    App,
-    Message,
-    RawHeaders,
-    Receive,
-    Scope,
-    Send,
-    date,
-    error_bytes,
-    json_headers,
-    new_request_id,
-    send_whole,
-)
+from sparkd.gateway.responses import App, Message, RawHeaders, Receive, Scope, Send, error_bytes, json_headers
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
 
 _log = logging.getLogger("sparkd.gateway")
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (RouteKind.LIVE, RouteKind.READY)
 _FORWARDED = (RouteKind.JSON, RouteKind.FORM, RouteKind.RESPONSE, RouteKind.ENGINE)
@@ -124,83 +111,83 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = Exchange(_request_id(headers), scope["path"])
-        exchange.task = asyncio.current_task()
+        exchange = Exchange(scope, receive, send, task=asyncio.current_task())
         self._open_requests += 1
         try:
-            await self._serve(scope, receive, send, headers, exchange)
+            await self._serve(exchange)
         except ClientGone:
             exchange.gone = True
         except SparkdError as error:
-            await self._refuse(error, scope, receive, send, headers, exchange)
+            await self._refuse(error, exchange)
         except asyncio.CancelledError:
             # A shutdown or an operator cancels a request. If this were raised again, uvicorn would answer with its own error in plain text.
-            await self._refuse(interruption(exchange), scope, receive, send, headers, exchange)
+            await self._refuse(RequestCancelled() if exchange.cancelled else Draining("sparkd is shutting down; try again soon."), exchange)
         except Exception as error:  # noqa: BLE001 - uvicorn would answer with its own error and log a traceback
             _log.error("request_id=%s internal error: %s at %s", exchange.request_id, type(error).__name__, place_of(error))
-            await self._refuse(unexpected(error), scope, receive, send, headers, exchange)
+            await self._refuse(unexpected(error), exchange)
         finally:
             self._open_requests -= 1
             self._proxy.release(exchange)
-            exchange.task = None  # breaks a reference cycle
             exchange.close()
             self._requests.end(exchange)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        """Find the route, check the request and hand it on. Raises what the client is told."""
-        page = self._page(scope["path"], headers)
+    async def _serve(self, exchange: Exchange) -> None:
+        """Find the route, check the request and hand it on. Raises the error that the client gets."""
+        page = self._page(exchange)
         always = page_headers(page) if page is not None else []
         if exchange.anthropic:
             always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
         if always:
-            scope["extensions"][CONNECTION].say_always(always)
-        route, name = self._find(scope, headers)
+            exchange.client.say_always(always)
+        route, name = self._find(exchange)
         exchange.route = route.label
-        if page is not None and scope["method"] == "OPTIONS" and PREFLIGHT in headers:
-            await _answer_preflight(route, headers, send, exchange)
+        if page is not None and exchange.scope["method"] == "OPTIONS" and PREFLIGHT in exchange.headers:
+            await exchange.answer(204, preflight_headers(route.methods, exchange.headers))
             return
-        self._check(scope, route, headers, exchange, allowed_page=page is not None)
+        self._check(exchange, route, allowed_page=page is not None)
         if route.kind in _FORWARDED:
-            await self._proxy.forward(scope, receive, route, name, headers, exchange)
+            await self._proxy.forward(exchange, route, name)
         elif route.kind is RouteKind.ADMIN:
-            await self._delegate(scope, receive, send, exchange)
-        elif route.kind is RouteKind.PAGE or (route.kind is RouteKind.ROOT and self._settings.web and _wants_page(headers)):
-            await _answer_page(scope["path"], headers, send, exchange)
+            await self._delegate(exchange)
+        elif route.kind is RouteKind.PAGE or (route.kind is RouteKind.ROOT and self._settings.web and _wants_page(exchange)):
+            await _answer_page(exchange)
         else:
-            await self._answer(route, name, headers, send, exchange)
+            await self._answer(exchange, route, name)
 
-    def _find(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[Route, str]:
+    def _find(self, exchange: Exchange) -> tuple[Route, str]:
         """The route and its variable part. Raises UnknownRoute."""
-        match = find(scope["path"], scope["raw_path"])
+        path = exchange.scope["path"]
+        match = find(path, exchange.scope["raw_path"])
         if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
-            suggestion = self._suggestion(scope["path"], headers)
-            raise UnknownRoute(f"There is nothing at this path{suggestion}. docs/api.md lists the routes.")
+            raise UnknownRoute(f"There is nothing at this path{self._suggestion(path, exchange.headers)}. docs/api.md lists the routes.")
         return match
 
-    def _check(self, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange, *, allowed_page: bool) -> None:
+    def _check(self, exchange: Exchange, route: Route, *, allowed_page: bool) -> None:
         """Refuse a wrong method, a caller without the route's key, a request too many, repeated headers and a body that is too large."""
-        if scope["method"] not in route.methods:
-            raise MethodNotAllowed(scope["method"], list(route.methods))
-        exchange.key = self._check_caller(route, scope["method"], headers, allowed_page=allowed_page)
+        method, headers = exchange.scope["method"], exchange.headers
+        if method not in route.methods:
+            raise MethodNotAllowed(method, list(route.methods))
+        exchange.key = self._check_caller(route, method, headers, allowed_page=allowed_page)
         if route.kind in _FORWARDED:
             self._requests.begin(exchange)
         if self._open_requests > self._most_requests(route.kind):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
-        if len(headers) != len(scope["headers"]):
-            _check_repeated(scope["headers"])
-        self._check_length(route, headers)
+        if len(headers) != len(exchange.scope["headers"]):
+            _check_repeated(exchange.scope["headers"])
+        limit = self._settings.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self._settings.limits.body_bytes
+        if int(headers.get(b"content-length", b"0")) > limit:
+            raise BodyTooLarge(too_large(limit))
 
     def _most_requests(self, kind: RouteKind) -> float:
         if kind in _FORWARDED:
             return self._settings.limits.requests
         return self._settings.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
-    async def _answer(self, route: Route, name: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
+    async def _answer(self, exchange: Exchange, route: Route, name: str) -> None:
         """Answer a route that needs neither an engine nor the admin API."""
-        content_type, status, more = "application/json", 200, {"cache-control": "no-cache"}
+        content_type, status = b"application/json", 200
         if route.kind is RouteKind.METRICS:
-            content_type, body = metrics.CONTENT_TYPE, self._metrics_text()
+            content_type, body = metrics.CONTENT_TYPE.encode(), self._metrics_text()
         elif route.kind in _PROBES:
             well, facts = (self._live if route.kind is RouteKind.LIVE else self._ready)()
             status = 200 if well else 503
@@ -208,59 +195,53 @@ class Edge:
         elif route.kind is RouteKind.MODELS:
             models = self._supervisor.snapshot().models
             with_aliases = self._settings.include_aliases_in_list
-            body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(headers))).encode()
+            body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(exchange.headers))).encode()
         elif route.kind is RouteKind.MODEL:
-            body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
+            body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(exchange.headers))).encode()
         elif route.kind is RouteKind.ROOT:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         else:
             raise LookupError(f"No branch here answers a route of the kind {route.kind.value}.")
-        exchange.status, exchange.bytes_out = status, len(body)
         # sparkd does not log a probe that succeeds. Its answer carries an id only if the prober sent one, as with vLLM.
-        named = route.kind not in _PROBES or status != 200 or b"x-request-id" in headers
-        answer = json_headers(len(body), exchange.request_id if named else None, more)
-        answer[0] = (b"content-type", content_type.encode())
-        await send_whole(send, status, answer, body)
+        named = route.kind not in _PROBES or status != 200 or b"x-request-id" in exchange.headers
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), (b"cache-control", b"no-cache")]
+        await exchange.answer(status, headers, body, named=named)
 
-    async def _delegate(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+    async def _delegate(self, exchange: Exchange) -> None:
         """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer."""
-        body = await self._proxy.read_body(receive, exchange, self._settings.limits.admin_body_bytes)
+        scope = exchange.scope
+        body = await self._proxy.read_body(exchange, self._settings.limits.admin_body_bytes)
         replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        send, broken = exchange.send, False
 
         async def receive_again() -> Message:
-            return replay.pop() if replay else await receive()
-
-        # A test that calls the app directly has no connection.
-        client = scope.get("extensions", {}).get(CONNECTION)
-        broken, to_the_close = False, False
+            return replay.pop() if replay else await exchange.receive()
 
         async def send_named(message: Message) -> None:
-            nonlocal broken, to_the_close
+            nonlocal broken, send
             if message["type"] == "http.response.start":
-                broken = message["status"] == 500 and (b"content-type", b"text/plain; charset=utf-8") in message["headers"]
+                headers: RawHeaders = message["headers"]
+                broken = message["status"] == 500 and (b"content-type", b"text/plain; charset=utf-8") in headers
                 if not broken:
                     exchange.status = message["status"]
-                    passed: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                    sized = scope["method"] == "HEAD" or any(name.lower() == b"content-length" for name, _ in passed)
-                    to_the_close = client is not None and not sized and not client.takes_chunks
-                    own = [(b"x-request-id", exchange.request_id.encode())] + ([] if to_the_close else [(b"date", date())])
-                    message = {**message, "headers": [*passed, *own]}
-            if broken:  # Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
-                return
-            await (client.send_to_the_close if client is not None and to_the_close else send)(message)
+                    sized = scope["method"] == "HEAD" or any(name == b"content-length" for name, _ in headers)
+                    if not sized and scope["http_version"] != "1.1":
+                        send = exchange.client.send_to_the_close
+                    named = [pair for pair in headers if pair[0] != b"x-request-id"]
+                    message = {**message, "headers": [*named, *exchange.marks()]}
+            if not broken:  # else Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
+                await send(message)
 
+        later: list[AsyncGenerator[str, None]] = []
         # uvicorn keeps its own copy of the scope, and by that it leaves the body out of an answer to HEAD.
-        inner = {**scope, REQUEST_ID: exchange.request_id} | ({"method": "GET"} if scope["method"] == "HEAD" else {})
+        inner = {**scope, REQUEST_ID: exchange.request_id, LATER: later} | ({"method": "GET"} if scope["method"] == "HEAD" else {})
         # An admin request holds the loop for half a millisecond or more before it first waits. One starts per turn of the loop.
         await self._admin_turn()
-        if client is not None:
-            inner[LATER] = []
         await self._admin(inner, receive_again, send_named)
-        later = inner.get(LATER, ())
         del inner  # what the app put there, three stacks among it, is not for the life of a stream
         for texts in later:
             try:
-                await _send_on(texts, send_named, exchange, client)
+                await _send_on(texts, send_named, exchange)
             except ClientGone:
                 # When a network fails, all its clients leave at once.
                 await self._admin_turn()
@@ -271,10 +252,10 @@ class Edge:
         async with self._admin_turns:
             await asyncio.sleep(0)
 
-    def _page(self, path: str, headers: dict[bytes, bytes]) -> bytes | None:
+    def _page(self, exchange: Exchange) -> bytes | None:
         """The origin of the web page that sent the request, if `cors` allows it on this path."""
-        origin, allowed = headers.get(b"origin"), self._settings.page_origins
-        if origin is None or not path.startswith("/v1/") or not (origin.lower() in allowed or b"*" in allowed):
+        origin, allowed = exchange.headers.get(b"origin"), self._settings.page_origins
+        if origin is None or not exchange.scope["path"].startswith("/v1/") or not (origin.lower() in allowed or b"*" in allowed):
             return None
         return origin
 
@@ -311,39 +292,34 @@ class Edge:
             raise Forbidden("This key is for inference; the admin API needs an admin key.")
         return name
 
-    def _check_length(self, route: Route, headers: dict[bytes, bytes]) -> None:
-        declared = headers.get(b"content-length")
-        limit = self._settings.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self._settings.limits.body_bytes
-        if declared is not None and int(declared) > limit:
-            raise BodyTooLarge(too_large(limit))
+    async def _refuse(self, error: SparkdError, exchange: Exchange) -> None:
+        """Send the error, or break off the answer that has begun.
 
-    async def _refuse(
-        self, error: SparkdError, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange
-    ) -> None:
-        """Send the error. Read and drop the rest of the body for a while: a client that is still sending would not see the answer."""
+        Read and drop the rest of the body for a while: a client that is still sending would not see the answer.
+        """
         exchange.code = error.code
         if exchange.gone:
             return
-        if exchange.status:  # the headers were sent
-            scope["extensions"][CONNECTION].cut()
+        if exchange.status:
+            self._proxy.break_off(exchange, error)
             return
-        status = exchange.status = status_of(error, exchange)
+        status, headers = status_of(error, exchange), exchange.headers
         body = error_bytes(error, exchange.request_id, anthropic=exchange.anthropic)
-        exchange.bytes_out = len(body)
-        answer = json_headers(len(body), exchange.request_id, error.headers())
+        answer = json_headers(len(body), error.headers())
         bodiless = b"content-length" not in headers and b"transfer-encoding" not in headers
         try:
-            if exchange.whole or bodiless or scope["method"] == "HEAD":
-                await send_whole(send, status, answer, body)
+            if exchange.whole or bodiless or exchange.scope["method"] == "HEAD":
+                await exchange.answer(status, answer, body)
                 return
             waits = b"expect" in headers  # this client sends its body only after a 100
             if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
-            await send({"type": "http.response.start", "status": status, "headers": answer})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            exchange.status, exchange.bytes_out = status, len(body)
+            await exchange.send({"type": "http.response.start", "status": status, "headers": [*answer, *exchange.marks()]})
+            await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             if not waits:
-                await self._drop_body(receive)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._drop_body(exchange.receive)
+            await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
             return  # the client left, or the server is shutting down; see __call__
 
@@ -356,37 +332,21 @@ class Edge:
             return
 
 
-def _wants_page(headers: dict[bytes, bytes]) -> bool:
+def _wants_page(exchange: Exchange) -> bool:
     """A browser that a person sent here; programs ask for JSON or for anything."""
-    return b"text/html" in headers.get(b"accept", b"")
+    return b"text/html" in exchange.headers.get(b"accept", b"")
 
 
-async def _answer_preflight(route: Route, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
-    """Tell a browser what an allowed page may send (Fetch standard, "CORS protocol")."""
-    exchange.status = 204
-    own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
-    await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
-
-
-async def _answer_page(path: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
+async def _answer_page(exchange: Exchange) -> None:
     """Answer with a file of sparkd's own page, or send a browser to the page."""
+    path = exchange.scope["path"]
     if path == "/":
-        to_page = [(b"location", web_files.ROOT.encode()), (b"content-length", b"0"), (b"vary", b"accept")]
-        answer = web_files.PageAnswer(303, to_page, b"")
-    elif (found := web_files.page_files().answer(path, headers)) is not None:
-        answer = found
-    else:
+        await exchange.answer(303, [(b"location", web_files.ROOT.encode()), (b"content-length", b"0"), (b"vary", b"accept")])
+        return
+    file = web_files.page_files().answer(path, exchange.headers)
+    if file is None:
         raise UnknownRoute("This page has no such file, or an earlier release had it. Load /ui/ again.")
-    exchange.status, exchange.bytes_out = answer.status, len(answer.body)
-    own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
-    await send_whole(send, answer.status, [*answer.headers, *own], answer.body)
-
-
-def _request_id(headers: dict[bytes, bytes]) -> str:
-    request_id = headers.get(b"x-request-id")
-    if request_id is not None and _REQUEST_ID.fullmatch(request_id):
-        return request_id.decode()
-    return new_request_id()
+    await exchange.answer(file.status, file.headers, file.body)
 
 
 def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
@@ -396,8 +356,9 @@ def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
             raise BadRequest(f"The header {name.decode()} comes more than once, with different values: send it once.")
 
 
-async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:
+async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange) -> None:
     """Send the rest of an answer whose head was sent, until its client leaves."""
+    client = exchange.client
     client.call_when_gone(partial(leave, exchange))
     try:
         async for text in texts:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from sparkd import metrics
 from sparkd.gateway.body import Members
+from sparkd.gateway.responses import CONNECTION, RawHeaders, Receive, Scope, Send, date, new_request_id
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.usage import Tokens
 
 if TYPE_CHECKING:
     from sparkd.gateway.heartbeat import Heartbeat
+    from sparkd.gateway.protocol import BoundedProtocol
     from sparkd.gateway.relay import Relay
 
 _log = logging.getLogger("sparkd.access")
@@ -24,6 +28,7 @@ _log = logging.getLogger("sparkd.access")
 _PROBES = (path for path, route in EXACT.items() if route.kind in (RouteKind.LIVE, RouteKind.READY))
 _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NO_MEMBERS = Members()
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
@@ -32,73 +37,81 @@ class ClientGone(Exception):
     """The client closed its connection, so no response can be sent."""
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
-    """One request. Times are in seconds of `perf_counter`, None until they happen.
+    """One request, and what became of it. Times are in seconds of `perf_counter`, None until they happen.
 
+    scope, receive, send: ASGI's.
+    headers: the client's; of a repeated one the last.
+    route: the label of its route.
+    model: a configured name, "" or "unknown", so that the series stay bounded.
     body: held until an engine has it.
     members: what sparkd reads in the body.
     reserved: the body's share in bytes of the limit on all bodies.
     whole: whether the body was read to its end.
-    relay: there while an engine works on the request; its `stop` aborts that work.
+    relay: set once an engine works on the request.
     heartbeat: set for a stream, once its request waits for a model or an engine has it.
     key: the name of the client's key.
     tokens: what the engine counted.
     task: serves the request.
     cancelled: whether an operator ended it.
-    anthropic, speaks_responses: whether the client speaks Anthropic's API, or OpenAI's of /v1/responses.
     """
 
-    __slots__ = (
-        "anthropic",
-        "body",
-        "bytes_out",
-        "cancelled",
-        "code",
-        "first_s",
-        "gone",
-        "heartbeat",
-        "key",
-        "members",
-        "model",
-        "queued_s",
-        "relay",
-        "request_id",
-        "reserved",
-        "route",
-        "speaks_responses",
-        "started_s",
-        "status",
-        "streamed",
-        "task",
-        "tokens",
-        "whole",
-    )
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes] = field(init=False)
+    request_id: str = field(init=False)
+    route: str = "none"
+    model: str = ""
+    status: int = 0
+    code: str | None = None
+    started_s: float = field(default_factory=perf_counter)
+    first_s: float | None = None
+    queued_s: float | None = None
+    bytes_out: int = 0
+    body: bytes | bytearray = b""
+    members: Members = _NO_MEMBERS
+    reserved: int = 0
+    whole: bool = False
+    gone: bool = False
+    cancelled: bool = False
+    streamed: bool = False
+    key: str | None = None
+    tokens: Tokens | None = None
+    relay: Relay | None = None
+    heartbeat: Heartbeat | None = None
+    task: asyncio.Task[Any] | None = None
 
-    def __init__(self, request_id: str, path: str) -> None:
-        self.request_id = request_id
-        self.route = "none"
-        # By its path the client says whose API it speaks, also where nothing is there.
-        self.anthropic = path.startswith("/v1/messages")
-        self.speaks_responses = path.startswith("/v1/responses")
-        self.model = ""
-        self.status = 0
-        self.code: str | None = None
-        self.started_s = perf_counter()
-        self.first_s: float | None = None
-        self.queued_s: float | None = None
-        self.bytes_out = 0
-        self.body: bytes | bytearray = b""
-        self.members = _NO_MEMBERS
-        self.reserved = 0
-        self.whole = False
-        self.gone = False
-        self.cancelled = False
-        self.streamed = False
-        self.key: str | None = None
-        self.tokens: Tokens | None = None
-        self.relay: Relay | None = None
-        self.task: asyncio.Task[Any] | None = None
-        self.heartbeat: Heartbeat | None = None
+    def __post_init__(self) -> None:
+        self.headers = dict(self.scope["headers"])
+        named = self.headers.get(b"x-request-id")
+        self.request_id = named.decode() if named is not None and _REQUEST_ID.fullmatch(named) else new_request_id()
+
+    @property
+    def client(self) -> BoundedProtocol:
+        """The client's connection."""
+        return self.scope["extensions"][CONNECTION]
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether the client speaks Anthropic's API, which its path says, also where nothing is there."""
+        return self.scope["path"].startswith("/v1/messages")
+
+    @property
+    def speaks_responses(self) -> bool:
+        """Whether the client speaks OpenAI's API of /v1/responses."""
+        return self.scope["path"].startswith("/v1/responses")
+
+    async def answer(self, status: int, headers: RawHeaders, body: bytes = b"", *, named: bool = True) -> None:
+        """Send a whole answer of sparkd's own, with its date and, if `named`, the request's id."""
+        self.status, self.bytes_out = status, len(body)
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.marks(named=named)]})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def marks(self, *, named: bool = True) -> RawHeaders:
+        """The headers that each of sparkd's own answers has."""
+        return [(b"date", date()), *([(b"x-request-id", self.request_id.encode())] if named else [])]
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""
@@ -107,7 +120,8 @@ class Exchange:
             self.task.cancel()
 
     def close(self) -> None:
-        """Count and log the request, once, at its end. `model` is a configured name, "" or "unknown", so that the series stay bounded."""
+        """Count and log the request, once, at its end."""
+        self.task = self.relay = self.heartbeat = None  # each would leave a cycle to the garbage collector
         seconds = perf_counter() - self.started_s
         if self.gone:
             self.status = CLIENT_GONE

@@ -17,7 +17,6 @@ from typing import Any
 from sparkd.errors import SparkdError
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.failures import error_event, is_cut
-from sparkd.gateway.protocol import BoundedProtocol
 
 # Words are for people, who look at them: soon, and again when there is news.
 _WORDS_AFTER_S, _WORDS_EVERY_S = 1.0, 2.0
@@ -45,18 +44,11 @@ class Heartbeat:
     in_words: for streamed chats.
     """
 
-    __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_last_words", "_loading", "_pieces", "_timer", "begun")
-
     def __init__(
-        self,
-        client: BoundedProtocol,
-        exchange: Exchange,
-        every_s: float,
-        loading: Callable[[], Mapping[str, Any]] | None = None,
-        in_words: bool = False,
+        self, exchange: Exchange, every_s: float, loading: Callable[[], Mapping[str, Any]] | None = None, in_words: bool = False
     ) -> None:
         self.begun = False
-        self._client = client
+        self._client = exchange.client
         self._exchange = exchange
         self._every_s = every_s
         self._loading = loading
@@ -78,9 +70,8 @@ class Heartbeat:
             self._timer = None
 
     def refuse(self, error: SparkdError) -> None:
-        """Ends what `begun` has begun with an error event."""
+        """End the stream that this has begun with an error event."""
         self.stop()
-        self._exchange.code = error.code
         if self._client.transport.is_closing():
             return
         event = error_event(error, self._exchange)

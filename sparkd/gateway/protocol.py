@@ -26,11 +26,9 @@ from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdErr
 from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.responses import Message, RawHeaders, date, error_bytes, json_headers, new_request_id
+from sparkd.gateway.responses import CONNECTION, Message, RawHeaders, date, error_bytes, json_headers, new_request_id
 
 _log = logging.getLogger("sparkd.gateway")
-
-CONNECTION = "sparkd.connection"
 
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
 # RFC 9112 3.2: uri-host [":" port], with the scope of a link-local address (RFC 6874), which some clients send along. It excludes the bytes
@@ -153,7 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.disconnected:
             return
         if message["type"] == "http.response.start":
-            self.transport.write(self.begin_answer(message["status"], list(message["headers"])))
+            headers = [pair for pair in message["headers"] if pair[0] != b"date"]  # begin_answer adds it
+            self.transport.write(self.begin_answer(message["status"], headers))
             return
         self.transport.write(message.get("body", b""))
         if not message.get("more_body", False):
@@ -393,8 +392,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.idle[self] = None
         request_id = new_request_id()
         body = error_bytes(error, request_id)
-        headers = json_headers(len(body), request_id, {"connection": "close", **error.headers()})
-        head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % pair for pair in headers)]
+        headers = json_headers(len(body), {"x-request-id": request_id, "connection": "close", **error.headers()})
+        head = [STATUS_LINE[error.status], b"date: %b\r\n" % date(), *(b"%b: %b\r\n" % pair for pair in headers)]
         self.transport.write(b"".join([*head, b"\r\n", body]))
         # Closing at once would reset the connection of a client that is still sending, and it would lose the answer.
         if self.transport.can_write_eof():

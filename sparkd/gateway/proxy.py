@@ -15,10 +15,8 @@ from urllib.parse import parse_qs
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
-    Draining,
     NotFound,
     NoToolParser,
-    RequestCancelled,
     SparkdError,
     Unavailable,
     UnsupportedEncoding,
@@ -30,9 +28,7 @@ from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits, too_large
 from sparkd.gateway.models_list import find_model, model_meant
-from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.relay import Relay
-from sparkd.gateway.responses import Receive, Scope
 from sparkd.gateway.routes import Route, RouteKind
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
@@ -86,14 +82,13 @@ class Proxy:
         self._buffered_bytes = 0
         self._large_bodies, self._unpacking = asyncio.Lock(), asyncio.Lock()
 
-    async def forward(
-        self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
-    ) -> None:
-        """Read the body, wait for an engine and pass its answer on. Raises SparkdError only before the answer has begun."""
+    async def forward(self, exchange: Exchange, route: Route, name: str) -> None:
+        """Read the body, wait for an engine and pass its answer on. name: the variable part of the path."""
+        headers = exchange.headers
         content_type = headers.get(b"content-type", b"")
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         _check_content(route.kind, content_type, encoding)
-        body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
+        body = exchange.body = await self.read_body(exchange, self.limits.body_bytes)
         if encoding in ENCODINGS:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
@@ -103,7 +98,7 @@ class Proxy:
         elif route.kind is RouteKind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
-            model = self._ready_model(scope["query_string"])
+            model = self._ready_model(exchange.scope["query_string"])
         else:
             model = await self._model_of_response(name)
         if model is None:
@@ -111,11 +106,11 @@ class Proxy:
         if route.label == _RESPONSES and exchange.members.store:
             self._check_store(model)
         del body
-        await self._lease(model, scope, route, headers, exchange)
+        await self._lease(model, route, exchange)
 
-    async def read_body(self, receive: Receive, exchange: Exchange, limit: int) -> bytes | bytearray:
+    async def read_body(self, exchange: Exchange, limit: int) -> bytes | bytearray:
         """The whole body. Raises BodyTooLarge above `limit` bytes, and Unavailable if all bodies together take too much memory."""
-        message = await receive()
+        message = await exchange.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         body: bytes | bytearray = message["body"]
@@ -123,7 +118,7 @@ class Proxy:
             body = bytearray(body)
             self._reserve(len(body), exchange)
             while message["more_body"] and len(body) <= limit:
-                message = await receive()
+                message = await exchange.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 self._reserve(len(message["body"]), exchange)
@@ -155,84 +150,77 @@ class Proxy:
         exchange.reserved = 0
         exchange.body = b""
 
-    async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    def break_off(self, exchange: Exchange, error: SparkdError) -> None:
+        """End an answer that has begun so that no client takes it for complete."""
+        if exchange.relay is not None and exchange.relay.begun:
+            exchange.relay.break_off(error)
+        elif exchange.heartbeat is not None and exchange.heartbeat.begun:
+            exchange.heartbeat.refuse(error)
+        else:
+            exchange.client.cut()
+
+    async def _lease(self, model: str, route: Route, exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
-        client: BoundedProtocol = scope["extensions"][CONNECTION]
-        client.call_when_gone(partial(leave, exchange))
+        exchange.client.call_when_gone(partial(leave, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
-            waits = partial(self._wait, client, exchange, route)
+            waits = partial(self._wait, exchange, route)
             need = _need(route, exchange)
-            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
+            async with self._supervisor.lease(model, probe=self._is_probe(exchange.headers), waits=waits, need=need) as lease:
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
-                    exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s)
+                    exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s)
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
-                    await self._relay(lease, scope, route, exchange)
+                    await self._relay(lease, route, exchange)
                 finally:
                     gauge.dec()
         except asyncio.CancelledError:
             if exchange.gone:
                 raise ClientGone from None
-            if exchange.code is None:
-                _refuse_begun(exchange, interruption(exchange))
             raise
-        except SparkdError as error:
+        except SparkdError:
             if exchange.model == "unknown":
                 view = find_model(self._supervisor.snapshot().models, model)
                 exchange.model = view.name if view else "unknown"
-            if not _refuse_begun(exchange, error):
-                raise
+            raise
         finally:
-            client.call_when_gone(None)
+            exchange.client.call_when_gone(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
-                exchange.heartbeat = None  # breaks a reference cycle
 
-    def _wait(
-        self, client: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
-    ) -> None:
+    def _wait(self, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool) -> None:
         """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
         if route.asks and not any(b'"%b"' % member.encode() in exchange.body for member in route.asks):
             members = " or ".join(f"`{member}`" for member in route.asks)
             raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
         if exchange.members.stream:
-            exchange.heartbeat = Heartbeat(client, exchange, self.limits.heartbeat_s, loading, in_words)
+            exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s, loading, in_words)
 
-    async def _relay(self, lease: EngineLease, scope: Scope, route: Route, exchange: Exchange) -> None:
+    async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
-        pool = lease.upstream.pool
+        pool, scope = lease.upstream.pool, exchange.scope
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
         connection = await pool.connection()
-        client: BoundedProtocol = scope["extensions"][CONNECTION]
-        relay = Relay(client, connection, exchange)
-        exchange.relay = relay
+        relay = exchange.relay = Relay(connection, exchange)
         try:
             head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await connection.ask(head, exchange.body, relay)
             self.release(exchange)
             error = await relay.over
             if error is not None:
-                if not relay.begun:
-                    raise error
-                relay.break_off(error)
-        except asyncio.CancelledError:
-            if relay.begun and not relay.ended and not exchange.gone:
-                relay.stop()
-                relay.break_off(interruption(exchange))
-            raise
+                exchange.code = error.code
+                raise error
         finally:
-            exchange.relay = None  # breaks a reference cycle, which every request would leave to the garbage collector
             if relay.pieces:
                 # A refusal does not prove that the engine works: vLLM's API server sends it even while the engine hangs.
                 well = exchange.status < 500 and (exchange.code is None or exchange.cancelled)
@@ -308,20 +296,6 @@ def leave(exchange: Exchange) -> None:
         exchange.relay.stop()
     if exchange.task is not None:
         exchange.task.cancel()
-
-
-def interruption(exchange: Exchange) -> SparkdError:
-    """The error for a client whose request was cancelled: by an operator, else by the daemon's end."""
-    return RequestCancelled() if exchange.cancelled else Draining("sparkd is shutting down; try again soon.")
-
-
-def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
-    """Send the error to a client that has its status already. Returns False if it has none."""
-    heartbeat = exchange.heartbeat
-    if heartbeat is None or not heartbeat.begun:
-        return False
-    heartbeat.refuse(error)
-    return True
 
 
 def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:

@@ -12,7 +12,6 @@ from sparkd.gateway.connection import Connection
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.failures import error_event, failure_event, is_cut
 from sparkd.gateway.headers import response_headers
-from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.responses import RawHeaders
 from sparkd.gateway.usage import USAGE_BYTES, tokens_of
 
@@ -35,26 +34,8 @@ class Relay:
     over: None when the answer is complete, or the error if the engine broke it off.
     """
 
-    __slots__ = (
-        "_chunked",
-        "_chunks",
-        "_client",
-        "_connection",
-        "_exchange",
-        "_first",
-        "_foreign",
-        "_headers",
-        "_pieces",
-        "_status",
-        "_streams",
-        "_tail",
-        "_write",
-        "begun",
-        "ended",
-        "over",
-    )
-
-    def __init__(self, client: BoundedProtocol, connection: Connection, exchange: Exchange) -> None:
+    def __init__(self, connection: Connection, exchange: Exchange) -> None:
+        client = exchange.client
         self.over: asyncio.Future[EngineError | None] = client.loop.create_future()
         self._client = client
         self._connection: Connection | None = connection
@@ -106,8 +87,7 @@ class Relay:
 
         An event stream that stands between two events gets an error event; any other answer is cut.
         """
-        self._exchange.code = error.code
-        if self._stands_between_events(self._tail):
+        if not self.ended and self._stands_between_events(self._tail):
             self._client.fail(error_event(error, self._exchange, self._first, self._tail), cut=is_cut(self._exchange))
         else:
             self._client.cut()

@@ -1,11 +1,11 @@
-"""The gateway's own answers: JSON bodies, error envelopes and error events."""
+"""The types of ASGI, and what the gateway's own answers are made of: ids, dates, JSON headers, error envelopes."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
 from itertools import count
@@ -19,6 +19,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
+
+# Where the scope's extensions have the client's connection, a BoundedProtocol.
+CONNECTION = "sparkd.connection"
 
 # Ids need to be unlike each other, not secret: one random part per process is enough.
 _ids = count(1)
@@ -49,12 +52,9 @@ def error_bytes(error: SparkdError, request_id: str | None, *, anthropic: bool =
     return json.dumps(body).encode()
 
 
-def json_headers(length: int, request_id: str | None, more: Mapping[str, str] | None = None) -> RawHeaders:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length), (b"date", date())]
-    if request_id is not None:
-        headers.append((b"x-request-id", request_id.encode()))
-    headers.extend((name.encode(), value.encode("latin-1", "replace")) for name, value in (more or {}).items())
-    return headers
+def json_headers(length: int, more: Mapping[str, str]) -> RawHeaders:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+    return [*headers, *((name.encode(), value.encode("latin-1", "replace")) for name, value in more.items())]
 
 
 def date() -> bytes:
@@ -65,8 +65,3 @@ def date() -> bytes:
 @lru_cache(maxsize=1)
 def _date_of(second: int) -> bytes:
     return formatdate(second, usegmt=True).encode()
-
-
-async def send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -42,10 +42,7 @@ _STAGES = {
 }
 # Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
 _BARS = frozenset(
-    (
-        *("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable"),
-        *("MemoryShort", "MemoryNotReleased"),
-    )
+    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
 )
 
 

@@ -64,7 +64,7 @@ def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> N
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
-    from sparkd.entry.parser_choice import in_words
+    from sparkd.config.parser_choice import in_words
 
     say = _Say(console)
     say.line(f"{recipe['name']}: {recipe['description']}", style="bold")

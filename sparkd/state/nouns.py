@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -279,13 +279,3 @@ class Event:
 def by_cause(facts: Iterable[RankFact]) -> list[RankFact]:
     """The ranks of one look by their errors, the first error first; before it those that ended without one."""
     return sorted(facts, key=lambda fact: float("-inf") if fact.cause_age_s is None else -fact.cause_age_s)
-
-
-def ages_s(events: Sequence[Event], wall_s: float) -> list[float]:
-    """How old each event is, oldest first like the events. None is younger than the one after it, also where the clock was set back between
-    them. wall_s: this moment, of the events' clock."""
-    ages, age_s = list[float](), 0.0
-    for event in reversed(events):
-        age_s = max(age_s, wall_s - event.at_s)
-        ages.append(age_s)
-    return ages[::-1]

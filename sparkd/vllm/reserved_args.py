@@ -61,7 +61,7 @@ _OWNED_ENV: Mapping[str, str] = {
     "VLLM_HOST_IP": "sparkd sets it to the node's address in the cluster",
     "VLLM_PORT": "sparkd chooses where an engine listens",
     "VLLM_LOOPBACK_IP": "sparkd chooses where an engine listens",
-    "VLLM_USE_RUST_FRONTEND": "sparkd starts the Python front end, whose socket and log it knows",
+    "VLLM_USE_RUST_FRONTEND": "vLLM's Rust server refuses --allowed-media-domains and --middleware, by which sparkd keeps strangers out",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "a redirect may lead to a host that 'media:' does not name",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "sparkd restarts an engine when its process ends, so it has to end",
     "VLLM_SERVER_DEV_MODE": "it opens routes without a key that run any method in the engine",

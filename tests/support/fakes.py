@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.admin.operator import Operator
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
@@ -20,7 +21,6 @@ from sparkd.control.effects import AskFunction
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding

@@ -27,7 +27,7 @@ from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.protocol import CONNECTION
+from sparkd.gateway.responses import CONNECTION
 from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
@@ -96,6 +96,16 @@ async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> 
             yield Admin(made, edge, client, app, jobs)
 
 
+class Connection:
+    """The part of a client's connection that an answer without an end uses."""
+
+    def __init__(self) -> None:
+        self.when_gone: Callable[[], object] | None = None
+
+    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+        self.when_gone = callback
+
+
 @dataclass
 class Stream:
     """One request whose answer does not end: what has come so far, and a way to leave."""
@@ -107,18 +117,23 @@ class Stream:
     ended: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bool = False
-    extensions: dict[str, Any] = field(default_factory=dict)
+    client: Connection = field(default_factory=Connection)
 
     async def run(self, path: str, headers: dict[str, str]) -> None:
         raw_path, _, query = (PREFIX + path).encode().partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET", "scheme": "http",
             "path": raw_path.decode(), "raw_path": raw_path, "query_string": query, "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
-            "extensions": self.extensions,
+            "extensions": {CONNECTION: self.client},
             "headers": [(b"host", b"localhost"), *((name.encode(), value.encode("latin-1")) for name, value in headers.items())],
         }  # fmt: skip
         await self.edge(scope, self._receive, self._send)
         self.ended = True
+
+    def leave(self) -> None:
+        self.gone.set()
+        if self.client.when_gone is not None:
+            self.client.when_gone()
 
     async def _receive(self) -> dict[str, Any]:
         if not self.asked:
@@ -150,7 +165,7 @@ async def streaming(made: Admin, path: str, **headers: str) -> AsyncIterator[Str
     task = asyncio.create_task(stream.run(path, {name.replace("_", "-"): value for name, value in headers.items()}))
     await soon(lambda: stream.status or task.done())
     yield stream
-    stream.gone.set()
+    stream.leave()
     await task
 
 
@@ -542,7 +557,8 @@ async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch:
             ("o/Mine", "mine", {"model": "o/Mine"}),
             (str(folder), "tiny", {"model": str(folder)}),
         ):
-            assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec, "known": None}
+            meant = await made.ask("GET", "/entry", 200, params={"source": source})
+            assert {"quantize", "ttl"} <= set(meant.pop("keys")) and meant == {"name": name, "spec": spec, "known": None}
         planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark", "quick": True})
         assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"
@@ -730,21 +746,9 @@ async def test_readers_of_a_long_history_leave_the_loop_its_turns(tmp_path: Path
         assert max(new - old for old, new in pairwise(turns)) <= SLICE
 
 
-class Connection:
-    """The part of a client's connection that the admin API uses."""
-
-    takes_chunks = True
-
-    def __init__(self) -> None:
-        self.when_gone: Callable[[], object] | None = None
-
-    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
-        self.when_gone = callback
-
-
 async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        returned, client = asyncio.Event(), Connection()
+        returned = asyncio.Event()
 
         async def app(*arguments: Any) -> None:
             await made.app(*arguments)
@@ -752,7 +756,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
 
         made.edge._admin = app  # type: ignore[assignment]
         stream = Stream(made.edge)
-        stream.extensions[CONNECTION] = client
+        client = stream.client
         open_requests = made.edge._open_requests
         task = asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"}))
         await returned.wait()
@@ -761,7 +765,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         assert (stream.status, stream.headers[b"cache-control"]) == (200, b"no-cache") and stream.headers[b"x-request-id"]
         assert client.when_gone is not None and not task.done()
 
-        client.when_gone()
+        stream.leave()
         await task
         assert stream.ended and client.when_gone is None and made.edge._open_requests == open_requests
 

@@ -25,8 +25,8 @@ from sparkd.control.journal import Journal
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL, OK, WARN
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.rates import Rate, RateBook, finding
-from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.state.nouns import Operation, OperationState

@@ -56,7 +56,7 @@ async def test_the_stream_begins_with_the_document(served: Served) -> None:
     kind, data = page.text.split("\n\n")[0].split("\n")
     assert kind == "event: snapshot"
     check_answer(served.app, "GET", f"{PREFIX}/live", 200, json.loads(data.removeprefix("data: ")))
-    page.gone.set()
+    page.leave()
     await running
 
 

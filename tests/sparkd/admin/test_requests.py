@@ -12,6 +12,7 @@ import pytest
 from sparkd.admin.app import Parts
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.request_log import RequestLog
+from sparkd.gateway.responses import Message
 from sparkd.gateway.usage import Tokens
 from sparkd.state.request_store import RequestStore
 from tests.sparkd.admin.test_app import Admin, admin_of
@@ -30,8 +31,17 @@ async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
         yield made
 
 
+async def no_body() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def no_answer(message: Message) -> None:
+    return None
+
+
 def asked(log: RequestLog, number: int, **facts: Any) -> Exchange:
-    exchange = Exchange(f"req-{number}", "/v1/chat/completions")
+    scope = {"path": "/v1/chat/completions", "headers": [(b"x-request-id", f"req-{number}".encode())]}
+    exchange = Exchange(scope, no_body, no_answer)
     exchange.route, exchange.model = "/v1/chat/completions", "m"
     log.begin(exchange)
     for name, value in facts.items():

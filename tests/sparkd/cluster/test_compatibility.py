@@ -12,7 +12,7 @@ import pytest
 
 from sparkd.cluster.compatibility import difference, team_of
 from sparkd.errors import AgentLost, DoesNotFit, RankError, SparkdError
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from workers.host.identity import identity, plugin

@@ -20,7 +20,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Placer
-from sparkd.control.plan import Backoff
+from sparkd.config.config import BackoffSettings
 from sparkd.metrics import REGISTRY
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Want
 from sparkd.state.store import History, Store, StoredRanks, StoredWishes
@@ -59,7 +59,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(0.0, 0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
 
 
 def errors() -> float:

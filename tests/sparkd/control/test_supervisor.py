@@ -17,11 +17,10 @@ import pytest
 from sparkd.admin.streams import log_of
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
-from sparkd.config.config import parse_model
+from sparkd.config.config import BackoffSettings, parse_model
 from sparkd.config.model import ModelConfig
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
 from sparkd.errors import (
     BadRequest,
@@ -862,7 +861,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         async def look(spec: Any) -> ModelUnusable | None:
             return unusable(spec.model, vllm=True)
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
         assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
@@ -897,7 +896,7 @@ class Looks:
 async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_meanwhile(tmp_path: Path) -> None:
     models = {name: {"model": f"owner/{name}", "preload": False} for name in ("m", "n")}
     async with stage(tmp_path, models=models, max_queued_requests=20) as made:
-        looks = made.supervisor._queue._unusable = Looks(ModelUnusable("There is no such model."))
+        looks = made.cluster.unusable = Looks(ModelUnusable("There is no such model."))
         asking = [asyncio.create_task(enter(made, "m" if number % 2 else "n")) for number in range(20)]
         await soon(lambda: looks.count == 2)
 
@@ -922,7 +921,7 @@ async def test_files_are_looked_at_for_a_model_that_is_away_only(tmp_path: Path)
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick(2)
         assert made.state() == "LOADING"
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await made.settle()
         assert not asking.done() and looks.count == 0
@@ -952,7 +951,7 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
 
 async def test_who_is_looked_at_while_the_daemon_begins_to_end_is_turned_away(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await soon(lambda: looks.count)
         made.supervisor.drain()
@@ -990,10 +989,10 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
             looked.set()
             await look_on.wait()
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         asking = asyncio.create_task(enter(made, "m"))
         await looked.wait()
-        made.supervisor._queue._unusable = made.cluster.unusable
+        del made.cluster.unusable
         await make_ready(made)
         look_on.set()
         await asking
@@ -1330,7 +1329,7 @@ async def test_an_error_that_nobody_expects_fails_its_model_alone_until_the_next
 async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    class Recorded(Backoff):
+    class Recorded(BackoffSettings):
         def delay_s(self, failures: int, rng: random.Random) -> float:
             tries.append(failures)
             return 0.0
@@ -1355,7 +1354,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
 async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
 ) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(600.0, 600.0, jitter=0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=600, max_s=600, jitter=0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.cluster.immortal = True

@@ -10,8 +10,8 @@ import pytest
 
 from sparkd.admin.fabric import fabric_of
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import parse
-from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.transport import proof
 from sparkd.state.nouns import RankHandle, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage

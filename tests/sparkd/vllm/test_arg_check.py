@@ -106,7 +106,6 @@ def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkey
 @pytest.fixture(autouse=True)
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_cache, "_unkept", {})
-    monkeypatch.setattr(parser_answers, "_silent", {})
 
 
 ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"

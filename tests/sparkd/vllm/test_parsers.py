@@ -1,5 +1,4 @@
-"""sparkd/vllm/parsers.py and sparkd/entry/parser_choice.py: which parsers are chosen for which family and template, and that an entry's key
-wins."""
+"""Which parsers are chosen for which family and template, and that a key of the entry wins."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from deploy.embedded_model import CHAT_TEMPLATE
 from sparkd.__main__ import exit_code
 from sparkd.capacity.requirement import refused_flags
 from sparkd.cli.config_check import check
+from sparkd.config import parser_choice
 from sparkd.config.config import load_config, parse_model
-from sparkd.entry import parser_choice
-from sparkd.entry.hub_check import Remote
-from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
+from sparkd.config.hub_check import Remote
+from sparkd.config.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.ask import parser as parser_answers

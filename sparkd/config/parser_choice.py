@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sparkd.checkpoint import CONFIG, Folder
 from sparkd.checkpoint.source import folder_of, name_of
+from sparkd.config.hub_check import Remote, looked_at
 from sparkd.config.model import ModelConfig
-from sparkd.entry.hub_check import looked_at
 from sparkd.errors import CheckpointError
 from sparkd.vllm.flags import parsed, value_of
 from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
@@ -34,15 +34,9 @@ _WHENCE: Mapping[str | None, str] = {
 }
 # No template is nearly as large.
 _MOST_BYTES = 4 << 20
+# A model's files on this node, or as its hub showed them.
+Files = Folder | Remote
 _TOOL_FLAG, _REASONING_FLAG, _TEMPLATE_FLAG = "tool-call-parser", "reasoning-parser", "chat-template"
-
-
-class Files(Protocol):
-    """A model's files. content: raises CheckpointError."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-    def content(self, name: str) -> bytes: ...
 
 
 def expected(spec: ModelConfig, env: Mapping[str, str]) -> Parsers | None:
@@ -85,7 +79,7 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
 
 def with_parsers(spec: ModelConfig, env: Mapping[str, str]) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
-    neither here nor were looked at on its hub (sparkd.entry.hub_check). An entry's keys and flags win. Blocks."""
+    neither here nor were looked at on its hub (sparkd.config.hub_check). An entry's keys and flags win. Blocks."""
     files = _files(spec, env)
     choice = Parsers() if files is None else chosen(_config(spec, files), *_templates(spec, files))
     flags = parsed(spec.extra_args)

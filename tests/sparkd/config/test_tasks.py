@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.config.model import ModelConfig
-from sparkd.entry.tasks import abilities_of, tasks_of
+from sparkd.config.tasks import abilities_of, tasks_of
 from sparkd.state.abilities import GENERATE, POOL, TRANSCRIBE, Abilities, RequestNeeds
 
 LLAMA = {

@@ -13,8 +13,8 @@ from typing import Any
 
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config
+from sparkd.config.hub_check import is_elsewhere, looked_at
 from sparkd.config.model import ModelConfig
-from sparkd.entry.hub_check import is_elsewhere, looked_at
 from sparkd.errors import LoadRefused
 from sparkd.vllm.flags import DRAFTS, parsed, speculative_config, value_of, words
 from workers.host.hub_cache import is_hub_id
