@@ -106,8 +106,8 @@ class PartGroup:
 
     @property
     def misfit(self) -> int | None:
-        """The columns that the groups of its format do not divide, which the loader refuses (Quantizer.check of
-        workers/load/formats/base.py); None where they do."""
+        """The columns that the groups of its format do not divide, which the loader refuses (Format.check); None where they
+        do."""
         group = None if self.form is None else self.form.group
         return next((columns for _, columns in self.shapes if columns % group), None) if group is not None else None
 
