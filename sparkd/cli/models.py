@@ -189,10 +189,9 @@ def events(
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
     from sparkd.cli.plan import consult
-    from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
-    with headers_of(model) as progress:
+    with show.headers_of(model) as progress:
         vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard

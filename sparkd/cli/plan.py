@@ -81,7 +81,6 @@ def plan(
     from sparkd.recipes.file import refuse_as_model
     from sparkd.render import plan as show_plan
     from sparkd.render.page import printable, say_json
-    from sparkd.render.terminal import Page
 
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
@@ -108,10 +107,10 @@ def plan(
         speculative=speculative,  # type: ignore[arg-type]  # checked above
         enforce_eager=True if eager else None,
     )
-    page = Page()
-    draw = partial(show_plan.draft, page=page) if page.is_terminal and not session.json and not docker else None
+    draft = show_plan.Draft(session.out)
+    draw = draft.draw if session.out.is_terminal and not session.json and not docker else None
     answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick, draw=draw)
-    page.erase()
+    draft.erase()
     if session.json:
         answer["notes"] += unheard
         say_json(answer)
@@ -121,7 +120,7 @@ def plan(
         if docker:
             _write_containers(answer, image)
         else:
-            show_plan.plan(answer, page, every=every)
+            show_plan.plan(answer, session.out, every=every)
     if answer["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
 
@@ -219,7 +218,7 @@ def _planned_here(
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_of
-    from sparkd.render.terminal import headers_of
+    from sparkd.render.models import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
     env = {**os.environ, **entry.env}
