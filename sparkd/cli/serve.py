@@ -70,14 +70,8 @@ def serve(
         refuse_unusable(source, vllm=False)
         entry = name or name_of(source)
         keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
-        # An -o for the entry must find the entry there, so `models` comes before its dotted keys.
-        for dotted in [key for key in flags if key.startswith(f"models.{entry}.")]:
-            *outer, last = dotted.removeprefix(f"models.{entry}.").split(".")
-            inner = keys
-            for part in outer:
-                inner = inner.setdefault(part, {})
-            inner[last] = flags.pop(dotted)
-        flags["models"] = {entry: keys}
+        # An -o for the entry must find the entry there.
+        flags = {"models": {entry: keys}, **flags}
     elif name is not None:
         raise ConfigError("--name needs --model: give both, or neither.")
     from sparkd.config.config import load_config
