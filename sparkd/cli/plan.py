@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.units import MOST, real, whole
@@ -70,7 +70,7 @@ def plan(
     image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker.")] = None,
     quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
     every: Annotated[bool, option("--all", help="Also show why each other choice was rejected.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """Tell whether a model fits, in which format, and vLLM's command.
 
