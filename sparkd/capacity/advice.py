@@ -16,11 +16,9 @@ from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import fitting, longest, sized
-from sparkd.capacity.weights import even_formats, possible_ranks
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 
@@ -246,9 +244,9 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "vllm":
             return Cure(deed="choose another model" if option.nodes == 1 else "choose another tensor_parallel")
         case "split":
-            return Cure(deed=f"choose another tensor_parallel: {possible_ranks(model.shape, option.ways[0])}")
+            return Cure(deed=f"choose a tensor_parallel that divides its {model.shape.heads} attention heads")
         case "format":
-            return Cure(deed=f"choose {_even(option) or 'another format'} (--quantize, or quantize of the entry)")
+            return Cure(deed="choose another format (--quantize, or quantize of the entry)")
         case "uncounted":
             return Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
         case _ if option.longest:
@@ -259,11 +257,3 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
             return Cure(deed="choose a smaller format, such as --quantize nvfp4")
         case _:
             return Cure(deed=f"share it by more than {nodes} node{'s' if nodes > 1 else ''} (--nodes)")
-
-
-def _even(option: Option) -> str | None:
-    """The formats whose groups divide the columns that those of the option do not."""
-    try:
-        return None if option.args.recipe is None else even_formats(option.headers.model.formatted(option.args.recipe))
-    except CheckpointError:
-        return None

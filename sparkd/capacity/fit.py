@@ -207,7 +207,7 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     exact, shape = consultation.exact(recipe, serving), headers.model.shape
-    # Of a longrope vLLM's own length is the shorter one, and an entry may ask for the longer one.
+    # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
     longest = max(candidate.headers.model.shape.max_len, shape.max_len)
     if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
         reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"

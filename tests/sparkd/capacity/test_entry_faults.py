@@ -43,7 +43,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a size": ("quantize", {"quantize": {"format": "best", "gib": 0.001}}),
     "ranks": ("tensor_parallel", {"tensor_parallel": 2}),
     "a length": ("max_model_len", {"max_model_len": 1_000_000}),
-    "a length in a flag": ("extra_args", {"max_model_len": None, "extra_args": ["--max-model-len", "1000000"]}),
     "a draft": (
         "extra_args",
         {"extra_args": ["--speculative-config", '{"method": "eagle3", "model": "/none", "num_speculative_tokens": 2}']},
