@@ -39,14 +39,6 @@ Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format",
 # By a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
 Unlinked = Mapping[int, str]
 LINKED: Unlinked = MappingProxyType({})
-_CALLED = {
-    "weights": "of weights",
-    "kv": "KV cache",
-    "peak": "for a batch",
-    "graphs": "CUDA graphs",
-    "context": "CUDA context",
-    "processes": "processes",
-}
 
 
 class Candidate(NamedTuple):
@@ -319,20 +311,36 @@ def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
 
 
 def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) -> str:
-    there = gib(node.memory_bytes)
-    if needed.load_free_bytes < 0:
-        # The parts that count while the weights come; the cache and the batch are not there yet.
-        parts = [f"{gib(needed.parts['weights'])} of weights", f"{gib(needed.load_peak_bytes - needed.parts['weights'])} for the loader"]
-        parts += [f"{gib(needed.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if needed.parts[name] >= GIB // 10]
-        parts += [f"{gib(needed.system_bytes)} system"] if needed.system_bytes else []
-        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the available {there}, before any KV cache"
-    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in needed.parts.items() if size >= GIB // 10]
-    shorter = f"; {longest:,} tokens of context would fit" if longest else ""
-    limit = limit_of(args, node)
+    """Why its bytes are too many for a node, or for the limit of its entry."""
+    limit, kept = limit_of(args, node), f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
+    there = f"a node has {gib(node.memory_bytes)}, less {kept}"
     if limit is not None and needed.total > limit[0]:
-        return f"{' + '.join(parts)} are {gib(needed.total - limit[0])} more than {limit[1]}{shorter}"
-    parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
-    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
+        there = f"that is more than {limit[1]}"
+    elif needed.free_bytes >= 0:
+        there = f"while the weights come, the loader needs {gib(-needed.load_free_bytes)} more than a node has"
+    return f"{it_needs(args, needed)}; {there}" + (f"; {longest:,} tokens of context would fit" if longest else "")
+
+
+def it_needs(args: EngineArgs, known: Footprint) -> str:
+    """The parts of its least, for a message."""
+    is_larger = known.cache is not None and known.cache > known.kv.least
+    what = f"for one request of {known.kv.max_model_len:,} tokens"
+    if is_larger and args.cache_words:
+        what = f"as its entry sets it ({args.cache_words})"
+    rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
+    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
+    total, (weights, cache, batch, processes) = _adding_up(sizes)
+    held = " and what CUDA holds" if known.parts["context"] else ""
+    largest = f"{batch} for the largest batch{held}"
+    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
+
+
+def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
+    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
+    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
+        tenths[number] += 1
+    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
 
 
 def gib(size: float) -> str:

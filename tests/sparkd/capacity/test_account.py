@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.capacity.advice import it_needs
-from sparkd.capacity.fit import Option
+from sparkd.capacity.fit import Option, it_needs
 from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.requirement import refused_flags, requirement_of
 from sparkd.config.config import Config, parse_model
@@ -70,7 +69,7 @@ def test_the_account_of_a_model(folder: Path) -> None:
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
     assert found.fixed > weights + 3 * GIB
     assert found.cache is None
-    sentence = it_needs(found, engine_args(spec_of(folder, max_model_len=8192), {}))
+    sentence = it_needs(engine_args(spec_of(folder, max_model_len=8192), {}), found)
     assert lacking(sentence, "8,192 tokens") == []
     assert f"weights {weights / GIB:.1f} GiB" in sentence
 
