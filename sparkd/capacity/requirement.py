@@ -101,7 +101,7 @@ class Requirement:
 
     @property
     def known(self) -> Footprint | None:
-        return known_of(self.option)
+        return None if self.option is None else self.option.known
 
 
 def requirement_of(
@@ -129,19 +129,12 @@ def requirement_of(
     entrypoint, hardware = _entrypoint(spec, config, facts), _hardware(config, facts)
     node = replace(hardware, system_bytes=hardware.memory_bytes - int(free_gib * GIB))
     args = engine_args(spec, spec.environment(config.engine))
-    headers, option = headers_here(args), None
+    headers = headers_here(args)
     candidates = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts), beside=beside)
-    args = args.undecided()
-    if candidates:
-        option = choose(candidates, node, ways)[0]
-        args = option.args
-    gib = reserved_gib(args, hardware, offered_gib, known_of(option))
+    option = choose(candidates, node, ways)[0] if candidates else None
+    args, known = (args.undecided(), None) if option is None else (option.args, option.known)
+    gib = reserved_gib(args, hardware, offered_gib, known)
     return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
-
-
-def known_of(option: Option | None) -> Footprint | None:
-    """The bytes of a model; None if only a start can tell them."""
-    return None if option is None or not option.is_counted else option.footprint
 
 
 def reserved_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Footprint | None = None) -> int:
