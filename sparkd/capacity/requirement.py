@@ -41,10 +41,13 @@ VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases 
 class Placement:
     """The place of one model.
 
-    slug: its name as a file name. platform: `cuda` or `cpu`.
-    entrypoint: the module that is its engine. vllm: its version, if it is known.
+    slug: its name as a file name.
+    memory_gib: reserved on each node.
+    platform: `cuda` or `cpu`.
+    entrypoint: the module that is its engine.
+    vllm: its version, if it is known.
     spec: the model with a choice for each `auto`; None without a choice.
-    peers: the nodes of its other ranks, in their order; memory_gib: reserved on each node.
+    peers: the nodes of its other ranks, in their order.
     tensor, pipeline: parallel sizes, together one rank on each node.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     """
@@ -180,8 +183,10 @@ def _hardware(config: Config, facts: Mapping[str, Any]) -> Hardware:
 
 
 def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: Ways) -> None:
-    """Ask this node's vLLM about a model whose format, length or reservation depends on the answer; answers are kept. Blocks for the 10 to
-    40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts."""
+    """Ask this node's vLLM about a model whose format, length or reservation depends on the answer, and keep the answers.
+
+    Blocks for the 10 to 40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts.
+    """
     args, platform = engine_args(spec, spec.environment(config.engine)), platform_of(facts, config)
     is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
     if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):

@@ -72,8 +72,8 @@ def options(
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
-    args = engine_args(spec, env)
-    return advices.advised(advices.advice(args, headers_here(args), hardware, offered_bytes, ways))
+    found = option(spec, hardware, env, ways=ways)
+    return "" if found is None else advices.advised(advices.advice(found, offered_bytes, ways))
 
 
 def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str | None:
