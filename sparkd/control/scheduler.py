@@ -143,9 +143,9 @@ def _victims(
         free = book.free_gib({asker.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
         lacks = f"{asker.name} needs {_size(asker)} of unified memory, more than is free even with every evictable model unloaded ({there})"
-        if book.shut:
+        if book.cordoned:
             cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
-            sentence = f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
+            sentence = f"{lacks}. {book.cordon_message} {cure}, or ask for less (memory_gib, kv_cache)."
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."

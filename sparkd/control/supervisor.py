@@ -266,10 +266,10 @@ class Supervisor:
         # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
         is_open = False
         # Without the gate's word no node is open, to a placement in progress either.
-        closed = frozenset(node.node_id for node in observation.nodes)
-        with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
+        all_nodes = frozenset(node.node_id for node in observation.nodes)
+        with around("gate", failed=lambda _: self._cluster.reservations.cordon(all_nodes, {})):
             self._gate.look(observation, records)
-            self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
+            self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib)
             is_open = True
         for record in records.values():
             with around("observed", record.name):
@@ -299,7 +299,7 @@ class Supervisor:
 
     def _note_nodes(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
-        agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
+        agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.cordoned
         if agents - self._agents:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
