@@ -130,7 +130,7 @@ def plan(
     starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
         facts = models[name]
-        may_start = can_place and not starting and (schedule is None or schedule.first == name)
+        may_start = can_place and not starting and (schedule is None or schedule.next_to_start == name)
         action = _next(facts, may_start) or _of_schedule(facts, schedule, can_place and not starting)
         if action is None:
             continue
@@ -159,9 +159,9 @@ def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Act
     """The action that the scheduler asks of this model. now: a model could be started if it had room."""
     if schedule is None or not now:
         return None
-    if (refusal := schedule.refused.get(facts.name)) is not None:
+    if (refusal := schedule.rejected.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
-    to = schedule.leave.get(facts.name)
+    to = schedule.victims.get(facts.name)
     return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
 
 

@@ -357,7 +357,7 @@ class Supervisor:
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Evict(to=to):
-                self._swap.leave(record, self.registry.records[to])
+                self._swap.evict(record, self.registry.records[to])
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)

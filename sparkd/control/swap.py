@@ -32,7 +32,7 @@ class Swap:
     def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
         """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""
         for record in records.values():
-            place = schedule.line.index(record.name) + 1 if record.name in schedule.line else None
+            place = schedule.queue.index(record.name) + 1 if record.name in schedule.queue else None
             record.turn = place if record.name in schedule.waits else None
             if place is not None:
                 record.queue.ask(self._clock())
@@ -42,12 +42,12 @@ class Swap:
                 self._journal.say("waits", record.name, record.wait.message)
             if (
                 record.yields_to is not None
-                and record.name not in schedule.leave
+                and record.name not in schedule.victims
                 and record.state in (ModelState.READY, ModelState.DRAINING)
             ):
                 record.yields_to = None
 
-    def leave(self, record: Record, other: Record) -> None:
+    def evict(self, record: Record, other: Record) -> None:
         """Evict the model for another one. A request for it waits behind that one meanwhile."""
         record.yields_to = to = other.name
         record.takes_turns = other.takes_turns = True
