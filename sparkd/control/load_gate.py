@@ -13,7 +13,7 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.means import Means
-from sparkd.control.memory_release import MemoryRelease, readings_of
+from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
 from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, RAY_STARTS, Wait
@@ -78,7 +78,7 @@ class LoadGate:
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
         if observation.ranks is None:
             return  # no node could be observed: closed nodes stay closed, and waiting clients receive no message
-        readings = readings_of(observation)
+        readings = observation.readings
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
         self._note_shortage(short, observation.unseen)
         self._evict(short, records)

@@ -247,7 +247,7 @@ class Supervisor:
         with around("abilities"):
             self._looks.look_at_new()
         with around("watchdog"):
-            self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
+            self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
         self._ticked_at_s = self._clock()
