@@ -256,7 +256,6 @@ class Supervisor:
         with around("metrics"):
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
-            gauges.engines(observation.ranks or ())
             for show in self.journal.snapshot_followers:
                 show(snapshot)
 
