@@ -261,7 +261,7 @@ class Effects:
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
             metrics.WATCHDOG_STALLS.labels(record.name).inc()
-            if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
+            if (times := record.count_hang(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None

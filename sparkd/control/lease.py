@@ -303,7 +303,7 @@ class LeaseQueue:
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:
     """Whether the load moves and its weights are loaded, or will be within NEARLY_S."""
-    if record.state not in STARTING or now_s - record.observed.moved_at_s >= STILL_S:
+    if record.state not in STARTING or now_s - record.observed.last_activity_s >= STILL_S:
         return False
     eta_s = record.observed.progress.eta_s if record.observed.progress else None
     return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)

@@ -59,7 +59,7 @@ def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties
     bar: why no model can be placed now.
     """
     waiting = [facts for facts in models.values() if _is_startable(facts)]
-    waiting.sort(key=lambda facts: (not facts.record.claims, _asked_since_s(facts), facts.name))
+    waiting.sort(key=lambda facts: (not facts.record.has_claim, _asked_since_s(facts), facts.name))
     next_to_start: str | None = None
     evicted: dict[str, str] = {}
     waits: dict[str, Wait] = {}
@@ -78,7 +78,7 @@ def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties
                 waits[name] = Wait(RETURNS, returning)
             next_to_start = None if returning else name
             break
-        if not facts.record.claims:
+        if not facts.record.has_claim:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
@@ -103,7 +103,7 @@ def _asked_since_s(facts: ModelFacts) -> float:
 
 def _is_startable(facts: ModelFacts) -> bool:
     """Whether the model itself is ready to be started now."""
-    wanted = facts.record.desired.want is Want.RUNNING and not facts.yields and facts.record.hash is not None
+    wanted = facts.record.desired.want is Want.RUNNING and not facts.is_evicted and facts.record.hash is not None
     free = facts.record.state in _AWAY and not facts.record.busy and facts.ranks == () and not facts.observed.unseen
     return wanted and free and facts.now_s >= facts.record.backoff_until_s
 
@@ -182,7 +182,7 @@ def _pinned(facts: ModelFacts, models: Mapping[str, ModelFacts], ties: Ties) -> 
 
 
 def _is_leaving(facts: ModelFacts) -> bool:
-    return facts.yields or facts.record.desired.want is Want.STOPPED
+    return facts.is_evicted or facts.record.desired.want is Want.STOPPED
 
 
 def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:

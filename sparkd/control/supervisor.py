@@ -277,11 +277,11 @@ class Supervisor:
         with around("wishes"):
             self._wishes.end_removed()
             self._queue.forget_clients()
-            self._swap.settle(records)
+            self._swap.settle()
         with around("plan"):
             actions, schedule = self._plan(observation, is_open)
             with around("swap"):
-                self._swap.show(schedule, records)
+                self._swap.show(schedule)
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
@@ -351,7 +351,7 @@ class Supervisor:
                 self._effects.start(record, "ask", self._effects.ask(record))
             case Expire(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
-                if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
+                if self._swap.is_used(record.name, self._clock() - ttl_s):
                     return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")

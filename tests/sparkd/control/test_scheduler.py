@@ -490,7 +490,7 @@ async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(t
                 async with made.supervisor.lease("b"):
                     raise AssertionError
             await made.tick(3)
-            assert made.supervisor.registry.find("b").claims
+            assert made.supervisor.registry.find("b").has_claim
             await made.tick(seconds=PROMISE_S)
         await made.tick(4, seconds=60)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
