@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admin.bodies import Planning
 from sparkd.admin.client import Client
+from sparkd.admin.planner import Planning
 from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
 from sparkd.capacity import plan as plans
 from sparkd.capacity.account import machine
