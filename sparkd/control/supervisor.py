@@ -257,7 +257,8 @@ class Supervisor:
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
-            self.journal.snapshots.show(snapshot)
+            for show in self.journal.snapshot_followers:
+                show(snapshot)
 
     def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
         """Take in the observation and start the next actions. steady: by model whose ranks no action was changing, its start."""

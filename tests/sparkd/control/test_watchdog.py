@@ -33,7 +33,7 @@ class Scene:
         self.clock = FakeClock()
         self.page: str | None = page(1)
         self.record = Record("m", Desired("m", Want.RUNNING, 1, "test", 0.0), 0.0, 0.0)
-        self.record.state, self.record.attempt = ModelState.READY, Attempt(0.0, rank_id="r1", world=2)
+        self.record.state, self.record.attempt = ModelState.READY, Attempt(0.0, rank_id="r1", nodes=("n", "o"))
         self.record.upstream, self.record.queue.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
@@ -116,7 +116,7 @@ def refuse() -> None:
 async def test_what_has_nothing_in_hand_is_asked_a_question_and_lives_if_it_answers(answer: Callable[[], None], world: int) -> None:
     """Its client may be slow to take what was said long ago."""
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = answer
     question_s = ALONE.question_s if world == 1 else TEAM.question_s
     await scene.after(0, page=IDLE_PAGE)
@@ -137,7 +137,7 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     world: int, question_s: float, answer_s: float, idle_s: float
 ) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     if world == 1:
@@ -153,7 +153,7 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
 @pytest.mark.parametrize(("world", "looks"), [(2, 1), (1, 1 + round(ALONE.question_s / ALONE.ask_every_s))])
 async def test_while_its_question_is_not_answered_it_is_doubted(world: int, looks: int) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     for _ in range(looks):
@@ -220,7 +220,7 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
 
 async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
     await scene.after(0, page=None)
     assert await scene.after(1000) is None
@@ -310,7 +310,7 @@ async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> Non
 
 async def test_no_counter_of_an_engine_on_one_node_is_read_for_a_request_that_is_answered_within_seconds() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     for _ in range(2):
         scene.record.queue.in_flight = 1
         await scene.after(0)
@@ -346,7 +346,7 @@ async def test_its_first_question_is_the_supervisors() -> None:
 )
 async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float | None, cpu_share: float, after_s: float) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
     await scene.after(0)
     await scene.after(ALONE.ask_every_s)
@@ -359,7 +359,7 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
 
 async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.readings = {"n": replace(READING, device_trouble="nvidia-smi did not answer within 4 s"), "o": READING}
     assert scene.watchdog.conditions == ()
     await scene.after(0)
