@@ -1,4 +1,4 @@
-"""The admin API: thin verbs over the supervisor, and their OpenAPI document. Never decides, never waits for a long action unless asked."""
+"""The admin API: thin verbs over the supervisor, and their OpenAPI document."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     register_recipes(api, registry, operator)
     register_live(api, parts.live)
     register_disk(api, Disk(registry, journal, cluster, jobs))
-    register_benches(api, parts.benches, f"{PREFIX}/operations")
+    register_benches(api, parts.benches)
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")

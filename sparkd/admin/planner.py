@@ -55,7 +55,11 @@ class PlanOption(BaseModel):
 
 
 class PlanChoice(PlanOption):
-    """The best option. ranks: the command and the environment of each; config: a model's entry that asks for it."""
+    """The best option.
+
+    ranks: the command and the environment of each.
+    config: a model's entry that asks for it.
+    """
 
     name: str
     config: dict[str, Any] | None
@@ -65,15 +69,23 @@ class PlanChoice(PlanOption):
 
 
 class PlanRefusal(BaseModel):
-    """Why no option fits. cause: memory, cache, length, links, vllm, split, format or uncounted; message: with one thing to do."""
+    """Why no option fits.
+
+    cause: memory, cache, length, links, vllm, split, format or uncounted.
+    message: with one thing to do.
+    """
 
     cause: str
     message: str
 
 
 class PlanAnswer(BaseModel):
-    """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
-    load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
+    """Whether a model fits, and how.
+
+    bytes: of its weights as they are stored.
+    unloaded: bytes of the parts of its files that vLLM does not load, `mtp` without speculative decoding only.
+    unknown_experts: bytes of experts that no format changes, by the tensors' names.
+    """
 
     model: str
     entry: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""The admin API's routes of upkeep: the doctor, the guards' incidents, the reload. Never decides, never waits for a long action."""
+"""The admin API's routes of upkeep: the doctor, the guards' incidents, the reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs that need no daemon: serve, ray-node, check, version. Never imports the daemon or Ray before one of them runs."""
+"""The verbs that need no daemon: serve, ray-node, check, version. Each imports the daemon and Ray when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a plan looks: the table of what fits, a bar of the memory of each node, the choice, the floor. Never decides anything."""
+"""How a plan looks: the table of what fits, a bar of the memory of each node, the choice."""
 
 from __future__ import annotations
 

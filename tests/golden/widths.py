@@ -70,19 +70,19 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _cached() -> dict[str, Any]:
-    row = {"name": "9f86d081884c7d65", "size_bytes": 44 * GIB, "created_s": 0.0, "used_s": 1000.0, "valid": True, "quantize": {}}
+    row = {"node": "192.168.100.10", "size_bytes": 44 * GIB, "used_s": 1000.0, "valid": True, "fault": None}
     rows = [
-        {**row, "model": LARGE, "entries": [], "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
+        {**row, "id": f"{LARGE}-nvfp4-9f86d081884c7d65", "used_by": []},
         {
             **row,
-            "model": SMALL,
-            "entries": ["chat", "code"],
-            "format": "experts=mxfp4, attention=fp8-block, rest=bf16",
-            "tensor_parallel": None,
-            "source": SMALL,
+            "id": f"{SMALL}-mxfp4-mixed-0f86d081884c7d65",
+            "used_by": ["chat", "code"],
+            "valid": False,
+            "fault": "/models/m has changed",
         },
     ]
-    return {"cached": rows, "swept_bytes": 0, "writing_bytes": 0, "folder": "/var/lib/sparkd/quantized", "limit_bytes": None}
+    folder = {"path": "/var/lib/sparkd/quantized", "node": "192.168.100.10", "size_bytes": 88 * GIB, "limit_bytes": 100 * GIB}
+    return {"entries": rows, "folders": [folder]}
 
 
 def _layers() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// Owns the editor of an entry's keys, which stands in the browser until the daemon takes it.
+// The editor of an entry's keys, which stands in the browser until the daemon takes it.
 
 import { paramOf } from "../api.js";
 import { html } from "../lib.js";

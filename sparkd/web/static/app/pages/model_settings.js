@@ -1,4 +1,4 @@
-// Owns the tab of a model's settings: as configured, as resolved, as each rank's engine has them; and the editor of its entry.
+// The tab of a model's settings: as configured, as resolved, as each rank's engine has them; and the editor of its entry.
 
 import { ADMIN, modelPath, post, put } from "../api.js";
 import { Copy } from "../components/copy.js";
