@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Answers
 from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.plan import plan, vllm_json
@@ -33,7 +32,7 @@ from sparkd.errors import ClusterError, ConfigError, EngineError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.hardware import KNOWN, Hardware
+from sparkd.hardware import KNOWN, Hardware, machine
 from sparkd.state.documents import Documents
 from sparkd.vllm.ask.answers import ModelAnswer
 from sparkd.vllm.ask.cache import places as answers_in

@@ -100,7 +100,7 @@ class Cluster:
         def present() -> Config:
             return self._config
 
-        self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here, self.in_sight, self.total_gib)
+        self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here.runtime, self.in_sight, self.total_gib)
         self.launcher = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.placer)
         self._sight = NodeTracker()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
-# The best format that fits, chosen when the model is placed (sparkd/capacity/account.py).
+# The best format that fits, chosen when the model is placed (sparkd/capacity/fit.py).
 AUTO = "auto"
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 

@@ -1,4 +1,4 @@
-"""How a plan looks: the table of what fits, a bar of the memory of each node, the choice."""
+"""How a plan looks: the table of what fits, a bar of the memory of each node, and the choice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ def plan(answer: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
     if choice is not None:
         _bars(choice, page)
         _how(choice, page)
-        _floor(answer, page)
     for note in answer["notes"]:
         page.line(printable(note), "yellow")
 
@@ -234,9 +233,15 @@ def _how(choice: Mapping[str, Any], page: Page) -> None:
     for rank in choice["ranks"]:
         if len(choice["ranks"]) > 1:
             page.line(f"# node {rank['node']}", "dim")
-        words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
-        page.line(printable(" ".join([*words, shlex.join(rank["command"])])), whole=True)
+        page.line(printable(_command(rank, " \\\n    " if page.is_terminal else " ")), whole=True)
     page.line()
+
+
+def _command(rank: Mapping[str, Any], gap: str) -> str:
+    """The shell's command of a rank. gap: between its variables, and before each flag."""
+    variables = [f"{name}={shlex.quote(value)}{gap}" for name, value in rank["environment"].items()]
+    first, *others = rank["command"]
+    return "".join([*variables, first, *(f"{gap if word.startswith('--') else ' '}{shlex.quote(word)}" for word in others)])
 
 
 def _decided(choice: Mapping[str, Any], page: Page) -> None:
@@ -258,17 +263,6 @@ def _entry(choice: Mapping[str, Any], page: Page) -> None:
 
 def _told(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
-
-
-def _floor(answer: Mapping[str, Any], page: Page) -> None:
-    page.line("With vLLM's own --gpu-memory-utilization instead:", "bold")
-    figures = ("UTILIZATION", "ALLOWED", "FOR THE CACHE")
-    table = Table(*figures, "", right=figures)
-    for row in answer["floor"]:
-        verdict = "the smallest that works" if row["smallest"] else "works" if row["works"] else "fails"
-        style = "bold green" if row["smallest"] else "" if row["works"] else "red"
-        table.add(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)
-    page.table(table)
 
 
 def _split(option: Mapping[str, Any]) -> str:

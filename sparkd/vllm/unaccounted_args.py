@@ -85,7 +85,7 @@ WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
-# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.account.needed_gib).
+# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.requirement.reserved_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 
 
@@ -155,8 +155,10 @@ def blocks_of(flags: Flags) -> int | None:
 
 
 def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
-    """Warnings of `sparkd check` for flags of extra_args by which sparkd.capacity.account.needed_gib reserves the whole machine. keys: the
-    keys that a model's entry may have."""
+    """Warnings of `sparkd check` for flags of extra_args by which a start reserves the whole machine.
+
+    keys: that a model's entry may have.
+    """
     given = parsed(model.extra_args)
     flags = unsized(given)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.account import VLLM_DEFAULT_UTILIZATION, machine
+from sparkd.capacity.requirement import VLLM_DEFAULT_UTILIZATION
 from sparkd.config.config import parse_model
 from sparkd.errors import ConfigError
+from sparkd.hardware import machine
 from sparkd.units import GIB
 from tests.support.accounts import account, needed_gib
 from tests.support.checkpoints import dense, write
