@@ -90,7 +90,7 @@ class Cluster:
         self._link = RayConnection(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
         self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
-        self._told: Mapping[str, Mapping[str, Any]] = {}
+        self._guard_hints: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
@@ -177,12 +177,12 @@ class Cluster:
         """By node, what workers.host.network.sample says there now; None of a node whose agent does not answer."""
         return await self.fabric_nodes.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
-    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_guard_hints(self, hints: Mapping[str, Mapping[str, Any]]) -> None:
         """By model, what the guards of the nodes must know: see workers.guard.guard.Sentry. They hear it with the next look."""
-        self._told = told
-        self._here.sentry.hear(told)
+        self._guard_hints = hints
+        self._here.sentry.hear(hints)
 
-    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+    async def ask_all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
         nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
         asking = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
@@ -309,7 +309,7 @@ class Cluster:
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
-            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
+            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._guard_hints, guard), OBSERVE_TIMEOUT_S)
         except NodeRefused as error:
             # The agent answers: its node lives, but its ranks are unknown.
             self._sight.stays(node_ip, time.monotonic())
