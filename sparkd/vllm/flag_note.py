@@ -21,7 +21,3 @@ class FlagNote(str):
         self.name = name
         self.reason = reason
         return self
-
-    def __reduce__(self) -> tuple[type[FlagNote], tuple[str, str, str]]:
-        """For pickle: a plan is made in a process of its own, and its notes come back from there."""
-        return FlagNote, (self.name, self.reason, self.removesuffix(f": {self.reason}"))
