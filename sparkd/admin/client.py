@@ -100,8 +100,8 @@ class Client:
         """read_s: how long the answer may take."""
         return self._ask("POST", path, {}, body, read_s)
 
-    def delete(self, path: str) -> dict[str, Any]:
-        return self._ask("DELETE", path, {})
+    def delete(self, path: str, **parameters: Any) -> dict[str, Any]:
+        return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
         models = self.get("/models").get("models")

@@ -103,12 +103,14 @@ class Disk:
     async def remove(self, kind: str, name: str, node: str | None) -> RemovedEntry:
         """Raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
         node = node or self._cluster.node_ip
-        if not any((entry.kind, entry.id, entry.node) == (kind, name, node) for entry in (await self.listing()).entries):
+        entries = (await self.listing()).entries
+        entry = next((entry for entry in entries if (entry.kind, entry.id, entry.node) == (kind, name, node)), None)
+        if entry is None:
             raise NotFound(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
         if self._jobs.running("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():
-            if record.state not in _AT_REST and _may_use(record, kind, name):
+            if record.state not in _AT_REST and _may_use(record, entry):
                 raise Conflict(f"{kind}/{name} was not removed: {record.name}, which is {record.state.value}, may use it. Unload it first.")
         freed = await self._cluster.ask(node, "remove_stored", kind, name, *self._where(), timeout_s=REMOVE_TIMEOUT_S)
         self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
@@ -159,12 +161,14 @@ class Disk:
         return int(limit_gib * GIB) if kind == "quantized" and limit_gib is not None else None
 
 
-def _may_use(record: Record, kind: str, name: str) -> bool:
+def _may_use(record: Record, entry: DiskEntry) -> bool:
     """Whether an entry's files may be open. A hub folder is looked for in all words of the model's entry: its draft and tokenizer count."""
-    if record.spec is None or kind != "hub":
+    if entry.kind == "quantized":
+        return record.name in entry.used_by
+    if record.spec is None or entry.kind != "hub":
         return True
     words = repr(record.spec)
-    return name in words or name.removeprefix("models--").replace("--", "/", 1) in words
+    return entry.id in words or entry.name in words
 
 
 def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from sparkd.bench.compare import Comparison
     from sparkd.bench.result import BenchResult
 
-# llama-benchy's own book has half of that.
-MOST_BOOK_BYTES = 1_500_000
 # Columns of words, which go on below.
 WORDS = ("WHY", "WHEN", "SOURCE", "PHASES")
 NAMES = ("MODEL", "OUR CELL", "THROTTLED")
@@ -49,7 +47,7 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for llama-benchy in place of its own.")] = None,
+    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for the prompts, in place of empty words.")] = None,
     load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
     times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
     other: Annotated[str | None, option("--from", metavar="OTHER", help="The other model of the swaps, with --load.")] = None,
@@ -83,11 +81,11 @@ def run(
     elif "/" in profile or profile.endswith((".yaml", ".yml")):
         body |= {"profile": Path(profile).stem[:80], "profile_text": _text(Path(profile))}
     if book is not None:
-        body |= {"book": _book(book), "book_name": book.name[:256]}
+        body |= {"book": _text(book), "book_name": book.name[:256]}
     if quality:
         body |= {"kind": "quality", "formats": [form.strip() for form in (formats or "").split(",") if form.strip()]}
     if text is not None:
-        body |= {"text": own_text(text), "text_name": text.name[:256]}
+        body |= {"text": _text(text), "text_name": text.name[:256]}
     started = session.client.post("/bench", body)
     running = f"{started['bench']} is running. `sparkd cancel {started['operation']}` ends it."
     if no_wait:
@@ -225,27 +223,6 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"The file {path} cannot be read: {why}. Give a file of plain text.") from None
-
-
-def _book(path: Path) -> str:
-    text = _text(path)
-    size = len(text.encode())
-    if not 1000 <= size <= MOST_BOOK_BYTES:
-        raise ConfigError(f"The book {path} has {size:,} bytes: give a text of 1,000 to {MOST_BOOK_BYTES:,}.")
-    return text
-
-
-def own_text(path: Path) -> str:
-    """Raises ConfigError where the file cannot be read, or is longer than a quality bench takes."""
-    from sparkd.bench.passages import MOST_TEXT_BYTES
-
-    try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise ConfigError(f"The text {path} has {path.stat().st_size:,} bytes, and at most {MOST_TEXT_BYTES:,} are read: shorten it.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"The text {path} cannot be read: {why}. Give a file of plain text.") from None
 
 
 def _ended(session: Session, started: dict[str, Any], again: str) -> None:

@@ -191,10 +191,6 @@ class _Entry:
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
             yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
-        tokens, requests = self._model.max_num_batched_tokens, self._model.max_num_seqs
-        if tokens is not None and requests is not None and tokens < requests:
-            reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
-            yield self._at("max_num_batched_tokens", f"{reason}. Raise it, or lower max_num_seqs.")
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""

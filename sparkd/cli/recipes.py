@@ -1,4 +1,4 @@
-"""`sparkd recipes`: ls, show, check, import. They need no daemon. Never starts a model, never fetches a registry."""
+"""`sparkd recipes`: ls, show, check, import. They need no daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line shows recipes: the list, and one with what it comes to. Never reads a file."""
+"""How the command line shows recipes: the list, and one with what it comes to."""
 
 from __future__ import annotations
 
