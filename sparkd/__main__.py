@@ -105,20 +105,11 @@ def exit_code(argv: list[str]) -> int:
 
 def command_line() -> typer.Typer:
     """All verbs, in the order in which the help has them."""
-    import typer
-
     from sparkd.cli import bench, doctor, export, fabric, incidents, join, models, plan, pull, recipes, reload, requests, run, serve
-    from sparkd.cli.options import options
+    from sparkd.cli.options import group, options
 
-    app = typer.Typer(
-        name="sparkd",
-        help="Turn one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
-        epilog=EXIT_CODES,
-        add_completion=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
+    summary = "Turn one or more DGX Sparks into one dependable OpenAI-compatible endpoint."
+    app = group("sparkd", help=summary, epilog=EXIT_CODES, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(options)
     serve.register_serve(app)
     for module in (run, models, requests, plan, fabric, reload, doctor, incidents, join, pull, bench, export, recipes, serve):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field
 
 from sparkd.cluster.ray_head import RayProcess
 from sparkd.condition import Condition
-from sparkd.fabric.checks import Finding
-from sparkd.fabric.environment import Setting
-from sparkd.fabric.rates import Rate
+from sparkd.fabric.report import Offered
 from sparkd.hardware import Hardware
 from sparkd.state.nouns import Event, ModelState, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
@@ -62,16 +60,6 @@ class Status(BaseModel):
     costs: Costs
 
 
-class Offered(BaseModel):
-    """A machine at the other end of a cable that could join. seen: (interface, address, MAC)."""
-
-    node: str
-    cage: str
-    seen: list[tuple[str, str, str]]
-    answers: bool
-    told: str
-
-
 class Nodes(BaseModel):
     nodes: list[NodeView]
     offered: list[Offered]
@@ -81,129 +69,6 @@ class Nodes(BaseModel):
 
 class Memory(BaseModel):
     readings: list[Reading]
-
-
-class Interface(BaseModel):
-    name: str
-    mac: str | None
-    pci: str | None
-    up: bool
-    carrier: bool | None
-    speed_mbps: int | None
-    mtu: int | None
-    addresses: list[str]
-    rdma: str | None
-    rdma_state: str | None
-    gid_index: int | None
-    sent_bytes: int | None
-    received_bytes: int | None
-
-
-class FabricCage(BaseModel):
-    number: int
-    label: str
-    linked: bool
-    twins: list[Interface]
-
-
-class FabricNode(BaseModel):
-    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart; address: in the cluster."""
-
-    node: str
-    host: str | None
-    address: str | None
-    cages: list[FabricCage]
-    lan: list[Interface]
-    wifi: list[Interface]
-
-
-class Rail(BaseModel):
-    a: str
-    b: str
-    network: str
-    rdma: bool
-    problem: str | None
-
-
-class Cable(BaseModel):
-    a: str
-    a_cage: str
-    b: str
-    b_cage: str
-    seen: bool
-    rails: list[Rail]
-
-
-# A measured rate, and its verdict.
-RateBody = create_model(
-    "Rate",
-    __doc__="The rate measured between two nodes.",
-    **{name: (kind, ...) for name, kind in get_type_hints(Rate).items()},  # type: ignore[call-overload]
-    normal_gb_s=(str | None, ...),
-    verdict=(str, ...),
-    told=(str, ...),
-)
-
-
-class TensorParallel(BaseModel):
-    """Whether all nodes may share a model, why not, and which pairs may."""
-
-    all: bool
-    reason: str | None
-    pairs: list[list[str]]
-
-
-class FabricReport(BaseModel):
-    nodes: list[FabricNode]
-    cables: list[Cable]
-    topology: str
-    rates: list[RateBody]  # type: ignore[valid-type]
-    offered: list[Offered]
-    tensor_parallel: TensorParallel
-    findings: list[Finding]
-    verdict: str
-    environment: dict[str, list[Setting]]
-
-
-class Examination(BaseModel):
-    """The doctor's findings. nodes: those that answered."""
-
-    nodes: list[str]
-    findings: list[Finding]
-    verdict: str
-
-
-class IncidentSummary(BaseModel):
-    """An action of a memory guard. A field is null if the guard's release did not write it."""
-
-    id: str
-    at_s: float | None = None
-    node: str | None = None
-    model: str | None = None
-    rank_id: str | None = None
-    phase: str | None = None
-    why: str | None = None
-    level: str | None = None
-    freed_bytes: int | None = None
-
-
-class Incidents(BaseModel):
-    incidents: list[IncidentSummary]
-    silent: list[str] = Field(description="Nodes that do not answer")
-
-
-class Incident(IncidentSummary, extra="allow"):
-    """One bundle, as the guard of its release wrote it: readings under `columns`, the end of the engine's log, who asked."""
-
-    told: dict[str, Any] | None = None
-    pids: list[int] | None = None
-    limits: dict[str, int] | None = None
-    engines: list[dict[str, Any]] | None = None
-    available_bytes: int | None = None
-    columns: list[str] | None = None
-    readings: list[Any] | None = None
-    log: list[str] | None = None
-    survivors: list[int] | None = None
 
 
 class Models(BaseModel):
@@ -228,172 +93,8 @@ class Operations(BaseModel):
     operations: list[Operation]
 
 
-class Meaning(BaseModel):
-    """The body of `POST /models` that adds what a user means."""
-
-    name: str
-    spec: dict[str, str]
-    known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
-
-
-class RecipeSummary(BaseModel):
-    name: str
-    description: str
-    model: str
-    quantize: Any
-    nodes: int
-    speculative: str
-    decode_tokens_per_s: Any
-    path: str
-
-
-class Recipes(BaseModel):
-    recipes: list[RecipeSummary]
-    problems: list[str]
-
-
-class RecipeChoice(BaseModel):
-    """The whole recipe, and what it comes to."""
-
-    name: str
-    description: str
-    model: str
-    quantize: Any
-    nodes: dict[str, Any]
-    speculative: str
-    decode_tokens_per_s: Any
-    path: str
-    choice: Any
-    container: dict[str, Any] | None
-    needs_vllm: Any
-    spec: dict[str, Any]
-    flags: list[str]
-    env: dict[str, str]
-    translated: list[str]
-    sampling: Any
-    expected: list[dict[str, Any]]
-    sources: dict[str, Any]
-    notes: list[str]
-
-
-class PlannedAction(BaseModel, extra="allow"):
-    """action: Place, Adopt, Move, Ask, Unwant, Yield, Drain, Stop, Rest, Fail or Destroy; the rest says of what."""
-
-    action: str
-    model: str
-
-
-class NextActions(BaseModel):
-    actions: list[PlannedAction]
-
-
-class PlanOption(BaseModel):
-    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
-
-    model: str
-    prequantized: str | None
-    format: str
-    nodes: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    fits: bool
-    reason: str | None
-    max_model_len: int
-    longest: int | None
-    footprint: dict[str, Any] | None
-
-
-class PlanChoice(PlanOption):
-    """The best option. ranks: the command and the environment of each; config: a model's entry that asks for it."""
-
-    name: str
-    config: dict[str, Any] | None
-    ranks: list[dict[str, Any]]
-    configured: bool | None = None
-    container: dict[str, Any] | None = None
-    said: list[str] | None = None
-    notes: list[str] | None = None
-
-
-class PlanRefusal(BaseModel):
-    """Why no option fits. cause: memory, cache, length, links, vllm, split, format or uncounted; message: with one thing to do."""
-
-    cause: str
-    message: str
-
-
-class FitAnswer(BaseModel):
-    """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
-    load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
-
-    model: str
-    entry: dict[str, Any] | None
-    folder: str
-    architecture: str
-    layers: int
-    max_len: int
-    bytes: int
-    unloaded: dict[str, int]
-    unknown_experts: dict[str, int]
-    quantization: str | None
-    hardware: Hardware
-    asked: dict[str, Any]
-    options: list[PlanOption]
-    choice: PlanChoice | None
-    refusal: PlanRefusal | None
-    floor: list[dict[str, Any]]
-    notes: list[str]
-    vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
-
-
-class RequestBody(BaseModel):
-    """One request for a model. Times are in seconds: started_s since 1970, the others since its arrival.
-
-    number counts the finished ones and is null in flight. tokens: as the engine counted them, at the end of its answer; null in flight,
-    because counting them on the way would mean to read each chunk. tokens_per_s: of a stream behind its first.
-    """
-
-    request_id: str
-    number: int | None
-    model: str = Field(description="A configured name; `unknown`, or empty, if the request named none")
-    route: str
-    key: str | None = Field(description="The name of the client's key; null if none is configured")
-    started_s: float
-    phase: Literal["queued", "forwarded", "streaming", "done"]
-    status: int | None = Field(description="499: the client left; null before the answer has begun")
-    code: str | None = Field(description="The code of the error that ended it")
-    failed: bool = Field(description="It ended with a code, or a status of 400 or more")
-    seconds: float
-    queued_s: float | None
-    ttft_s: float | None
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    completion_tokens: int | None
-    tokens_per_s: float | None
-    bytes_out: int
-    streamed: bool
-    pieces: int | None = Field(description="Pieces of a stream in flight so far: one for each token, or for the few that the engine had")
-
-
-class Requests(BaseModel):
-    in_flight: list[RequestBody] = Field(description="Oldest first")
-    finished: list[RequestBody] = Field(description="Newest first, by their end")
-    next: int | None = Field(description="The `before` of the next page")
-
-
 class Events(BaseModel):
     events: list[Event]
-
-
-class Reloaded(BaseModel):
-    """Keys of the file that changed, those that wait for the next start, and names of models."""
-
-    changed: list[str]
-    later: list[str]
-    added: list[str]
-    removed: list[str]
-    restarted: list[str]
-    adjusted: list[str]
 
 
 def answers(model: Any, status: int = 200, *, media_type: str | None = None, description: str = "As asked") -> dict[str, Any]:

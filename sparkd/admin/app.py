@@ -1,11 +1,11 @@
-"""The admin API: thin verbs over the supervisor, and their OpenAPI document. Never decides, never waits for a long action unless asked."""
+"""The admin API: thin verbs over the supervisor, and their OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
@@ -20,57 +20,50 @@ from sparkd.admin.answers import (
     PREFIX,
     Accepted,
     Events,
-    FabricReport,
-    FitAnswer,
     LogPage,
-    Meaning,
     Memory,
     Models,
-    NextActions,
     Nodes,
-    Offered,
     Operations,
-    RecipeChoice,
-    Recipes,
     Status,
     TakenIn,
     accepted,
     answers,
     described_document,
 )
-from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.bench_routes import register_benches
 from sparkd.admin.benches import Benches
-from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
-from sparkd.admin.disk_routes import Disk, register_disk
+from sparkd.admin.bodies import MAX_NAME, BoundedRoute, ChangedModel, Loading, NewModel, Pulling, Refusal
+from sparkd.admin.disk import Disk, register_disk
+from sparkd.admin.fabric import fabric_of, register_fabric
 from sparkd.admin.jobs import Jobs
-from sparkd.admin.live import Live
-from sparkd.admin.live_routes import register_live
+from sparkd.admin.live import Live, register_live
 from sparkd.admin.model_routes import register_models, unmasked
 from sparkd.admin.operator import Operator
-from sparkd.admin.pull import Pulls
-from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.planner import Planner, register_plan
+from sparkd.admin.pulls import Pulls
+from sparkd.admin.recipes import register_recipes
 from sparkd.admin.requests import register_requests
-from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
+from sparkd.admin.streams import Endless, event_page, event_stream, followed_log, log_of
 from sparkd.admin.upkeep import Reload, register_upkeep
-from sparkd.capacity.plan_for_node import planned_here, planning_hardware
-from sparkd.capacity.planned_entry import MODEL_CHARACTERS, PlanRequest
+from sparkd.capacity.plan_for_node import planning_hardware
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.config.refusal import fault
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, NotFound, SparkdError, UnknownModel, UnknownRoute, error_body
-from sparkd.fabric.peer_cache import Offers
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRoute, error_body
+from sparkd.execution.shared_answer import SharedAnswer
+from sparkd.fabric.report import Offered
 from sparkd.gateway.request_log import RequestLog
-from sparkd.recipes.admin_policy import refuse_calibration
-from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
 
 MAX_WAIT_S = 3600.0
+# A look at the cables asks every node: too slow for a client that polls each second, and it must not wait for a machine that is gone.
+PEERS_KEPT_S, PEERS_TIMEOUT_S = 10.0, 1.5
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
@@ -83,14 +76,14 @@ class Parts:
 
     pulls: Pulls | None = None
     reload: Reload | None = None
-    measures: Measures | None = None
+    measures: Bandwidth | None = None
     requests: RequestLog | None = None
     live: Live | None = None
     benches: Benches | None = None
     jobs: Jobs | None = None
 
 
-def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
@@ -119,10 +112,10 @@ def admin_app(supervisor: Supervisor, registry: Roster, journal: Ledger, cluster
     return app
 
 
-def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal: Ledger, cluster: Cluster, parts: Parts) -> None:
+def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
     pulls, measures = parts.pulls, parts.measures
     jobs = parts.jobs or Jobs(journal, supervisor.boundary)
-    offers = Offers(lambda: fabric_of(registry, cluster))
+    fabrics = SharedAnswer(supervisor.boundary, PEERS_KEPT_S)
     operator = Operator(supervisor.want, registry, journal, cluster)
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
@@ -136,28 +129,24 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def nodes() -> Nodes:
         snapshot = supervisor.snapshot()
         hardware = await asyncio.to_thread(planning_hardware, "node", registry.config)
+        try:
+            async with asyncio.timeout(PEERS_TIMEOUT_S):
+                offered = (await fabrics.get("", partial(fabric_of, registry, cluster)))["offered"]
+        except TimeoutError:
+            offered = []
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.node_id for node in snapshot.nodes}
-        others = [Offered(**machine) for machine in await offers.now() if not any(address in listed for _, address, _ in machine["seen"])]
+        others = [Offered(**machine) for machine in offered if not any(address in listed for _, address, _ in machine["seen"])]
         return Nodes(nodes=[*snapshot.nodes], offered=others, head=snapshot.cluster.get("address"), hardware=hardware)
-
-    @api.get(
-        "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
-    )
-    async def fabric() -> dict[str, Any]:
-        return await fabric_of(registry, cluster, measures.rates.all() if measures else ())
-
-    @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
-    async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
-        if measures is None:
-            raise UnknownRoute("This daemon measures nothing.")
-        return accepted(await measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests, registry)
+    register_fabric(api, registry, cluster, measures)
+    register_plan(api, Planner(supervisor, registry, journal, cluster, operator, jobs))
+    register_recipes(api, registry, operator)
     register_live(api, parts.live)
     register_disk(api, Disk(registry, journal, cluster, jobs))
-    register_benches(api, parts.benches, f"{PREFIX}/operations")
+    register_benches(api, parts.benches)
     register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
@@ -180,7 +169,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
 
     @api.post("/models/{name:path}/load", status_code=202, summary="Load a model, with the recipe that the body names")
     async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> Accepted:
-        model = await operator.lay_recipe(name, how.recipe) if how.recipe is not None else name
+        model = await operator.set_recipe(name, how.recipe) if how.recipe is not None else name
         return accepted(supervisor.want(model, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", status_code=202, summary="Unload a model; requests in flight may finish")
@@ -239,47 +228,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
     async def cancel(operation_id: str) -> Operation:
         return jobs.cancel(operation_id) or operator.cancel(operation_id)
 
-    @api.get("/entry", **answers(Meaning), summary="What a user means by MODEL: a recipe, or a folder or hub id to add")
-    async def entry(
-        source: Annotated[str, Query(min_length=1, max_length=MODEL_CHARACTERS)],
-        model: Annotated[str | None, Query(min_length=1, max_length=MODEL_CHARACTERS)] = None,
-        name: Annotated[str | None, Query(min_length=1, max_length=MAX_NAME)] = None,
-        changes: bool = False,
-    ) -> dict[str, Any]:
-        meant = await asyncio.to_thread(operator.meaning, source)
-        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
-
-    @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
-    async def recipes() -> dict[str, Any]:
-        return await asyncio.to_thread(_recipes, registry.config.recipes_dir)
-
-    @api.get(
-        "/recipes/{name:path}",
-        **answers(RecipeChoice),
-        summary="One recipe, or NAME@REGISTRY, and what it comes to",
-    )
-    async def recipe(name: str) -> dict[str, Any]:
-        book = RecipeLibrary(registry.config.recipes_dir, AsWritten(), registry.config.state_dir)
-        if not await asyncio.to_thread(book.has, name):
-            raise NotFound(f"{name[:128]!r} is not a known recipe. `sparkd recipes ls` lists the recipes.", param="recipe")
-        return await asyncio.to_thread(lambda: described(book.find(name), resolve(name, book)))
-
-    @api.get("/decision", **answers(NextActions), summary="The actions of the next tick, by the last observation of the cluster")
-    async def decision() -> dict[str, Any]:
-        return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
-
-    @api.post(
-        "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
-    )
-    async def plan(request: PlanRequest) -> dict[str, Any]:
-        refuse_calibration(request.quantize)
-        spec = await asyncio.to_thread(operator.spec_to_plan, request.model)
-        snapshot = supervisor.snapshot()
-        in_sight, places = sum(node.agent for node in snapshot.nodes), registry.model_places()
-        answer = await planned_here(request, spec, cluster.siting.unlinked, registry.config, in_sight, places, cluster.runtime)
-        view = snapshot.models.get(spec.name) if spec is not None else None
-        return answer if view is None or not view.ranks else {**answer, "notes": [*answer["notes"], _runs(view)]}
-
     @api.get(
         "/events",
         **answers(Events, media_type="text/event-stream"),
@@ -294,20 +242,6 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Roster, journal:
         start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = event_stream(journal, start, limit)
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _recipes(folder: Path | None) -> dict[str, Any]:
-    book = RecipeLibrary(folder, AsWritten())
-    read = [book.read(name) for name in book.names()]
-    problems = [str(problem) for _, wrong in read for problem in wrong]
-    return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
-
-
-def _runs(view: ModelView) -> str:
-    """The memory and the cache of a model that runs, beside what a plan would give it."""
-    tokens = view.progress.kv_tokens if view.progress else None
-    cache = f", and its KV cache has {tokens:,} tokens" if tokens is not None else ""
-    return f"{view.name} runs: {view.memory_gib or 0:g} GiB are reserved for it on each of its nodes{cache}. The plan is of its next start."
 
 
 def _status(snapshot: Snapshot, costs: Any) -> Status:
@@ -325,7 +259,7 @@ def _status(snapshot: Snapshot, costs: Any) -> Status:
     )
 
 
-async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: float) -> Operation:
+async def _wait(operator: Operator, journal: Journal, operation_id: str, wait_s: float) -> Operation:
     try:
         async with asyncio.timeout(wait_s):
             while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
@@ -339,7 +273,7 @@ async def _wait(operator: Operator, journal: Ledger, operation_id: str, wait_s: 
     return operation
 
 
-def _known(registry: Roster, name: str) -> bool:
+def _known(registry: Registry, name: str) -> bool:
     try:
         registry.find(name)
     except UnknownModel:

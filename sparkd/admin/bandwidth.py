@@ -11,11 +11,11 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from sparkd.admin.chosen_nodes import chosen_nodes
+from sparkd.admin.bodies import chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
 from sparkd.fabric.checks import FAIL
 from sparkd.fabric.environment import environment, settings, wants_rdma
@@ -39,18 +39,18 @@ _PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
 Pair = tuple[str, str]
 
 
-class Measures:
+class Bandwidth:
     def __init__(
         self,
         nodes: Cluster,
-        ledger: Ledger,
+        journal: Journal,
         jobs: Jobs,
         config: Callable[[], Config],
         snapshot: Callable[[], Snapshot],
         rates: RateBook,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._nodes, self._ledger, self._jobs, self._config, self._snapshot = nodes, ledger, jobs, config, snapshot
+        self._nodes, self._journal, self._jobs, self._config, self._snapshot = nodes, journal, jobs, config, snapshot
         self.rates, self._wall = rates, wall
 
     async def start(self, nodes: Sequence[str] | str, *, force: bool = False) -> Operation:
@@ -91,7 +91,7 @@ class Measures:
             judged = finding(rate)
             sentences.append(f"{judged.node}: {judged.evidence}")
             self.rates.keep(rate)
-            self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
+            self._journal.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
         return "; ".join(sentences)
 
     async def _pair(self, pair: Pair, tell: Callable[[str, int, int], None]) -> Rate:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from sparkd import __version__
-from sparkd.bench.figures import WEIGHTS, measured, read
+from sparkd.bench.figures import WEIGHTS, answer_metric, measured
 from sparkd.bench.passages import LOOKED_UP
 from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
@@ -21,8 +21,8 @@ from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
 from sparkd.config.quantize import recipe
-from sparkd.control.registry import Roster
-from sparkd.errors import BadRequest, ConfigError, UnknownModel
+from sparkd.control.registry import Registry
+from sparkd.errors import BadRequest, ConfigError
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
@@ -53,12 +53,10 @@ class Benched:
     published: tuple[Published, ...]
 
 
-def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
+def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
     """Raises UnknownModel. Blocks."""
-    record = registry.find(name, configured=True)
-    spec, engine, view = record.spec, registry.config.engine, snapshot.models.get(record.name)
-    if spec is None or view is None:
-        raise UnknownModel(name, list(snapshot.models))
+    spec, engine = registry.spec(name), registry.config.engine
+    view = snapshot.models[spec.name]
     folder = folder_of(spec.model, spec.revision, {**os.environ, **spec.environment(engine)})
     nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in snapshot.nodes}
     readings = [node.reading for node in snapshot.nodes if node.reading and node.node_id in nodes]
@@ -78,11 +76,9 @@ def benched(registry: Roster, snapshot: Snapshot, name: str) -> Benched:
     return Benched(subject, folder, published_of(registry.config.book(), spec.recipe))
 
 
-def check_lendable(registry: Roster, name: str) -> None:
+def check_lendable(registry: Registry, name: str) -> None:
     """Raises UnknownModel, ConfigError, CheckpointError, and BadRequest where the model has no unquantized form. Blocks."""
-    spec, engine = registry.find(name, configured=True).spec, registry.config.engine
-    if spec is None:
-        raise UnknownModel(name, [])
+    spec, engine = registry.spec(name), registry.config.engine
     cure = "There is no unquantized model to compare with: measure an entry of the unquantized checkpoint."
     if spec.quantize is None and (spec.quantization is not None or spec.load_format is not None or any(loader_flags(spec.extra_args))):
         raise BadRequest(f"The entry of {name} has vLLM quantize or load the weights its own way. {cure}", param="model")
@@ -93,7 +89,7 @@ def check_lendable(registry: Roster, name: str) -> None:
         raise BadRequest(f"The checkpoint of {name} is stored quantized ({checkpoint.quantization.method}). {cure}", param="model")
 
 
-def lend(registry: Roster, name: str, form: str) -> str:
+def lend(registry: Registry, name: str, form: str) -> str:
     """Add NAME.bench-FORMAT with the entry of a model in another format, until it is removed or the daemon ends; return its name.
 
     form: a format, `as stored`, or `entry` for that of the entry.
@@ -105,10 +101,10 @@ def lend(registry: Roster, name: str, form: str) -> str:
     """
     if form != STORED:
         check_format(form)
-    spec = registry.find(name, configured=True).spec
+    spec = registry.spec(name)
     lent = f"{name}.bench-{form.replace(' ', '-')}"
-    if spec is None or not is_name(lent):
-        raise ConfigError(f"{lent} cannot be a model: its name is too long, or {name} is configured no more. Give {name} a shorter name.")
+    if not is_name(lent):
+        raise ConfigError(f"{lent} cannot be a model, because its name is too long. Give {name} a shorter name.")
     made = recipe(None if form == STORED else spec.quantize if form == ENTRY else form)
     changes: dict[str, Any] = {
         "name": lent,
@@ -136,7 +132,7 @@ def rates_of(result: BenchResult) -> dict[LearnedName, float]:
     """
     rates: dict[LearnedName, float] = {}
     cell = next((each for each in measured(result) if each.cell.concurrency == 1), None)
-    decode = None if cell is None else read("tg", cell)
+    decode = None if cell is None else answer_metric(cell, "tg_throughput")
     alone = len(result.subject.nodes) == 1
     active = (result.predicted.active_bytes if result.predicted is not None else None) or 0
     if cell is not None and decode and alone and cell.engine.drafted_tokens is None and active >= _SHOWN_BYTES:

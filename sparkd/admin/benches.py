@@ -21,10 +21,10 @@ from sparkd.bench import benchy, tool_process
 from sparkd.bench.job import Job, Work
 from sparkd.bench.load_bench import LoadBench, load_bench
 from sparkd.bench.profile import BenchProfile
-from sparkd.bench.result import BenchResult, BenchStore, CellResult, Kind
+from sparkd.bench.result import FOLDER, BenchResult, BenchStore, CellResult, Kind
 from sparkd.bench.speed_bench import SpeedBench, speed_bench
 from sparkd.capacity.plan_for_node import learn
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel
 from sparkd.execution.boundary import is_end
@@ -63,7 +63,7 @@ class Benches:
     def __init__(
         self,
         supervisor: Supervisor,
-        registry: Roster,
+        registry: Registry,
         jobs: Jobs,
         base_url: str,
         keys: tuple[str, str],
@@ -71,8 +71,9 @@ class Benches:
     ) -> None:
         self._supervisor, self._registry, self._jobs = supervisor, registry, jobs
         self._base_url, self._keys, self._wall = base_url, keys, wall
-        self._folder = registry.config.state_dir / "bench"
-        self.store = BenchStore(self._folder)
+        self._state_dir = registry.config.state_dir
+        self._folder = self._state_dir / FOLDER
+        self.store = BenchStore(self._state_dir)
         self._last: _Running | None = None
         # The second of two that start at once finds the first.
         self._turn = asyncio.Lock()
@@ -206,7 +207,7 @@ class Benches:
         """Run the program of a bench, and return its line about the whole. Cancelled, it ends the program. Raises RankError."""
         admin_key, key = self._keys
         work, url = running.work, self._base_url
-        job = Job(folder=self._folder, bench=running.bench, base_url=url, admin_key=admin_key, key=key, work=work).model_dump_json()
+        job = Job(state_dir=self._state_dir, bench=running.bench, base_url=url, admin_key=admin_key, key=key, work=work).model_dump_json()
         end: dict[str, str] = {}
 
         async def heard(line: bytes) -> None:

@@ -1,16 +1,16 @@
-"""Owns the bodies that a request to the admin API may carry, their bounds, and the body of a refusal. Never acts on any of it."""
+"""Bounds the bodies of requests to the admin API, and has the types of those that add and load models, and of a refusal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import BadRequest
@@ -30,6 +30,7 @@ def _revision(value: str) -> str:
 
 
 MAX_NAME = 128
+ALL = "all"
 
 
 class BoundedRoute(APIRoute):
@@ -62,49 +63,52 @@ def _check_bounds(body: bytes) -> None:
         raise BadRequest(f"The body is nested deeper than {MAX_DEPTH} levels: send it with fewer.")
 
 
-class NewModel(BaseModel):
+class NewModel(BaseModel, extra="forbid"):
     """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=MAX_NAME)
     spec: dict[str, Any]
     load: bool = True
 
 
-class ChangedModel(BaseModel):
+class ChangedModel(BaseModel, extra="forbid"):
     """The keys of an added model from now on; a new name is added. load: request RUNNING. A running engine is started again."""
-
-    model_config = ConfigDict(extra="forbid")
 
     spec: dict[str, Any]
     load: bool = False
 
 
-class Loading(BaseModel):
+class Loading(BaseModel, extra="forbid"):
     """How a model is loaded. recipe: NAME or NAME@REGISTRY of the recipes on this machine; null for what the model has."""
-
-    model_config = ConfigDict(extra="forbid")
 
     recipe: str | None = Field(default=None, min_length=1, max_length=256)
 
 
-class Pulling(BaseModel):
-    """Where a model's files shall be. nodes: `all` in sight, or their addresses; revision: of a hub id, null for what the model has."""
+class Pulling(BaseModel, extra="forbid"):
+    """Where a model's files shall be.
 
-    model_config = ConfigDict(extra="forbid")
+    nodes: `all` in sight, or their addresses.
+    revision: of a hub id, null for what the model has.
+    """
 
     nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
     revision: Annotated[str, AfterValidator(_revision)] | None = None
 
 
-class Measuring(BaseModel):
-    """Between which nodes a rate is measured. nodes: `all` in sight, or two or more addresses; force: although a model uses them."""
+def chosen_nodes(nodes: Sequence[str] | str, there: Sequence[str]) -> list[str]:
+    """Each named node once, in the order of the request.
 
-    model_config = ConfigDict(extra="forbid")
+    nodes: addresses, one address, or ALL.
+    there: the nodes that answer.
 
-    nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=2, max_length=16)] = "all"
-    force: bool = False
+    Raises BadRequest for a node that is not there.
+    """
+    if nodes == ALL:
+        return list(there)
+    chosen = [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
+    if unknown := [node for node in chosen if node not in there]:
+        raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
+    return chosen
 
 
 class Problem(BaseModel):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Operation, OperationState, Progress
@@ -29,7 +29,7 @@ class Jobs:
     journal: keeps the operations.
     """
 
-    def __init__(self, journal: Ledger, boundary: Boundary) -> None:
+    def __init__(self, journal: Journal, boundary: Boundary) -> None:
         self._journal, self._boundary = journal, boundary
         self._tasks: asyncio.TaskGroup | None = None
         self._jobs: dict[str, _Job] = {}

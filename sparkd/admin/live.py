@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Annotated
 
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
 from pydantic import TypeAdapter
 
+from sparkd.admin.answers import answers
+from sparkd.admin.fabric import fabric_of
 from sparkd.admin.live_document import LiveDocument, NodeAnswers, cables_of, document_of, series_of
-from sparkd.admin.readings import fabric_of
 from sparkd.admin.starts import Starts
+from sparkd.admin.streams import Endless
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
+from sparkd.errors import UnknownRoute
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
 from sparkd.gateway.rates import Rates
@@ -27,6 +33,9 @@ EVERY_S, EARLY_S = 1.0, 0.1
 LATE_S = 2.0
 # Cables and incidents are asked of every node: that seldom, and sooner where something has happened.
 ASK_EVERY_S, ASK_SOONER_S = 30.0, 5.0
+
+DAY_S = 86400
+MOST_SERIES = 64
 
 _DOCUMENT: TypeAdapter[LiveDocument] = TypeAdapter(LiveDocument)
 
@@ -74,8 +83,8 @@ class Live:
     def __init__(
         self,
         supervisor: Supervisor,
-        registry: Roster,
-        journal: Ledger,
+        registry: Registry,
+        journal: Journal,
         cluster: Cluster,
         scraper: Scraper,
         rates: Callable[[], list[Rate]],
@@ -86,7 +95,7 @@ class Live:
         self.stream = LiveStream()
         self.starts = Starts()
         self.series = series
-        journal.snapshots.follow(self._watch)
+        journal.snapshot_followers.append(self._watch)
         # The snapshot of the supervisor's last tick, and the wall clock of the last document.
         self._seen: Snapshot | None = None
         self._shown_s = float("-inf")
@@ -166,3 +175,26 @@ class Live:
             self._answers = NodeAnswers(cables_of(report), max(newest, default=None))
         finally:
             self._asking, self._asked_s, self._asked_seq = False, time.monotonic(), last_event
+
+
+def register_live(api: APIRouter, live: Live | None) -> None:
+    @api.get(
+        "/live",
+        **answers(LiveDocument, media_type="text/event-stream"),
+        summary="The page's stream: `snapshot`, the whole document, once a second",
+    )
+    async def stream() -> Response:
+        return Endless(_part(live).stream.follow(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    @api.get("/history", summary="Figures of the last 15 minutes by the second, or of 24 hours by half a minute")
+    async def history(
+        series: Annotated[list[str], Query(min_length=1, max_length=MOST_SERIES)],
+        span_s: Annotated[float, Query(ge=1, le=DAY_S)] = 900.0,
+    ) -> Excerpt:
+        return await _part(live).excerpt(series, span_s)
+
+
+def _part(live: Live | None) -> Live:
+    if live is None:
+        raise UnknownRoute("This daemon keeps no history.")
+    return live

@@ -1,4 +1,4 @@
-"""Owns what an operator may change by the admin API besides a wish: added models, recipes of them, operations that are cancelled."""
+"""Adds, changes and removes models, gives them recipes and cancels operations, as the admin API asks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparkd.checkpoint.source import name_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import config_hash, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.control.journal import Ledger, say_change
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal, say_change
+from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
 from sparkd.nearest import nearest
 from sparkd.state.nouns import ModelState, Operation, OperationState, Want
@@ -22,7 +22,7 @@ from sparkd.state.nouns import ModelState, Operation, OperationState, Want
 class Operator:
     """`want(name, want, by)` is the supervisor's. Its loop sees an added model with its next look."""
 
-    def __init__(self, want: Callable[[str, Want, str], Operation], registry: Roster, journal: Ledger, cluster: Cluster) -> None:
+    def __init__(self, want: Callable[[str, Want, str], Operation], registry: Registry, journal: Journal, cluster: Cluster) -> None:
         self._want = want
         self._registry = registry
         self._journal = journal
@@ -36,8 +36,12 @@ class Operator:
     def known(self, meant: Mapping[str, Any], model: str, name: str | None, *, changes: bool) -> str | None:
         """The model that a user means by MODEL, None for one to add.
 
-        meant: what `meaning` says of it. model: MODEL as it was typed. name: the name for a model to add. changes: whether it shall have
-        other keys. Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
+        meant: what `meaning` says of it.
+        model: MODEL as it was typed.
+        name: the name for a model to add.
+        changes: whether it shall have other keys.
+
+        Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
         has, or where a known model would get other keys.
         """
         is_recipe, source, config = "recipe" in meant["spec"], meant["spec"].get("model"), self._registry.config
@@ -96,7 +100,7 @@ class Operator:
             raise CheckpointError(fault.message)
         self.add(name, raw, replace=replace)
 
-    async def lay_recipe(self, name: str, recipe: str) -> str:
+    async def set_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that is free becomes a model of the recipe alone.
 
         Returns the model's name. Raises as `take_in`, and Conflict for a model of the configuration file that has not this recipe there.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
+from pydantic import BaseModel, Field, create_model
 
-from sparkd.admin.answers import RequestBody, Requests, answers
-from sparkd.control.registry import Roster
+from sparkd.admin.answers import answers
+from sparkd.control.registry import Registry
 from sparkd.errors import UnknownRoute
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
@@ -23,7 +24,24 @@ State = Literal["in_flight", "finished", "answered", "failed"]
 _FAILED: dict[State | None, bool] = {"answered": False, "failed": True}
 
 
-def register_requests(api: APIRouter, log: RequestLog | None, registry: Roster) -> None:
+RequestBody = create_model(
+    "RequestBody",
+    __doc__=RequestRow.__doc__,
+    **{name: (kind, ...) for name, kind in get_type_hints(RequestRow).items()},  # type: ignore[call-overload]
+    tokens_per_s=(float | None, ...),
+    failed=(bool, ...),
+)
+
+
+class Requests(BaseModel):
+    in_flight: list[RequestBody] = Field(description="Oldest first")  # type: ignore[valid-type]
+    finished: list[RequestBody] = Field(  # type: ignore[valid-type]
+        description="Newest first, by their end"
+    )
+    next: int | None = Field(description="The `before` of the next page")
+
+
+def register_requests(api: APIRouter, log: RequestLog | None, registry: Registry) -> None:
     def recorded() -> RequestLog:
         if log is None:
             raise UnknownRoute("This daemon records no requests.")

@@ -5,8 +5,8 @@ A start is kept in memory only: after a restart of the daemon it is unknown unti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
@@ -22,9 +22,45 @@ MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
 AS_STORED = "bf16"
 
 
+@dataclass(frozen=True, slots=True)
+class StartPhase:
+    """A phase of a start. A loader that quantizes reads in `quantize`. vLLM's own loader tells the size of the weights once it is done.
+
+    begin_s: after the start began.
+    seconds: null while it goes on.
+    bytes: read from the disk in it, null if its loader does not say.
+    """
+
+    name: str
+    begin_s: float
+    seconds: float | None
+    bytes: int | None
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStart:
+    """The last start that this run of the daemon has seen.
+
+    seconds: null while it goes on.
+    ended: READY, FAILED or STOPPED.
+    """
+
+    model: str
+    disk_bytes_per_s: float | None
+    began_s: float | None = None
+    seconds: float | None = None
+    ended: str | None = None
+    phases: Sequence[StartPhase] = ()
+
+
 @dataclass(slots=True)
 class _Start:
-    """phases: when each began. Times are wall-clock seconds. read_bytes: from the disk."""
+    """Times are wall-clock seconds.
+
+    phases: when each began.
+    read_bytes: from the disk.
+    """
 
     began_s: float
     phases: dict[str, float] = field(default_factory=dict)
@@ -41,22 +77,15 @@ class _Start:
         self.began_s = min(self.began_s, *self.phases.values())
         self.read_bytes = _read_bytes(view)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[StartPhase]:
         rows = []
         begun = sorted(self.phases.items(), key=lambda phase: phase[1])
         ends = [*(begin_s for _, begin_s in begun[1:]), self.end_s]
         for (name, begin_s), end_s in zip(begun, ends, strict=True):
             seconds = None if end_s is None else max(0.0, end_s - begin_s)
             nbytes = self.read_bytes if name in (READ, QUANTIZE) else None
-            rows.append(
-                {
-                    "name": name,
-                    "begin_s": round(begin_s - self.began_s, 3),
-                    "seconds": None if seconds is None else round(seconds, 3),
-                    "bytes": nbytes,
-                    "bytes_per_s": nbytes / seconds if nbytes and seconds else None,
-                }
-            )
+            rate = nbytes / seconds if nbytes and seconds else None
+            rows.append(StartPhase(name, round(begin_s - self.began_s, 3), None if seconds is None else round(seconds, 3), nbytes, rate))
         return rows
 
 
@@ -82,21 +111,15 @@ class Starts:
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 
-    def of(self, model: str, disk_bytes_s: float | None = None) -> dict[str, Any]:
-        """See sparkd.admin.page_answers.StartAnswer. disk_bytes_s: the rate of the node's disk; if it is unknown, that of this load's
-        reading stands for it."""
+    def of(self, model: str, disk_bytes_s: float | None = None) -> ModelStart:
+        """disk_bytes_s: the rate of the node's disk; if it is unknown, the fastest read rate of this load stands for it."""
         start = self._starts.get(model)
         if start is None:
-            return {"model": model, "began_s": None, "seconds": None, "ended": None, "phases": [], "disk_bytes_per_s": disk_bytes_s}
+            return ModelStart(model, disk_bytes_s)
         phases = start.rows()
-        return {
-            "model": model,
-            "began_s": start.began_s,
-            "seconds": None if start.end_s is None else round(start.end_s - start.began_s, 3),
-            "ended": start.ended,
-            "phases": phases,
-            "disk_bytes_per_s": disk_bytes_s or max(filter(None, (phase["bytes_per_s"] for phase in phases)), default=None),
-        }
+        rate = disk_bytes_s or max(filter(None, (phase.bytes_per_s for phase in phases)), default=None)
+        seconds = None if start.end_s is None else round(start.end_s - start.began_s, 3)
+        return ModelStart(model, rate, start.began_s, seconds, start.ended, phases)
 
 
 def _read_bytes(view: ModelView) -> int | None:

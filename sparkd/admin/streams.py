@@ -1,4 +1,4 @@
-"""Owns the streams of the admin API: a log as it is written, events as they happen. Never decides, never ends by itself."""
+"""The streams of the admin API, which go on until their client leaves: a log as it is written, events as they happen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import fields
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from sparkd.admin.readings import log_of
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.errors import LATER, ClusterError, UnknownModel
 from sparkd.state.nouns import Event
 
@@ -33,7 +32,7 @@ class Endless(StreamingResponse):
         scope[LATER].append(self.body_iterator)
 
 
-async def followed_log(registry: Roster, cluster: Cluster, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
+async def followed_log(registry: Registry, cluster: Cluster, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
     """Until the client has gone or the model is forgotten. A node that does not answer for a while is waited for."""
     while True:
         try:
@@ -50,7 +49,17 @@ async def followed_log(registry: Roster, cluster: Cluster, name: str, cursor: st
             await asyncio.sleep(FOLLOW_EVERY_S)
 
 
-async def event_page(journal: Ledger, after: int, limit: int) -> str:
+async def log_of(registry: Registry, cluster: Cluster, name: str, cursor: str | None, max_bytes: int, rank: int = 0) -> dict[str, str]:
+    """The log of one rank of the engine: {"text", "cursor"}; give the cursor back to go on from there. Raises UnknownModel."""
+    record = registry.find(name)
+    other = next((handle for handle in record.attempt.handles if rank and handle.rank == rank), None)
+    node, path = (other.node_id, other.log_path) if other else (record.attempt.node_id, None if rank else record.observed.log_path)
+    if path is None:
+        return {"text": "", "cursor": cursor or ""}
+    return await cluster.launcher.read_log(node, path, cursor, max_bytes)
+
+
+async def event_page(journal: Journal, after: int, limit: int) -> str:
     """The answer's JSON: the next `limit` events behind `after`, or the newest where that is 0."""
     seen = after or journal.feed.behind_newest(limit)
     texts: list[str] = []
@@ -63,7 +72,7 @@ async def event_page(journal: Ledger, after: int, limit: int) -> str:
     return f'{{"events": [{", ".join(texts)}]}}'
 
 
-async def event_stream(journal: Ledger, after: int, limit: int) -> AsyncIterator[str]:
+async def event_stream(journal: Journal, after: int, limit: int) -> AsyncIterator[str]:
     """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
     seen = after if 0 < after <= journal.feed.behind_newest(0) else journal.feed.behind_newest(limit)
     while True:
@@ -81,7 +90,7 @@ async def event_stream(journal: Ledger, after: int, limit: int) -> AsyncIterator
             yield ": still here\n\n"
 
 
-async def _next_texts(journal: Ledger, seen: int, limit: int) -> tuple[str, int]:
+async def _next_texts(journal: Journal, seen: int, limit: int) -> tuple[str, int]:
     """A slow client holds one text: the events of 2,000 slices were 87,000 objects for Python's collector to look at."""
     events, last = await journal.feed.slice_of_events(seen, limit)
     return "".join(map(_sse, events)), last

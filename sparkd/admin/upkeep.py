@@ -1,29 +1,84 @@
-"""The admin API's routes of upkeep: the doctor, the guards' incidents, the reload. Never decides, never waits for a long action."""
+"""The admin API's routes of upkeep: the doctor, the guards' incidents, the reload."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from heapq import merge
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import BaseModel, Field
 
-from sparkd.admin.answers import Examination, Incident, Incidents, Reloaded, answers
+from sparkd.admin.answers import answers
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
 from sparkd.errors import NotFound, UnknownRoute
-from sparkd.execution.shared_answer import Recent
+from sparkd.execution.shared_answer import SharedAnswer
+from sparkd.fabric.checks import Finding
 
 HOSTS_KEPT_S = 5.0
 
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cluster: Cluster, reload: Reload | None) -> None:
+class Examination(BaseModel):
+    """The doctor's findings. nodes: those that answered."""
+
+    nodes: list[str]
+    findings: list[Finding]
+    verdict: str
+
+
+class IncidentSummary(BaseModel):
+    """An action of a memory guard. A field is null if the guard's release did not write it."""
+
+    id: str
+    at_s: float | None = None
+    node: str | None = None
+    model: str | None = None
+    rank_id: str | None = None
+    phase: str | None = None
+    why: str | None = None
+    level: str | None = None
+    freed_bytes: int | None = None
+
+
+class Incidents(BaseModel):
+    incidents: list[IncidentSummary]
+    silent: list[str] = Field(description="Nodes that do not answer")
+
+
+class Incident(IncidentSummary, extra="allow"):
+    """One bundle, as the guard of its release wrote it: readings under `columns`, the end of the engine's log, who asked."""
+
+    told: dict[str, Any] | None = None
+    pids: list[int] | None = None
+    limits: dict[str, int] | None = None
+    engines: list[dict[str, Any]] | None = None
+    available_bytes: int | None = None
+    columns: list[str] | None = None
+    readings: list[Any] | None = None
+    log: list[str] | None = None
+    survivors: list[int] | None = None
+
+
+class Reloaded(BaseModel):
+    """Keys of the file that changed, those that wait for the next start, and names of models."""
+
+    changed: list[str]
+    later: list[str]
+    added: list[str]
+    removed: list[str]
+    restarted: list[str]
+    adjusted: list[str]
+
+
+def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, cluster: Cluster, reload: Reload | None) -> None:
     @api.post(
         "/reload",
         **answers(Reloaded),
@@ -35,14 +90,15 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Roster, cl
         return await reload()
 
     # Each reading starts programs on every node.
-    hosts = Recent(lambda runtime: cluster.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
+    hosts = SharedAnswer(supervisor.boundary, HOSTS_KEPT_S)
 
     @api.get(
         "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong, how to fix it, and why models failed"
     )
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), registry.config
-        readings = await hosts.get(str(config.engine.runtime or sys.executable))
+        runtime = str(config.engine.runtime or sys.executable)
+        readings = await hosts.get(runtime, partial(cluster.everywhere, "host", runtime))
         unguarded = [condition for condition in snapshot.conditions if condition.reason == GUARD_ABSENT]
         return examined(readings, config, snapshot.models.values(), unguarded)
 

@@ -29,9 +29,9 @@ def main() -> None:
 
 
 async def _run(job: Job) -> None:
-    result = await asyncio.to_thread(BenchStore(job.folder).read, job.bench)
+    result = await asyncio.to_thread(BenchStore(job.state_dir).read, job.bench)
     async with Client(job.base_url, job.admin_key) as client:
-        bench = RunningBench(client, job.folder, result, job.base_url, job.key)
+        bench = RunningBench(client, job.state_dir, result, job.base_url, job.key)
         try:
             if result.predicted is None:
                 bench.tell("planning", phase="planning")
@@ -45,17 +45,15 @@ async def _run(job: Job) -> None:
 async def _predicted(client: Client, model: str) -> Predicted | None:
     """The figures of the plan that `sparkd plan` shows first. A model that cannot be planned is measured all the same."""
     try:
-        choice = (await client.post("/plan", {"model": model}))["choice"]
+        choice = (await client.post("/plan", {"model": model, "quick": True}))["choice"]
     except RankError:
         return None
     if choice is None:
         return None
     figures = choice["footprint"]
-    first_load_s = figures["first_load_s"]
     return Predicted(
         decode_tokens_per_s=figures["decode_tokens_s"],
-        # The weights alone: only the first load of a bench may have to calibrate.
-        first_load_s=None if first_load_s is None else first_load_s - (figures["calibration_s"] or 0.0),
+        first_load_s=figures["first_load_s"],
         next_load_s=figures["next_load_s"],
         active_bytes=figures["active_bytes"],
     )

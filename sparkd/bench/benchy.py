@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +16,13 @@ from typing import Any
 from sparkd.bench import benchy_program, tool_process
 from sparkd.bench.power import Span
 from sparkd.bench.profile import Arguments
-from sparkd.bench.result import Cell, text_label
+from sparkd.bench.result import Cell
 from sparkd.errors import RankError
 
 NAME = "llama-benchy"
-# llama-benchy's own (config.py, --book-url).
-BOOK = "https://www.gutenberg.org/files/1661/1661-0.txt"
 # A text of our own has that many words: more tokens than the deepest cell of the arena asks for at once.
 WORDS = 200_000
-BOOK_NAME, MADE_UP, OWN = "llama-benchy's book", "words of a fixed seed", "own text"
+MADE_UP, OWN = "words of a fixed seed", "own text"
 _SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprst" for vowel in "aeio"]
 
 Heard = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -32,8 +30,13 @@ Heard = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Where requests go. base_url: ends in /v1; tokenizer: a folder, or a hub id; interpreter: a Python that has the tool; home: a
-    folder for its text."""
+    """Where requests go.
+
+    base_url: ends in /v1.
+    tokenizer: a folder, or a hub id.
+    interpreter: a Python that has the tool.
+    home: a folder for its text.
+    """
 
     base_url: str
     model: str
@@ -83,54 +86,31 @@ class MeasuredRequests:
         """The times in which a request had no token yet."""
         return _union((self.began[number], at_s) for number, at_s in self.first.items() if number in self.began)
 
-    def outputs(self) -> list[Span]:
-        """The times in which requests ran, and each had a token."""
-        return _without(_union((self.began[number], at_s) for number, at_s in self.ended.items() if number in self.began), self.prompts())
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """rows: `benchmarks` of llama-benchy's JSON; about: the rest of it."""
-
-    rows: list[dict[str, Any]]
-    about: dict[str, Any]
-
-
-def chosen_text(book: str | None = None, name: str | None = None) -> tuple[str, str]:
-    """(the text that the prompts are made of, how a result names it). Blocks.
-
-    book, name: a text of the user's own. llama-benchy's is used where this user's llama-benchy has fetched it once.
-    """
-    if book is not None:
-        return book, text_label(name or OWN, book)
-    fetched = Path.home() / ".cache" / "llama-benchy" / _name(BOOK)
-    is_here = fetched.is_file()
-    name, text = (BOOK_NAME, fetched.read_text(encoding="utf-8", errors="replace")) if is_here else (MADE_UP, made_up())
-    return text, text_label(name, text)
+    def running(self) -> list[Span]:
+        """The times in which a request ran."""
+        return _union((self.began[number], at_s) for number, at_s in self.ended.items() if number in self.began)
 
 
 def text_of_earlier(home: Path, label: str) -> tuple[str, str] | None:
     """(the text that a result names, its name without the digest), where `kept_text` wrote it into `home`. Blocks."""
-    name = label.rpartition(" (")[0]
-    texts = (path.read_bytes().decode() for path in _texts(home).glob("*.txt"))
-    return next(((text, name) for text in texts if text_label(name, text) == label), None)
+    path = _path(home, label)
+    return (path.read_bytes().decode(), label.rpartition(" (")[0]) if path.is_file() else None
 
 
 def forget_texts(home: Path, labels: Iterable[str | None]) -> None:
     """Remove every text that `kept_text` wrote into `home` and that none of these labels of results names. Blocks."""
-    named = {label.rpartition(" (")[2] for label in labels if label is not None}
+    named = {_path(home, label) for label in labels if label is not None}
     for path in _texts(home).glob("*.txt"):
-        if text_label("", path.read_bytes().decode()).rpartition(" (")[2] not in named:
+        if path not in named:
             path.unlink(missing_ok=True)
 
 
-def kept_text(home: Path, text: str) -> str:
-    """The address under which llama-benchy finds the text in `home`. Blocks."""
-    folder = _texts(home)
-    folder.mkdir(parents=True, exist_ok=True)
-    address = f"file:{hashlib.sha256(text.encode()).hexdigest()}"
-    (folder / _name(address)).write_text(text, encoding="utf-8")
-    return address
+def kept_text(home: Path, label: str, text: str) -> str:
+    """The address under which llama-benchy finds in `home` the text that a result names so. Blocks."""
+    path = _path(home, label)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return _address(label)
 
 
 def made_up() -> str:
@@ -159,8 +139,11 @@ def command(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, res
     return [target.interpreter, "-I", benchy_program.__file__, *map(str, flags)]
 
 
-async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Heard) -> Measured:
-    """One cell. heard: gets every progress event. Cancelled, it ends llama-benchy. Raises RankError with the reason."""
+async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Heard) -> list[dict[str, Any]]:
+    """The rows of one cell: `benchmarks` of llama-benchy's JSON. Cancelled, it ends llama-benchy. Raises RankError with the reason.
+
+    heard: gets every progress event.
+    """
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
         result, said = Path(folder, "result.json"), Path(folder, "said")
 
@@ -172,27 +155,30 @@ async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: st
 
         words, env = command(target, cell, args, book_url, result), tool_process.environment(target.home, Path(folder))
         reason = await tool_process.run(NAME, words, env, said, line_heard, f"{target.key or ''}\n".encode())
-        measured = await asyncio.to_thread(_read, result)
-    if not measured.rows:
+        rows = await asyncio.to_thread(_read, result)
+    if not rows:
         raise RankError(f"llama-benchy measured nothing: {reason}")
-    return measured
+    return rows
 
 
-def _read(path: Path) -> Measured:
+def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rows = [dict(row) for row in content.pop("benchmarks")]
-        return Measured(rows, content)
+        return [dict(row) for row in json.loads(path.read_text(encoding="utf-8"))["benchmarks"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return Measured([], {})
+        return []
 
 
 def _texts(home: Path) -> Path:
     return home / ".cache" / "llama-benchy"
 
 
-def _name(address: str) -> str:
-    return f"{hashlib.md5(address.encode(), usedforsecurity=False).hexdigest()}.txt"
+def _path(home: Path, label: str) -> Path:
+    """As llama-benchy names the file of an address."""
+    return _texts(home) / f"{hashlib.md5(_address(label).encode(), usedforsecurity=False).hexdigest()}.txt"
+
+
+def _address(label: str) -> str:
+    return f"file:{label.rpartition(' (')[2].removesuffix(')')}"
 
 
 def _union(spans: Iterator[Span]) -> list[Span]:
@@ -203,19 +189,3 @@ def _union(spans: Iterator[Span]) -> list[Span]:
         elif end > begin:
             joined.append((begin, end))
     return joined
-
-
-def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """`spans` less `holes`; both by time, without overlaps."""
-    left: list[Span] = []
-    for begin, end in spans:
-        at = begin
-        for hole_begin, hole_end in holes:
-            if hole_end <= at or hole_begin >= end:
-                continue
-            if hole_begin > at:
-                left.append((at, hole_begin))
-            at = max(at, hole_end)
-        if at < end:
-            left.append((at, end))
-    return left

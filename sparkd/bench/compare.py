@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkd.bench.figures import (
-    FIGURES,
-    QUALITY,
-    WAYS,
-    Metric,
-    date,
-    finite,
-    labels,
-    load_figures,
-    measured,
-    one_line,
-    ordered,
-    shown,
-    why_unmeasured,
-)
-from sparkd.bench.result import BenchResult, Cell, CellResult
+from sparkd.bench.figures import Figure, Metric, date, figures_of, one_line, shown, why_unmeasured
+from sparkd.bench.result import BenchResult
 
 _SUBJECT = ("model", "source", "checkpoint", "format", "vllm", "sparkd", "driver", "gpu", "nodes")
 
@@ -67,7 +53,7 @@ class MissingFigures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """of: the names of both results."""
+    """of: the ids of both results."""
 
     of: tuple[str, str]
     differences: tuple[Difference, ...]
@@ -91,12 +77,10 @@ class Comparison:
 
 def compare(a: BenchResult, b: BenchResult) -> Comparison:
     """b against a, the earlier or the reference."""
-    cells_a, cells_b = _by_cell(a), _by_cell(b)
-    changes = [change for cell, of_a in cells_a.items() if cell in cells_b for change in _of_cells(of_a, cells_b[cell])]
-    for rows_a, rows_b in ((_loads(a), _loads(b)), (_quality(a), _quality(b))):
-        changes += [_change(where, rows_a[where], rows_b[where]) for where in rows_a if where in rows_b]
-    first, second = labels([a, b])
-    return Comparison((first, second), tuple(_differences(a, b)), tuple(changes), tuple(_missing(a, b)), tuple(_missing(b, a)))
+    of_a, of_b = figures_of(a), figures_of(b)
+    distorted = {cell.cell.name for result in (a, b) for cell in result.cells if cell.distorted}
+    changes = [_change(key[0], of_a[key], of_b[key], key[0] not in distorted) for key in of_a if key in of_b]
+    return Comparison((a.id, b.id), tuple(_differences(a, b)), tuple(changes), tuple(_missing(a, b)), tuple(_missing(b, a)))
 
 
 def verdict(change: FigureChange) -> str:
@@ -117,56 +101,20 @@ def _is_worse(change: FigureChange, fail_over: float) -> bool:
     return abs(change.relative) > fail_over
 
 
-def _by_cell(result: BenchResult) -> dict[Cell, CellResult]:
-    return {each.cell: each for each in measured(result)}
-
-
-def _of_cells(a: CellResult, b: CellResult) -> Iterator[FigureChange]:
-    comparable = not a.distorted and not b.distorted
-    for figure in FIGURES:
-        of_a, of_b = figure.read(a), figure.read(b)
-        if of_a is not None and of_b is not None:
-            named = _Named(figure.name, figure.unit, figure.better, of_a)
-            yield _change((a.cell.name, figure.name), named, _Named(figure.name, figure.unit, figure.better, of_b), comparable)
-
-
-@dataclass(frozen=True)
-class _Named:
-    figure: str
-    unit: str
-    better: str | None
-    metric: Metric
-
-
-def _change(where: tuple[str, str], a: _Named, b: _Named, comparable: bool = True) -> FigureChange:
+def _change(where: str, a: Figure, b: Figure, comparable: bool) -> FigureChange:
     step = b.metric.mean - a.metric.mean
     stds = [std for std in (a.metric.std, b.metric.std) if std is not None]
-    better = None if step == 0 or a.better is None else (step > 0) == (a.better == "more")
     return FigureChange(
-        where=where[0],
-        figure=a.figure,
+        where=where,
+        figure=a.name,
         unit=a.unit,
         a=a.metric,
         b=b.metric,
         relative=step / abs(a.metric.mean) if a.metric.mean else None,
-        better=better,
+        better=None if step == 0 or a.better is None else (step > 0) == (a.better == "more"),
         beyond_spread=abs(step) > math.fsum(stds) if stds else None,
         comparable=comparable,
     )
-
-
-def _loads(result: BenchResult) -> dict[tuple[str, str], _Named]:
-    rows = load_figures(result.loads)
-    return {(WAYS[way], figure): _Named(figure, "s", "less", metric) for (way, figure), metric in rows.items()}
-
-
-def _quality(result: BenchResult) -> dict[tuple[str, str], _Named]:
-    rows: dict[tuple[str, str], _Named] = {}
-    for row in result.quality:
-        for name, unit, better, read in QUALITY:
-            if (value := finite(read(row))) is not None:
-                rows[row.format, name] = _Named(name, unit, better, Metric(value))
-    return rows
 
 
 def _differences(a: BenchResult, b: BenchResult) -> Iterator[Difference]:
@@ -180,16 +128,9 @@ def _differences(a: BenchResult, b: BenchResult) -> Iterator[Difference]:
 
 
 def _missing(having: BenchResult, lacking: BenchResult) -> Iterator[MissingFigures]:
-    tried = {each.cell: each for each in ordered(lacking)}
-    has = _by_cell(lacking)
-    for cell in (cell for cell in _by_cell(having) if cell not in has):
-        other = tried.get(cell)
-        why = "the other's profile does not have it" if other is None else f"in the other: {why_unmeasured(other)}"
-        yield MissingFigures(cell.name, why, other is not None and other.state == "failed")
-    rows_of_having: tuple[Mapping[tuple[str, str], _Named], ...] = (_loads(having), _quality(having))
-    for rows, others in zip(rows_of_having, (_loads(lacking), _quality(lacking)), strict=True):
-        for where in dict.fromkeys(where for where, _ in rows):
-            if where not in {other for other, _ in others}:
-                error = next((row.error for row in lacking.quality if row.format == where), None)
-                why = "the other did not measure it" if error is None else f"in the other: {one_line(error)}"
-                yield MissingFigures(where, why, error is not None)
+    failures = {cell.cell.name: why_unmeasured(cell) for cell in lacking.cells if cell.state == "failed"}
+    failures |= {row.format: one_line(row.error) for row in lacking.quality if row.error}
+    others = {where for where, _ in figures_of(lacking)}
+    for where in dict.fromkeys(where for where, _ in figures_of(having) if where not in others):
+        why = f"in the other: {failures[where]}" if where in failures else "the other did not measure it"
+        yield MissingFigures(where, why, where in failures)

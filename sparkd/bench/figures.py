@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import fmean, pstdev
 from typing import Any
 
 from sparkd.bench.result import BenchResult, BenchSubject, CellResult, LoadRow, QualityRow
@@ -15,9 +16,17 @@ from sparkd.units import GIB
 
 # The phases of a load in which it reads weights, by the names of sparkd.admin.starts.
 WEIGHTS = ("read", "quantize")
-# A result of an earlier release may have errors of thousands.
-MOST_ERROR_CHARS = 160
+# As long as the memory guard's sentence on an engine that it killed. A tool may repeat the whole body of an answer.
+MOST_ERROR_CHARS = 300
 WAYS = {"first": "first load", "cached": "load from the quantized cache", "swap": "swap from another model", "back": "swap back to it"}
+# Name, unit, better direction and llama-benchy's key.
+_TIMED = (
+    ("prompt", "t/s", "more", "pp_throughput"),
+    ("output", "t/s", "more", "tg_throughput"),
+    ("output of a request", "t/s", "more", "tg_req_throughput"),
+    ("first response", "ms", "less", "ttfr"),
+    ("first token", "ms", "less", "e2e_ttft"),
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -31,14 +40,13 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class FigureKind:
+class Figure:
     """better: `more`, `less`, or None where neither is."""
 
-    key: str
     name: str
     unit: str
     better: str | None
-    read: Callable[[CellResult], Metric | None]
+    metric: Metric
 
 
 def metric(row: dict[str, Any] | None, key: str) -> Metric | None:
@@ -80,27 +88,14 @@ def why_unmeasured(cell: CellResult) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line that a table can hold. A tool may repeat the whole body of an answer."""
+    """The text on one line that a table can hold."""
     line = " ".join(text.split())
     return line if len(line) <= MOST_ERROR_CHARS else f"{line[: MOST_ERROR_CHARS - 1].rstrip()}…"
 
 
-def answer_row(cell: CellResult) -> dict[str, Any] | None:
-    """The row of the prompts themselves: with prefix caching a cell has a second one, of the context."""
-    return next((row for row in cell.rows if not row.get("is_context_prefill_phase")), None)
-
-
-def context_row(cell: CellResult) -> dict[str, Any] | None:
-    return next((row for row in cell.rows if row.get("is_context_prefill_phase")), None)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest values, linearly, as numpy does by default."""
-    ranked = sorted(values)
-    place = share * (len(ranked) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (ranked[above] - ranked[below]) * (place - below)
+def answer_metric(cell: CellResult, key: str) -> Metric | None:
+    """A metric of the prompts themselves: with prefix caching a cell has a second row, of the context."""
+    return metric(_row(cell, of_context=False), key)
 
 
 def max_concurrency(result: BenchResult) -> int:
@@ -111,25 +106,6 @@ def max_concurrency(result: BenchResult) -> int:
 def arena_name(subject: BenchSubject) -> str:
     """The model's name in the arena's tables: that of the Hub, or the configured one for a local folder."""
     return subject.source if _HUB_NAME.fullmatch(subject.source) else subject.model
-
-
-def label(result: BenchResult) -> str:
-    """A few words that tell this result from another: model and format."""
-    return f"{result.subject.model} {result.subject.format}" if result.subject.format else result.subject.model
-
-
-def labels(results: Sequence[BenchResult]) -> list[str]:
-    """One for each result, no two alike."""
-    names = [label(result) for result in results]
-    if len({result.subject.model for result in results}) == 1 and all(result.subject.format for result in results) and len(results) > 1:
-        names = [result.subject.format or "" for result in results]
-    if len({*names}) < len(names):
-        names = [f"{name}, {date(result.started_s)}" for name, result in zip(names, results, strict=True)]
-    if len({*names}) < len(names):
-        names = [result.id for result in results]
-    if len({*names}) < len(names):
-        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    return names
 
 
 def date(epoch_s: float) -> str:
@@ -168,52 +144,62 @@ def _decimals(value: float, digits: int) -> int:
     return digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
-def _of_row(key: str, row: Callable[[CellResult], dict[str, Any] | None] = answer_row) -> Callable[[CellResult], Metric | None]:
-    return lambda cell: metric(row(cell), key)
+def figures_of(result: BenchResult) -> dict[tuple[str, str], Figure]:
+    """Every figure, by the name of its cell, load or format and its own."""
+    rows = [(cell.cell.name, figure) for cell in measured(result) for figure in _of_cell(cell)]
+    rows += [(WAYS[way], figure) for way in WAYS for figure in _of_loads([load for load in result.loads if load.way == way])]
+    rows += [(row.format, figure) for row in result.quality for figure in _of_format(row)]
+    return {(where, figure.name): figure for where, figure in rows}
 
 
-def _once(read: Callable[[CellResult], float | None]) -> Callable[[CellResult], Metric | None]:
-    def metric_of(cell: CellResult) -> Metric | None:
-        value = finite(read(cell))
-        return None if value is None else Metric(value)
-
-    return metric_of
-
-
-FIGURES: tuple[FigureKind, ...] = (
-    FigureKind("pp", "prompt", "t/s", "more", _of_row("pp_throughput")),
-    FigureKind("tg", "output", "t/s", "more", _of_row("tg_throughput")),
-    FigureKind("tg_req", "output of a request", "t/s", "more", _of_row("tg_req_throughput")),
-    FigureKind("ctx_pp", "context", "t/s", "more", _of_row("pp_throughput", context_row)),
-    FigureKind("ttfr", "first response", "ms", "less", _of_row("ttfr")),
-    FigureKind("ttft", "first token", "ms", "less", _of_row("e2e_ttft")),
-    FigureKind("j_prompt", "energy of a prompt token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_prompt_token"))),
-    FigureKind("j_output", "energy of an output token", "J", "less", _once(lambda cell: _energy(cell, "joules_per_output_token"))),
-    FigureKind("mean_w", "mean power", "W", "less", _once(lambda cell: _energy(cell, "mean_w"))),
-    FigureKind("peak_w", "peak power", "W", "less", _once(lambda cell: _energy(cell, "peak_w"))),
-    FigureKind("kv", "KV cache in use", "%", None, _once(lambda cell: _percent(cell.engine.kv_use_peak))),
-    FigureKind("prefix", "prefix hits", "%", None, _once(lambda cell: _percent(cell.engine.prefix_hit_share))),
-    FigureKind("preemptions", "preemptions", "", None, _once(lambda cell: cell.engine.preemptions)),
-    FigureKind("accepted", "accepted tokens of a draft", "", None, _once(lambda cell: _sum(cell.engine.accepted_share_by_position))),
-    FigureKind("celsius", "temperature", "°C", None, _once(lambda cell: cell.machine.celsius_peak)),
-    FigureKind("memory", "memory peak", "GiB", None, _once(lambda cell: _gib(cell.machine.memory_peak_bytes))),
-)
-BY_KEY = {figure.key: figure for figure in FIGURES}
+def _of_cell(cell: CellResult) -> Iterator[Figure]:
+    for name, unit, better, key in _TIMED:
+        if (timed := answer_metric(cell, key)) is not None:
+            yield Figure(name, unit, better, timed)
+    if (context := metric(_row(cell, of_context=True), "pp_throughput")) is not None:
+        yield Figure("context", "t/s", "more", context)
+    if (energy := cell.energy) is not None:
+        yield from _known(
+            ("energy of a prompt token", "J", "less", energy.joules_per_prompt_token),
+            ("energy of an output token", "J", "less", energy.joules_per_output_token),
+            ("mean power", "W", "less", energy.mean_w),
+            ("peak power", "W", "less", energy.peak_w),
+        )
+    engine, memory = cell.engine, cell.machine.memory_peak_bytes
+    accepted = engine.accepted_share_by_position
+    yield from _known(
+        ("KV cache in use", "%", None, _percent(engine.kv_use_peak)),
+        ("prefix hits", "%", None, _percent(engine.prefix_hit_share)),
+        ("preemptions", "", None, engine.preemptions),
+        ("accepted tokens of a draft", "", None, math.fsum(accepted) if accepted else None),
+        ("temperature", "°C", None, cell.machine.celsius_peak),
+        ("memory peak", "GiB", None, None if memory is None else memory / GIB),
+    )
 
 
-def read(key: str, cell: CellResult) -> Metric | None:
-    """The figure of FIGURES with this key."""
-    return BY_KEY[key].read(cell)
+def _of_loads(loads: Sequence[LoadRow]) -> Iterator[Figure]:
+    """Over the repetitions of one way."""
+    answers = [load.first_answer_s for load in loads if load.first_answer_s is not None]
+    for name, seconds in (("load", [load.seconds for load in loads]), ("first answer", answers)):
+        if seconds:
+            # The population's standard deviation, as llama-benchy's.
+            yield Figure(name, "s", "less", Metric(fmean(seconds), pstdev(seconds) if len(seconds) > 1 else None, tuple(seconds)))
 
 
-def load_figures(loads: Sequence[LoadRow]) -> dict[tuple[str, str], Metric]:
-    """Seconds by way and `load` or `first answer`, over the repetitions of a way."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for load in loads:
-        values.setdefault((load.way, "load"), []).append(load.seconds)
-        if load.first_answer_s is not None:
-            values.setdefault((load.way, "first answer"), []).append(load.first_answer_s)
-    return {key: _over(seconds) for key, seconds in values.items()}
+def _of_format(row: QualityRow) -> Iterator[Figure]:
+    yield from _known(
+        ("perplexity", "", "less", row.perplexity),
+        ("KL divergence", "nats a token", "less", row.kl),
+        ("KL divergence p99", "nats a token", "less", row.kl_p99),
+        ("greedy agreement", "%", "more", _percent(row.agreement)),
+    )
+
+
+def _known(*rows: tuple[str, str, str | None, float | None]) -> Iterator[Figure]:
+    """The figures that were measured once, and are numbers."""
+    for name, unit, better, value in rows:
+        if (known := finite(value)) is not None:
+            yield Figure(name, unit, better, Metric(known))
 
 
 def weights_s(load: LoadRow) -> float | None:
@@ -234,33 +220,9 @@ def against_predicted(result: BenchResult, load: LoadRow) -> str:
     return number(predicted) if not ours or not predicted else f"{number(predicted)} ({ours / predicted - 1:+.0%})"
 
 
-TAIL = "KL divergence p99"
-QUALITY: tuple[tuple[str, str, str, Callable[[QualityRow], float | None]], ...] = (
-    ("perplexity", "", "less", lambda row: row.perplexity),
-    ("KL divergence", "nats a token", "less", lambda row: row.kl),
-    (TAIL, "nats a token", "less", lambda row: row.kl_p99),
-    ("greedy agreement", "%", "more", lambda row: _percent(row.agreement)),
-)
-
-
-def _over(values: Sequence[float]) -> Metric:
-    """The population's standard deviation, as llama-benchy's."""
-    mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)) if len(values) > 1 else None
-    return Metric(mean, std, tuple(values))
-
-
-def _energy(cell: CellResult, name: str) -> float | None:
-    return None if cell.energy is None else finite(getattr(cell.energy, name))
+def _row(cell: CellResult, *, of_context: bool) -> dict[str, Any] | None:
+    return next((row for row in cell.rows if bool(row.get("is_context_prefill_phase")) is of_context), None)
 
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else share * 100
-
-
-def _gib(size_bytes: int | None) -> float | None:
-    return None if size_bytes is None else size_bytes / GIB
-
-
-def _sum(shares: list[float] | None) -> float | None:
-    return math.fsum(shares) if shares else None

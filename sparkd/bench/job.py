@@ -16,13 +16,13 @@ Work = SpeedBench | LoadBench | QualityBench
 
 class Job(BaseModel):
     """
-    folder: of the results, where that of this bench is begun.
+    state_dir: of the daemon, whose state.db has the result that this bench begins with.
     bench: its id.
     admin_key: for the daemon.
     key: for llama-benchy, which opens models alone.
     """
 
-    folder: Path
+    state_dir: Path
     bench: str
     base_url: str
     admin_key: str = Field(repr=False)

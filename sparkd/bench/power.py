@@ -31,16 +31,24 @@ def joules(points: Sequence[Point], spans: Iterable[Span], idle_w: float = 0.0) 
 
 
 def energy(
-    points: Sequence[Point], cell: Span, prompts: Sequence[Span], outputs: Sequence[Span], tokens: tuple[int, int], idle_w: float | None
+    points: Sequence[Point], cell: Span, prompts: Sequence[Span], running: Sequence[Span], tokens: tuple[int, int], idle_w: float | None
 ) -> Energy | None:
-    """The energy of a cell. prompts: while a request had no token yet; outputs: while each request that ran had one; tokens: of the prompts
-    that were computed and of the answers, in those spans. None without samples of the power over the whole cell."""
+    """The energy of a cell. None without samples of the power over the whole cell.
+
+    prompts: the times in which a request had no token yet.
+    running: those in which a request ran, `prompts` among them.
+    tokens: of the prompts that were computed, and of the answers.
+    """
     whole = joules(points, [cell])
     if whole is None:
         return None
     mean_w = whole / (cell[1] - cell[0])
     inside = [watts for at, watts in points if cell[0] <= at <= cell[1]]
-    prompt, output = (joules(points, spans, idle_w or 0.0) if _long(spans) and idle_w is not None else None for spans in (prompts, outputs))
+    prompt = joules(points, prompts, idle_w) if idle_w is not None else None
+    ran = joules(points, running, idle_w) if idle_w is not None else None
+    output = None if prompt is None or ran is None else ran - prompt
+    prompt = prompt if _seconds(prompts) >= LEAST_S else None
+    output = output if _seconds(running) - _seconds(prompts) >= LEAST_S else None
     return Energy(
         idle_w=idle_w,
         mean_w=mean_w,
@@ -53,8 +61,8 @@ def energy(
     )
 
 
-def _long(spans: Iterable[Span]) -> bool:
-    return sum(end - begin for begin, end in spans) >= LEAST_S
+def _seconds(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 def _integral(points: Sequence[Point], begin: float, end: float) -> float | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import files
-from itertools import product
+from itertools import islice, product
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -104,24 +105,16 @@ def parsed(name: str, text: str) -> BenchProfile:
         raise ConfigError(f"The profile {name}: {key}: {first['msg'].lower()}.") from None
     if file.framework != LLAMA_BENCHY:
         raise ConfigError(f"The profile {name} is for {file.framework}: sparkd runs profiles of {LLAMA_BENCHY}.")
-    if (cells := _number_of_cells(file)) > MOST_CELLS:
-        raise ConfigError(f"The profile {name} has {cells:,} cells, more than {MOST_CELLS:,}: shorten its lists.")
-    return BenchProfile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=_cells(file))
+    # A client's lists of 10,000 numbers have more cells than fit into memory.
+    cells = tuple(islice(_cells(file), MOST_CELLS + 1))
+    if len(cells) > MOST_CELLS:
+        raise ConfigError(f"The profile {name} has more than {MOST_CELLS:,} cells: shorten its lists.")
+    return BenchProfile(name=name, description=str(file.metadata.get("description", "")), args=file.args, cells=cells)
 
 
-def _number_of_cells(file: _File) -> int:
-    """Counted from the lengths of the lists: a client's lists of 10,000 numbers have more cells than fit into memory."""
+def _cells(file: _File) -> Iterator[Cell]:
     args = file.args
-    if not file.schedule:
-        return len(args.depth) * len(args.concurrency) * len(args.pp) * len(args.tg)
-    return sum(len(entry.pp or args.pp) * len(entry.tg or args.tg) for entry in file.schedule)
-
-
-def _cells(file: _File) -> tuple[Cell, ...]:
-    args = file.args
-    grid = [_Entry(depth=depth, concurrency=concurrency) for depth, concurrency in product(args.depth, args.concurrency)]
-    return tuple(
-        Cell(depth=entry.depth, concurrency=entry.concurrency, prompt_tokens=prompt, output_tokens=output)
-        for entry in file.schedule or grid
-        for prompt, output in product(entry.pp or args.pp, entry.tg or args.tg)
-    )
+    grid = (_Entry(depth=depth, concurrency=concurrency) for depth, concurrency in product(args.depth, args.concurrency))
+    for entry in file.schedule or grid:
+        for prompt, output in product(entry.pp or args.pp, entry.tg or args.tg):
+            yield Cell(depth=entry.depth, concurrency=entry.concurrency, prompt_tokens=prompt, output_tokens=output)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import Any, Literal
 
 import httpx
@@ -20,7 +20,7 @@ from sparkd import __version__
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
 from sparkd.bench.client import Client, model_path
 from sparkd.bench.divergence import divergences, perplexity
-from sparkd.bench.figures import one_line, percentile
+from sparkd.bench.figures import one_line
 from sparkd.bench.passages import (
     GREEDY_TOKENS,
     LOOKED_UP,
@@ -49,7 +49,11 @@ _GREEDY = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0, "
 
 @dataclass(slots=True)
 class _Reference:
-    """The answers of the unquantized model. likely: by passage, the TOP log-probabilities of each position; tokens: of its answers."""
+    """The answers of the unquantized model.
+
+    likely: by passage, the TOP log-probabilities of each position.
+    tokens: of its answers, by prompt.
+    """
 
     likely: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -124,9 +128,9 @@ class QualityBench(BaseModel):
         for number, piece in enumerate(pieces):
             tell("reading the text", 0.5 + 0.25 * number / len(pieces))
             question: dict[str, Any] = {"prompt": piece, "max_tokens": 1, "prompt_logprobs": LOOKED_UP}
-            read = await asyncio.to_thread(read_passage, await _answer(client, lent, question))
+            read = read_passage(await _answer(client, lent, question))
             theirs = None if reference is None or form == STORED else reference.likely[number]
-            mine, apart, loss = await asyncio.to_thread(_compared, read, theirs, keep=form == STORED)
+            mine, apart, loss = _compared(read, theirs, keep=form == STORED)
             said.likely.append(mine)
             divergent += apart
             losses += [loss] * len(read.likely)
@@ -138,7 +142,7 @@ class QualityBench(BaseModel):
             perplexity=_perplexity(losses),
             tokens=len(losses),
             kl=fmean(divergent) if divergent else None,
-            kl_p99=percentile(divergent, 0.99) if divergent else None,
+            kl_p99=quantiles(divergent, n=100, method="inclusive")[98] if len(divergent) > 1 else None,
             agreement=agreement(reference.tokens, said.tokens) if reference is not None and form != STORED else None,
         )
         return row, said if form == STORED else None

@@ -1,20 +1,18 @@
-"""The result of a bench: one JSON file each, written whole or not at all."""
+"""The result of a bench, and the results that are kept."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from sparkd.errors import NotFound, StateError
+from sparkd.errors import NotFound
+from sparkd.state.documents import Documents
 
-_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,80}")
+# In the state folder: texts that prompts come from, and the environment of llama-benchy.
+FOLDER = "bench"
 
 CellState = Literal["waiting", "running", "done", "failed"]
 BenchState = Literal["running", "done", "failed", "cancelled"]
@@ -56,6 +54,7 @@ class Energy(Value):
 class EngineFigures(Value):
     """The engine's own counts of a cell's requests. null: it does not count that."""
 
+    requests: int | None = Field(default=None, description="Requests whose first token came meanwhile")
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     kv_use_peak: float | None = Field(default=None, description="Share of the KV cache, 0 to 1")
@@ -100,8 +99,12 @@ class CellResult(Value):
 
 
 class Published(Value):
-    """A figure of the recipe that was published elsewhere. what: its key in the recipe, such as decode_tokens_per_s; to: the end of a
-    range; when: the conditions, in the source's words."""
+    """A figure of the recipe that was published elsewhere.
+
+    what: its key in the recipe, such as decode_tokens_per_s.
+    to: the end of a range.
+    when: the conditions, in the source's words.
+    """
 
     what: str
     value: float
@@ -124,7 +127,12 @@ class Predicted(Value):
 
 
 class BenchSubject(Value):
-    """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
+    """The model that was measured.
+
+    entry: its keys as configured, secrets masked.
+    format: of the weights as they run.
+    driver: NVIDIA's.
+    """
 
     model: str
     source: str
@@ -229,57 +237,25 @@ def text_label(name: str, text: str) -> str:
 
 
 class BenchStore:
-    """The results in a folder. Its methods block."""
+    """The results. Its methods block, and raise StateError where the database cannot be used."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, state_dir: Path) -> None:
+        self._kept = Documents(state_dir, "benches", BenchResult.model_validate)
 
     def write(self, result: BenchResult) -> None:
-        """Raises StateError where the disk is full or read-only; the file that was there stays as it was."""
-        path = self._folder / f"{result.id}.json"
-        fresh = path.with_suffix(".new")
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with fresh.open("w", encoding="utf-8") as file:
-                file.write(result.model_dump_json(indent=1))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
-        except OSError as error:
-            fresh.unlink(missing_ok=True)
-            raise StateError(f"The bench's result cannot be written to {path}: {error.strerror or error}. Free space there.") from None
+        self._kept.put(result.id, result.model_dump(mode="json"))
 
     def read(self, bench_id: str) -> BenchResult:
-        """Raises NotFound, and StateError for a file that is no result."""
-        if not _ID.fullmatch(bench_id):
-            raise _no_bench(bench_id)
-        return self._read(self._folder / f"{bench_id}.json")
+        """Raises NotFound."""
+        if (result := self._kept.get(bench_id)) is None:
+            raise NotFound(f"There is no bench {bench_id[:128]!r}. `sparkd bench ls` lists them.")
+        return result
 
     def all(self) -> list[BenchResult]:
-        """Newest first. A file that is no result is left out."""
-        return list(self._each())
+        """Newest first."""
+        return [*reversed(self._kept.all().values())]
 
     def remove(self, bench_id: str) -> None:
         """Raises NotFound."""
         self.read(bench_id)
-        (self._folder / f"{bench_id}.json").unlink(missing_ok=True)
-
-    def _each(self) -> Iterator[BenchResult]:
-        for path in sorted(self._folder.glob("*.json"), reverse=True):
-            try:
-                yield self._read(path)
-            except (StateError, NotFound):
-                continue
-
-    def _read(self, path: Path) -> BenchResult:
-        try:
-            return BenchResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise _no_bench(path.stem) from None
-        except (OSError, ValueError, ValidationError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no bench result of this release"
-            raise StateError(f"{path} cannot be read: {why}. Remove it.") from None
-
-
-def _no_bench(bench_id: str) -> NotFound:
-    return NotFound(f"There is no bench {bench_id[:128]!r}. `sparkd bench ls` lists them.")
+        self._kept.remove(bench_id)

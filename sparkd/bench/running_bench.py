@@ -11,28 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.bench.client import Client, Model, model_path
-from sparkd.bench.result import BenchResult, BenchStore
+from sparkd.bench.figures import one_line
+from sparkd.bench.result import FOLDER, BenchResult, BenchStore
 from sparkd.errors import RankError
 from sparkd.state.nouns import STARTING, ModelState
 
 READY_S = 3600.0
 POLL_S = 0.5
-# An engine that has just died is READY until the supervisor looks, and the guard writes its incident once the memory is back.
+# An engine that has just died is READY until the supervisor looks.
 SEEN_S = 15.0
 MOST_EVENTS = 1000
 
 
 class RunningBench:
     """
-    folder: of the results.
+    state_dir: of the daemon.
     key: for the requests of llama-benchy.
     """
 
-    def __init__(self, client: Client, folder: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
-        self.client, self.folder = client, folder
+    def __init__(self, client: Client, state_dir: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
+        self.client, self.folder = client, state_dir / FOLDER
         self.result = result
         self.base_url, self.key = base_url, key
-        self._store = BenchStore(folder)
+        self._store = BenchStore(state_dir)
 
     @property
     def model(self) -> str:
@@ -44,7 +45,10 @@ class RunningBench:
         await asyncio.to_thread(self._store.write, self.result)
 
     def tell(self, message: str, fraction: float | None = None, phase: str = "measuring") -> None:
-        """The operation's message, as a line for the daemon. fraction: of the whole bench, 0 to 1."""
+        """The operation's message, as a line for the daemon.
+
+        fraction: of the whole bench, 0 to 1.
+        """
         say({"message": message, "fraction": fraction, "phase": phase})
 
     async def ready(self, model: str | None = None, *, once: bool = False) -> Model:
@@ -78,38 +82,25 @@ class RunningBench:
 
     async def engine_failure(self, model: str, since_seq: int) -> str | None:
         """Why the model's engine failed after this event, in one line; None where it did not."""
-        failed: dict[str, Any] | None = None
         with suppress(TimeoutError, RankError):
             async with asyncio.timeout(SEEN_S):
                 while True:
                     failed = await self._failed(model, since_seq)
-                    if failed is None:
-                        if not await self._is_dead(model):
-                            return None
-                    elif failed["data"]["reason"] != "MemoryGuard":
-                        break
-                    elif incident := await self._incident(str(failed["data"]["start"])):
-                        return f"The memory guard killed {model}: `sparkd incidents show {incident}`."
+                    if failed is not None or not await self._is_dead(model):
+                        return failed
                     await asyncio.sleep(POLL_S)
-        return None if failed is None else f"{model} failed: {failed['data']['reason']}. `sparkd events` says more."
+        return None
 
-    async def _failed(self, model: str, since_seq: int) -> dict[str, Any] | None:
+    async def _failed(self, model: str, since_seq: int) -> str | None:
         # 0 asks for the newest ones.
         events = (await self.client.get("/events", after=since_seq, limit=MOST_EVENTS))["events"]
-        return next((event for event in reversed(events) if event["kind"] == "failed" and event["model"] == model), None)
+        failures = [event["message"] for event in events if event["kind"] == "failed" and event["model"] == model]
+        return one_line(f"{model} failed: {failures[-1]}") if failures else None
 
     async def _is_dead(self, model: str) -> bool:
         """Whether an engine that the supervisor takes for READY gives no counters."""
         view = (await self.client.models()).get(model)
         return view is not None and view["state"] == ModelState.READY and await self.client.counters(model) is None
-
-    async def _incident(self, start: str) -> str | None:
-        """The id of the memory guard's newest incident of a start of an engine, on any node; None where there is none.
-
-        start: the id of its rank 0, with which those of the other ranks begin (sparkd.cluster.launcher.StartId).
-        """
-        rows = [(str(row["rank_id"]), str(row["id"])) for row in (await self.client.get("/incidents"))["incidents"]]
-        return max((incident for rank, incident in rows if rank == start or rank.startswith(f"{start}-r")), default=None)
 
 
 def say(event: Mapping[str, Any]) -> None:

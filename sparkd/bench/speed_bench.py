@@ -18,7 +18,7 @@ from sparkd.bench.client import Client
 from sparkd.bench.figures import one_line
 from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
-from sparkd.bench.result import BenchSample, BenchSubject, Cell, CellResult
+from sparkd.bench.result import BenchSample, BenchSubject, Cell, CellResult, text_label
 from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.bench.tool_process import version_in
 from sparkd.errors import BadRequest, RankError
@@ -109,7 +109,7 @@ class SpeedBench(BaseModel):
         tell()
         watch.loads = []
         try:
-            measured = await benchy.measure(target, cell, args, self.book_url, heard)
+            rows = await benchy.measure(target, cell, args, self.book_url, heard)
             if requests.errors:
                 raise RankError(f"{len(requests.errors)} of {len(requests.began)} requests failed: {requests.errors[0]}")
             after = await client.counters(model)
@@ -134,11 +134,11 @@ class SpeedBench(BaseModel):
                 state="done",
                 started_s=span[0],
                 seconds=span[1] - span[0],
-                rows=measured.rows,
+                rows=rows,
                 prompt_tokens=requests.prompt_tokens,
                 output_tokens=requests.output_tokens,
-                others_tokens=others_tokens(requests.prompt_tokens, requests.output_tokens, figures),
-                energy=energy(power_points(watch.moments), span, requests.prompts(), requests.outputs(), tokens, bench.result.idle_w),
+                others_tokens=others_tokens(len(requests.began), requests.prompt_tokens, requests.output_tokens, figures),
+                energy=energy(power_points(watch.moments), span, requests.prompts(), requests.running(), tokens, bench.result.idle_w),
                 engine=figures,
                 machine=machine_figures(moments),
             )
@@ -149,7 +149,7 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
     """A bench with the llama-benchy of its own environment in `folder`, else of sparkd's. Blocks.
 
     folder: of the results.
-    book: a text and its name, in place of llama-benchy's.
+    book: a text and its name, in place of words that mean nothing.
 
     Raises BadRequest where llama-benchy is in neither environment.
     """
@@ -159,8 +159,9 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
     if found is None:
         install = f"{sys.executable} -m venv {own} && {own}/bin/pip install '{benchy.NAME}>=0.4,<0.5'"
         raise BadRequest(f"{benchy.NAME} is not installed: run `{install}` as the user of the daemon.")
-    content, text = benchy.chosen_text(*(book or (None, None)))
-    book_url = benchy.kept_text(folder, content)
+    content, name = (benchy.made_up(), benchy.MADE_UP) if book is None else (book[0], book[1] or benchy.OWN)
+    text = text_label(name, content)
+    book_url = benchy.kept_text(folder, text, content)
     return SpeedBench(chosen=profile, tool=f"{benchy.NAME} {found[1]}", interpreter=found[0], text=text, book_url=book_url)
 
 

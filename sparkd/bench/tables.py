@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -13,36 +12,36 @@ from sparkd.bench.figures import (
     WAYS,
     Metric,
     against_predicted,
+    answer_metric,
     arena_name,
     max_concurrency,
     measured,
     metric,
     number,
     one_line,
-    read,
+    spread_text,
     unmeasured,
     weights_s,
     why_unmeasured,
 )
-from sparkd.bench.result import BenchResult, CellResult, Published
+from sparkd.bench.result import BenchResult, CellResult, LoadRow, Published
 from sparkd.units import GIB
 
-_VERSION = re.compile(r"\d+\.\d+[\w.+-]*")
 # The keys of llama-benchy's JSON in the order of its table's columns (llama_benchy/results.py, save_report).
 _PROMPT = ("pp_throughput", "pp_req_throughput", None, None, "ttfr", "est_ppt", "e2e_ttft")
 _OUTPUT = ("tg_throughput", "tg_req_throughput", "peak_throughput", "peak_req_throughput", None, None, None)
 _HEADS = ("t/s (req)", "peak t/s", "peak t/s (req)", "ttfr (ms)", "est_ppt (ms)", "e2e_ttft (ms)")
 # Those that llama-benchy leaves out where no cell has more than one request at once.
-# Our figure by the key that a recipe has for it.
-_KEYS = {"decode_tokens_per_s": "tg", "prefill_tokens_per_s": "pp"}
 _OF_REQUESTS = {"t/s (req)", "peak t/s (req)"}
+# llama-benchy's key by the one that a recipe has for the figure.
+_KEYS = {"decode_tokens_per_s": "tg_throughput", "prefill_tokens_per_s": "pp_throughput"}
 # The least width of a column beyond its head, and the blanks beside each cell (tabulate 0.10, MIN_PADDING and its layout `pipe`).
 _HEAD_PADDING = 2
 
 
 def markdown(result: BenchResult) -> str:
     """The arena's table as llama-benchy writes it, then tables of what it does not measure."""
-    parts = [*([arena_table(result)] if result.cells else []), *_notes(result)]
+    parts = [*([arena_table(result)] if result.cells else []), *map(_plain, notes(result))]
     for title, head, rows in tables(result):
         parts.append(f"## {title}\n\n{_pipe([_plain(cell) for cell in head], [[_plain(cell) for cell in row] for row in rows])}")
     return "\n\n".join(parts) + "\n"
@@ -73,10 +72,9 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
     """
     rows = [row for cell in measured(result) for row in cell.rows]
     latency_ms = _latency_ms(rows)
-    version = _VERSION.search(result.tool)
     ended_s = result.started_s if result.ended_s is None else result.ended_s
     return {
-        "version": version[0] if version else result.tool,
+        "version": result.tool.rpartition(" ")[2],
         "timestamp": datetime.fromtimestamp(ended_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
         "latency_mode": result.latency_mode or ("unknown" if latency_ms else "none"),
         "latency_ms": latency_ms,
@@ -110,69 +108,83 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def tables(result: BenchResult) -> Iterator[Table]:
-    """Title, head and rows of each table of ours that the result has figures for."""
+    """Title, head and rows of each table of ours that the result has figures for. A column that is unknown in every row is left out."""
+    for title, head, rows in _tables(result):
+        known = [index for index in range(len(head)) if any(row[index] != "-" for row in rows)]
+        yield title, [head[index] for index in known], [[row[index] for index in known] for row in rows]
+
+
+def _tables(result: BenchResult) -> Iterator[Table]:
     if cells := measured(result):
-        yield _figures_table(result, cells)
+        idle = "" if result.idle_w is None else f"; {number(result.idle_w)} W idle are subtracted from J"
+        yield f"Cells{idle}", _CELL_HEAD, [_cell_row(result, cell) for cell in cells]
     if missing := unmeasured(result):
         yield "Cells without figures", ["cell", "why"], [[each.cell.name, why_unmeasured(each)] for each in missing]
     if result.loads:
-        yield _loads_table(result)
+        yield "Loads", _LOAD_HEAD, [_load_row(result, load) for load in result.loads]
     if result.quality:
-        yield "Quality against the model as stored", *quality_rows(result)
+        head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
+        figures = ((row.format, row.perplexity, row.kl, row.kl_p99, row.agreement) for row in result.quality)
+        rows = [[name, number(perplexity, 4), number(kl), number(p99), _share(share)] for name, perplexity, kl, p99, share in figures]
+        yield "Quality against the model as stored", head, rows
     if failed := [[row.format, one_line(row.error)] for row in result.quality if row.error]:
         yield "Formats without figures", ["format", "why"], failed
     if rows := predictions(result):
-        yield "What `sparkd plan` predicted", ["figure", "predicted", "measured", "measured against predicted"], rows
+        yield "What `sparkd plan` predicted", ["figure", "predicted", "measured", "difference"], rows
     if result.published:
-        rows = [[one.what, _range(one), one.when or "", *beside(one, result), one.source] for one in result.published]
-        yield "Published figures", ["figure", "published", "when", "ours", "our cell", "source"], rows
+        rows = [[one.what, _range(one), *beside(one, result), one.when or "-", one.source] for one in result.published]
+        yield "Published figures", ["figure", "published", "ours", "our cell", "when", "source"], rows
 
 
-def quality_rows(result: BenchResult) -> tuple[list[str], list[list[str]]]:
-    """Head and rows."""
-    head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
-    rows = [[row.format, number(row.perplexity, 4), number(row.kl), number(row.kl_p99), _share(row.agreement)] for row in result.quality]
-    return head, rows
+def notes(result: BenchResult) -> Iterator[str]:
+    """Sentences on what the tables do not say: how the bench ended, and which cells are not comparable."""
+    if result.state != "done":
+        yield f"The bench {STATES[result.state]}. {one_line(result.error or '')}".strip()
+    for cell in measured(result):
+        if cell.distorted:
+            yield f"⚠ Do not compare {cell.cell.name}: {cell.distorted}."
 
 
-def _figures_table(result: BenchResult, cells: Sequence[CellResult]) -> Table:
-    idle = "" if result.idle_w is None else f"; {number(result.idle_w)} W idle are subtracted from J"
-    head = ["cell", "W mean", "W peak", "W idle", "J/prompt token", "J/output token", "KV peak", "prefix hits", "preemptions"]
-    head += ["accepted by position", "°C peak", "memory GiB", "predicted GiB", "throttled"]
-    return f"Energy, engine and machine{idle}", head, [_figures_row(result, cell) for cell in cells]
+STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
+_CELL_HEAD = ["cell", "prompt t/s", "t/s", "first token ms", "W mean", "J/output token", "W peak", "W idle", "J/prompt token"]
+_CELL_HEAD += ["KV peak", "prefix hits", "preemptions", "accepted by position", "°C peak", "memory GiB", "predicted GiB", "throttled"]
+_LOAD_HEAD = ["way", "model", "s", "first answer s", "weights s", "predicted s", "read GB/s (of the disk's)", "disk GB/s", "phases"]
 
 
-def _figures_row(result: BenchResult, cell: CellResult) -> list[str]:
+def _cell_row(result: BenchResult, cell: CellResult) -> list[str]:
     energy, engine, machine = cell.energy, cell.engine, cell.machine
-    accepted = " ".join(_share(share) for share in engine.accepted_share_by_position or []) or "-"
-    watts = ["-"] * 5
+    timed = [answer_metric(cell, key) for key in ("pp_throughput", "tg_throughput", "e2e_ttft")]
+    watts: list[float | None] = [None] * 5
     if energy is not None:
-        watts = [number(energy.mean_w), number(energy.peak_w), number(energy.idle_w)]
-        watts += [number(energy.joules_per_prompt_token), number(energy.joules_per_output_token)]
+        watts = [energy.mean_w, energy.joules_per_output_token, energy.peak_w, energy.idle_w, energy.joules_per_prompt_token]
     return [
         cell.cell.name,
-        *watts,
+        *("-" if each is None else spread_text(each) for each in timed),
+        *map(number, watts),
         _share(engine.kv_use_peak),
         _share(engine.prefix_hit_share),
         "-" if engine.preemptions is None else f"{engine.preemptions:,}",
-        accepted,
+        " ".join(_share(share) for share in engine.accepted_share_by_position or []) or "-",
         number(machine.celsius_peak),
         _gib(machine.memory_peak_bytes),
         _against(result.predicted_bytes, machine.memory_peak_bytes),
-        f"⚠ {', '.join(machine.throttled)}" if machine.throttled else "no",
+        f"⚠ {', '.join(machine.throttled)}" if machine.throttled else "-",
     ]
 
 
-def _loads_table(result: BenchResult) -> Table:
-    rows = []
-    for load in result.loads:
-        phases = ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases) or "-"
-        share = f" ({load.bytes_per_s / load.disk_bytes_per_s:.0%})" if load.bytes_per_s and load.disk_bytes_per_s else ""
-        rates = [_rate(load.bytes_per_s) + share, _rate(load.disk_bytes_per_s)]
-        weights = [number(weights_s(load)), against_predicted(result, load)]
-        rows.append([WAYS[load.way], number(load.seconds), number(load.first_answer_s), *weights, phases, *rates])
-    head = ["way", "s", "first answer s", "weights s", "predicted s", "phases", "read GB/s (of the disk's)", "disk GB/s"]
-    return "Loads", head, rows
+def _load_row(result: BenchResult, load: LoadRow) -> list[str]:
+    share = f" ({load.bytes_per_s / load.disk_bytes_per_s:.0%})" if load.bytes_per_s and load.disk_bytes_per_s else ""
+    return [
+        WAYS[load.way],
+        load.model or "-",
+        number(load.seconds),
+        number(load.first_answer_s),
+        number(weights_s(load)),
+        against_predicted(result, load),
+        _rate(load.bytes_per_s) + share,
+        _rate(load.disk_bytes_per_s),
+        ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases) or "-",
+    ]
 
 
 def predictions(result: BenchResult) -> list[list[str]]:
@@ -181,7 +193,7 @@ def predictions(result: BenchResult) -> list[list[str]]:
     if plan is None:
         return []
     alone = _alone(result)
-    decode = None if alone is None else read("tg", alone)
+    decode = None if alone is None else answer_metric(alone, "tg_throughput")
     rate = None if decode is None else decode.mean
     pairs = (
         ("decode of one request, t/s", plan.decode_tokens_per_s, rate),
@@ -212,24 +224,13 @@ def beside(published: Published, result: BenchResult) -> tuple[str, str]:
     Its conditions are words of its source, so nothing else is matched.
     """
     key, cell = _KEYS.get(published.what), _alone(result)
-    ours = None if key is None or cell is None else read(key, cell)
+    ours = None if key is None or cell is None else answer_metric(cell, key)
     return ("-", "-") if ours is None or cell is None else (f"{_spread(ours)} t/s", cell.cell.name)
 
 
 def _range(published: Published) -> str:
     end = "" if published.to is None else f" to {number(published.to)}"
     return f"{number(published.value)}{end} {published.unit}"
-
-
-def _notes(result: BenchResult) -> Iterator[str]:
-    if result.state != "done":
-        yield f"**The bench {STATES[result.state]}.** {_plain(result.error or '')}".strip()
-    for cell in measured(result):
-        if cell.distorted:
-            yield f"⚠ Do not compare {cell.cell.name}: {cell.distorted}."
-
-
-STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
 
 
 def _latency_ms(rows: Sequence[dict[str, Any]]) -> float:

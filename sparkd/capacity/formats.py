@@ -10,6 +10,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError, ConfigError
 from workers.quantization.best_wish import BestWish, best_of
+from workers.quantization.formats import FORMATS as ALL_FORMATS
 from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.quantization.units import UnitList, units_of
@@ -17,9 +18,9 @@ from workers.quantization.units import UnitList, units_of
 AS_STORED = "as stored"
 # The name of a recipe with rules.
 CONFIGURED = "as configured"
-# Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348). Its columns are no
-# whole groups of 128: int4-g128 stands where its error of Gaussian weights puts it (.090 before it, .097, .111 behind it).
-FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
+# Best first, by what they cost a small model's answers.
+_LOSSES = {spelling: kl for spelling, form in ALL_FORMATS.items() if (kl := form.family.kl.get(form.group_size)) is not None}
+FORMATS = tuple(sorted(_LOSSES, key=_LOSSES.__getitem__))
 _RECIPES = {spelling: QuantizationRecipe.parse(spelling) for spelling in FORMATS}
 # Between the model as stored and its smallest mix, in equal ratios: from 16 to 4 bits a step is less than 5 %. Steps and not the exact
 # room, so that a little more or less of free memory at the next start makes the same mix, which the quantized cache has.
@@ -27,7 +28,7 @@ _RUNGS = 32
 
 
 def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Iterator[tuple[str, QuantizationRecipe]]:
-    """(name, recipe) of each, best first. requested: None for any of FORMATS."""
+    """(name, recipe) of each, best first: the one that was requested, or any of FORMATS."""
     source = inventory.checkpoint.quantization
     if (recipe := requested) is not None:
         yield (recipe.default.spelling if not recipe.rules else CONFIGURED) if recipe.quantizes else AS_STORED, recipe
@@ -39,7 +40,9 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
 
 
 def open_recipes(model: Inventory, quantize: object, ranks: int = 1) -> Iterator[QuantizationRecipe]:
-    """The recipes that `auto` or `best` may become, best first. ranks: of tensor parallelism.
+    """The recipes that `auto` or `best` may become, best first.
+
+    ranks: of tensor parallelism.
 
     Raises ConfigError where no mix is as small as `best` asks for.
     """
@@ -56,7 +59,9 @@ def quality_of(name: str) -> int:
 
 
 def mixes_of(model: Inventory, wish: BestWish, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
-    """Plain recipes, best first; with a size in the wish one. ranks: of tensor parallelism, each of which gets whole groups.
+    """Plain recipes, best first; with a size in the wish one.
+
+    ranks: of tensor parallelism, each of which gets whole groups.
 
     Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
     """

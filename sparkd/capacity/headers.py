@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory, refuse_incomplete
+from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
 from sparkd.checkpoint import COMPLETE, Checkpoint, read_checkpoint
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.shape import Shape, shape_of
@@ -21,14 +21,15 @@ from workers.kv.profiles import checkpoint_of
 
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
-# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
-_SUFFIX_DEPTH = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The headers of a model, wherever they are. model: of model and draft together. identity: the name of its files
-    (workers.kv.profiles.checkpoint_of), None where they are not on this machine."""
+    """The headers of a model, wherever they are.
+
+    model: of model and draft together.
+    identity: the name of its files (workers.kv.profiles.checkpoint_of), None where they are not on this machine.
+    """
 
     model: Inventory
     drafting: Drafting | None = None
@@ -36,29 +37,38 @@ class Headers:
 
     @staticmethod
     def of(args: EngineArgs, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
-        """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
+        """With the draft of the flags.
+
+        read: the headers of a draft, by folder or hub id.
+
+        Raises CheckpointError, and ConfigError for a draft that is not counted.
+        """
         model = inventory(checkpoint, shape_of(checkpoint.config))
-        model = model.widened() if args.wide else model
-        refuse_incomplete(model)
-        drafted = of_config(args.draft, read) if args.draft is not None else None
-        both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
-        return Headers(both, drafted, checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None)
+        identity = checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None
+        return _with_draft(args, model, lambda: checkpoint, read, identity)
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
-    """With the draft that its flags ask for; None where the model's are not on this machine, or none of the kinds that are counted."""
+    """With the draft of the flags; None where the model's are not on this machine, or none of the kinds that are counted."""
     folder = folder_of(args.model, args.revision, args.env)
     if folder is None:
         return None
     try:
         identity = checkpoint_of(folder)
         model = _read(folder, identity)
-        model = model.widened() if args.wide else model
-        drafted = None if args.draft is None else of_config(args.draft, lambda name: _draft(name, args.env))
-        both = model if drafted is None or not drafted.layers else drafted.inventory(read_bounded(read_checkpoint, folder), model.shape)
-        return Headers(both, drafted, identity)
+        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, args.env), identity)
     except (CheckpointError, ConfigError, OSError):
         return None
+
+
+def _with_draft(
+    args: EngineArgs, model: Inventory, whole: Callable[[], Checkpoint], read: Callable[[str], Checkpoint], identity: str | None
+) -> Headers:
+    """whole: reads the model's headers with the layers that predict ahead."""
+    model = model.widened() if args.wide else model
+    drafted = of_config(args.draft, read) if args.draft is not None else None
+    both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
+    return Headers(both, drafted, identity)
 
 
 def inventory_in(folder: str) -> Inventory:
@@ -77,9 +87,7 @@ def _draft(name: str, environ: Mapping[str, str]) -> Checkpoint:
 def _read(folder: str, _identity: str) -> Inventory:
     """Kept while the files are the same: a model that waits for room is asked about again and again."""
     checkpoint = read_bounded(read_checkpoint, folder)
-    model = inventory(checkpoint, shape_of(checkpoint.config))
-    refuse_incomplete(model)
-    return model
+    return inventory(checkpoint, shape_of(checkpoint.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +119,8 @@ class Drafting:
         drafts."""
         own = inventory(checkpoint, shape, ahead=self.ahead)
         if self.ahead and not has_layers_ahead(own):
-            told = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
-            raise ConfigError(f"speculative {self.method}: {told}: choose off, ngram or suffix.", param="speculative")
+            reason = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
+            raise ConfigError(f"speculative {self.method}: {reason}: choose off, ngram or suffix.", param="speculative")
         if self.draft is None:
             return own
         parts = tuple(_beside(inventory(self.draft, shape_of(self.draft.config))))
@@ -125,11 +133,8 @@ class Drafting:
 
 
 def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
-    """config: vLLM's own (config/speculative.py). Raises CheckpointError and ConfigError for a draft that is missing."""
-    config = {key.replace("-", "_"): value for key, value in config.items()}
+    """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
-    if method == "suffix" and tokens is None:
-        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     tokens = tokens if type(tokens) is int and tokens > 0 else 1
     if method in _OF_TEXT:
         return Drafting(method, tokens)
@@ -143,8 +148,7 @@ def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> D
 
 
 def _beside(draft: Inventory) -> Iterator[WeightPart]:
-    """In the last stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
+    """In one stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
     for part in draft.parts:
-        number = "" if part.layer is None else f"{part.layer}."
-        tensor = part.tensor._replace(name=f"draft.{number}{part.tensor.name}")
-        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
+        tensor = part.tensor._replace(name=f"draft.{part.tensor.name}")
+        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layered=False)

@@ -13,19 +13,19 @@ from typing import Any
 from sparkd.capacity.evidence import FAMILIES, engine_of
 from sparkd.capacity.fit import Option
 from sparkd.capacity.planned_entry import PlannedEntry
-from sparkd.capacity.requirement import runtime_of, said_to
+from sparkd.capacity.requirement import refused_flags, runtime_of
 from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.entry.parser_choice import with_parsers
-from sparkd.entry.trusted_commits import commits_of, pinned
+from sparkd.config.trusted_commits import commits_of, pinned
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware
 from sparkd.units import GIB
 from sparkd.vllm.flags import speculative_config, value_of, with_draft, without
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.translate import Translation
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank import ray_environment
@@ -53,9 +53,13 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
 
 
-def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
-    """spec: nothing in it is `auto` any more. said: its flags and variables as its release knows them. vllm: that release, None where it is
-    not known. Reads the checkpoint's headers. `env` is what sparkd sets and the entry's own variables override."""
+def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, vllm: str | None) -> dict[str, Any]:
+    """The fields of workers.rank.spec.RankSpec that every start of the entry has. `env` is what sparkd sets, and the entry's own variables
+    override it. Reads the checkpoint's headers.
+
+    spec: without `auto`.
+    vllm: its vLLM's version, None where it is not known.
+    """
     reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
     fields: dict[str, Any] = {
         "model_name": spec.name,
@@ -67,7 +71,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
         "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec.media.domains)],
         "env": {},
-        "extra_args": list(said.args),
+        "extra_args": spec.vllm_flags(),
         **loader_of(config, spec),
         **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
     }
@@ -106,17 +110,15 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
         raise ConfigError(error.message, param="model") from None
     if spec.runs_vllm(entry.config.engine):
         spec, _ = with_parsers(spec, entry.env)
-    translation = said_to(spec, entry.config, entry.vllm)
-    if translation.refused:
-        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")
+    if refused := refused_flags(spec, entry.config, entry.vllm):
+        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}", param="model")
     decided = _decided(entry.spec, spec, option)
     return {
         "name": spec.name,
         "configured": entry.added is None,
         "config": decided if entry.added is None else {**entry.added, **decided},
-        "ranks": _ranks(entry, option, spec, translation, hardware),
+        "ranks": _ranks(entry, option, spec, hardware),
         "container": _recipe_image(entry),
-        "notes": list(translation.notes),
     }
 
 
@@ -132,25 +134,26 @@ def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[st
         if getattr(written, key) is None and getattr(spec, key) not in (None, OFF):
             decided[key] = getattr(spec, key)
     # No entry asks for stages of a pipeline: `tensor_parallel: auto` takes them.
-    if written.tensor_parallel == AUTO and option.tensor > 1 and option.pipeline == 1:
-        decided["tensor_parallel"] = option.tensor
+    if written.tensor_parallel == AUTO and option.ways[0] > 1 and option.ways[1] == 1:
+        decided["tensor_parallel"] = option.ways[0]
     return decided
 
 
-def _ranks(entry: PlannedEntry, option: Option, spec: ModelConfig, translation: Translation, hardware: Hardware) -> list[dict[str, Any]]:
-    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, translation, entry.vllm)
+def _ranks(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> list[dict[str, Any]]:
+    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, entry.vllm)
+    own_env = without_cpu_space(spec, entry.env)
     flags = fields.pop("flags")
-    network = _network(hardware, option.nodes, translation.env)
+    network = _network(hardware, option.nodes, own_env)
     ranks = []
     for number in range(option.nodes):
         own: dict[str, Any] = {
-            "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
-            "env": fields["env"] | network | dict(translation.env),
+            "flags": [*flags, *parallel_flags(*option.ways, number, "HEAD", MASTER_PORT, spec.executor)],
+            "env": fields["env"] | network | own_env,
             "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
         }
         rank = _rank_at(number, option.nodes, {**fields, **own})
         variables = {name: value for name, value in build_environment(rank, {}).items() if name not in OWN}
-        shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in variables.items()}
+        shown = {name: value if _is_shown(name, own_env) else hidden(name) for name, value in variables.items()}
         ranks.append({"node": number, "command": build_command(rank), "environment": shown})
     return ranks
 

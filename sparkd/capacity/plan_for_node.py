@@ -7,18 +7,16 @@ for seconds, and a thread would keep Python's lock from the gateway for that tim
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Answers
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.plan import plan, vllm_json
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
@@ -30,47 +28,45 @@ from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.config.quantize import AUTO
-from sparkd.entry.node_runtime import NodeRuntime
-from sparkd.errors import ClusterError, ConfigError, StateError, Unavailable
+from sparkd.errors import ClusterError, ConfigError, EngineError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.hardware import KNOWN, Hardware
+from sparkd.hardware import KNOWN, Hardware, machine
+from sparkd.state.documents import Documents
+from sparkd.vllm.ask.answers import ModelAnswer
 from sparkd.vllm.ask.cache import places as answers_in
-from sparkd.vllm.ask.model import Away, InquiryRuntime, kept_answers
+from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host.meminfo import mem_total_bytes
-from workers.host.private_files import write_private
 from workers.host.runtime import GPU_SIGNS
 
 LearnedName = Literal["bandwidth_bytes_s", "disk_bytes_s"]
 NAMES: tuple[LearnedName, ...] = ("bandwidth_bytes_s", "disk_bytes_s")
-FILE = "learned-rates.json"
 # The time limit of a plan, with all headers of a model from the hub, because an HTTP client does not wait for ever.
 LIMIT_S = 60.0
 # Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
 _PLANS = Threads("plan", 2, 4)
+# By number of nodes, why that many of the daemon's nodes cannot share a model. rdma: whether they need it.
+Unlinked = Callable[..., Awaitable[Mapping[int, str]]]
 # Finds another node's runtime for an interpreter that this node lacks.
 Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 def learned_rates(state_dir: Path) -> dict[LearnedName, float]:
-    """Bytes a second by name. A file that cannot be read is as one that is not there: the next bench writes it again."""
-    with suppress(OSError, ValueError):
-        kept = json.loads((state_dir / FILE).read_text(encoding="utf-8"))
-        if isinstance(kept, dict):
-            return {name: float(kept[name]) for name in NAMES if isinstance(kept.get(name), int | float) and kept[name] > 0}
-    return {}
+    """Bytes a second by name."""
+    kept = _learned(state_dir).all()
+    return {name: kept[name] for name in NAMES if name in kept}
 
 
 def learn(state_dir: Path, rates: Mapping[LearnedName, float]) -> None:
     """Keep these rates in place of earlier ones; the others stay. Raises StateError where the disk is full."""
-    if rates:
-        path = state_dir / FILE
-        try:
-            write_private(path, json.dumps({**learned_rates(state_dir), **rates}))
-        except OSError as error:
-            raise StateError(f"The measured rates cannot be written to {path}: {error.strerror or error}. Free space there.") from None
+    for name, rate in rates.items():
+        _learned(state_dir).put(name, rate)
+
+
+def _learned(state_dir: Path) -> Documents[float]:
+    return Documents(state_dir, "learned_rates", float)
 
 
 def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -> Hardware:
@@ -82,8 +78,22 @@ def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -
     )
 
 
-class Unlinked(Protocol):
-    async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
+@dataclass(frozen=True, slots=True)
+class PlanOrder:
+    """All that a plan of this node depends on.
+
+    unlinked: by number of nodes, why that many of the daemon's nodes cannot share a model.
+    places: see model_folder.unusable.
+    there: the model's runtime on another node, where this node lacks it.
+    """
+
+    request: PlanRequest
+    hardware: Hardware
+    spec: ModelConfig | None
+    unlinked: Mapping[int, str]
+    config: Config
+    places: Collection[str] | None = None
+    there: NodeRuntime | None = None
 
 
 def hardware_here(name: str, config: Config) -> Hardware:
@@ -103,7 +113,7 @@ def planning_hardware(name: str, config: Config) -> Hardware:
     return hardware if name in KNOWN else with_learned_rates(hardware, learned_rates(config.state_dir))
 
 
-async def planned_here(
+async def order_here(
     request: PlanRequest,
     spec: ModelConfig | None,
     unlinked: Unlinked,
@@ -111,29 +121,36 @@ async def planned_here(
     in_sight: int = 1,
     places: Collection[str] | None = None,
     elsewhere: Elsewhere | None = None,
-) -> dict[str, Any]:
-    """The plan as plain JSON.
+) -> PlanOrder:
+    """The order of a plan, which holds no API keys and no other model's entry.
 
     spec: the entry of a configured model or a recipe; None for a folder or a hub id.
     unlinked: by number of nodes, why that many of the daemon's nodes cannot share a model.
     in_sight: the number of nodes that answer, over which the daemon would spread an entry without a size.
     places: see model_folder.unusable.
     elsewhere: raises ClusterError where no node has the runtime.
+    """
+    hardware = await asyncio.to_thread(planning_hardware, request.hardware, config)
+    # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
+    if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
+        request = request.model_copy(update={"nodes": max(1, in_sight)})
+    ours = request.hardware == "node" and _nodes(request, spec) > 1
+    links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
+    runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
+    config = config.model_copy(update={"keys": KeySettings(), "models": {}})
+    return PlanOrder(request, hardware, spec, dict(links), config, places, runtime)
+
+
+async def planned_here(order: PlanOrder) -> dict[str, Any]:
+    """The plan as plain JSON, by the answers of vLLM that are kept.
 
     Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S or where too many plans are in progress.
     """
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await _PLANS.run(planning_hardware, request.hardware, config)
-            # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
-            if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
-                request = request.model_copy(update={"nodes": max(1, in_sight)})
-            ours = request.hardware == "node" and _nodes(request, spec) > 1
-            links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
-            return await _PLANS.run(_answer_of_process, request, hardware, spec, links, config, places, runtime)
+            return await _PLANS.run(_answer_of_process, order)
     except TimeoutError:
-        raise _too_slow(request.model) from None
+        raise _too_slow(order.request.model) from None
 
 
 async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> NodeRuntime | None:
@@ -147,35 +164,37 @@ async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> N
     return None if runtime.only is None else runtime
 
 
-def _answer_of_process(
-    request: PlanRequest,
-    hardware: Hardware,
-    spec: ModelConfig | None,
-    unlinked: Mapping[int, str],
-    config: Config,
-    places: Collection[str] | None,
-    runtime: NodeRuntime | None,
-) -> dict[str, Any]:
-    """`_answer` in a separate process, which receives no API keys and no other model's entry."""
-    config = config.model_copy(update={"keys": KeySettings(), "models": {}})
+def _answer_of_process(order: PlanOrder) -> dict[str, Any]:
+    """`_answer` in a separate process."""
     try:
-        return call(_answer, request, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
+        return call(_answer, order, time_s=LIMIT_S)
     except NoAnswer as failure:
         if failure.exceeded is not None:
-            raise _too_slow(request.model) from None
-        raise Unavailable(f"{request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
+            raise _too_slow(order.request.model) from None
+        raise Unavailable(f"{order.request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def _answer(
-    request: PlanRequest,
-    hardware: Hardware,
-    spec: ModelConfig | None,
-    unlinked: Mapping[int, str],
-    config: Config,
-    places: Collection[str] | None = None,
-    there: NodeRuntime | None = None,
-) -> dict[str, Any]:
-    """The plan. there: the model's runtime on another node, where this node lacks it. Blocks. Raises like planned_here."""
+def ask_here(order: PlanOrder, progress: Callable[[str, int], None]) -> None:
+    """Have this node's vLLM answer the questions of a plan; the answers are kept. Blocks for the 10 to 40 s of vLLM's import and more.
+
+    progress: see sparkd.vllm.ask.model.ask.
+
+    Raises EngineError where vLLM gives no answer that is kept, and as planned_here.
+    """
+    _answer(order, partial(ask, progress=progress))
+    if _answer(order)["vllm"]["unanswered"]:
+        raise EngineError(
+            f"vLLM was ended while it answered about {order.request.model}, for time or memory: the plan stays a guess. "
+            "Try again when this node has less to do."
+        )
+
+
+def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] = kept_answers) -> dict[str, Any]:
+    """The plan. Blocks. Raises like planned_here.
+
+    ask: kept_answers, because the plan is shown at once; `ask` starts a vLLM.
+    """
+    request, config = order.request, order.config
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
@@ -183,18 +202,18 @@ def _answer(
         if time.monotonic() > until_s:
             raise _too_slow(request.model)
 
-    entry, checkpoint = entry_here(request.model, spec, config, progress, places, there)
+    there = order.there
+    entry, checkpoint = entry_here(request.model, order.spec, config, progress, order.places, there)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     runtime = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
-    # The daemon starts no vLLM beside what it serves: this plan uses the answers that `sparkd plan` got and kept.
-    answers = Answers(partial(kept_answers, runtime=runtime))
+    answers = Answers(partial(ask, runtime=runtime))
     answer = plan(
         request,
         entry,
         checkpoint,
-        hardware,
+        order.hardware,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
-        unlinked=unlinked,
+        unlinked=order.unlinked,
         copies=lambda source, stored: prequantized(source, stored, env),
         answers=answers,
     )

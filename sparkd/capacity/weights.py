@@ -7,38 +7,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
-from sparkd.capacity.kv_cache import stages_of
-from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class, towers_of
-from sparkd.checkpoint.shape import Shape, of_layers, text_config
+from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class, towers_of
+from sparkd.checkpoint.shape import Shape, text_config
 from sparkd.checkpoint.tensors import alike
-from sparkd.errors import CheckpointError, CheckpointIncomplete
+from sparkd.errors import CheckpointError
 from sparkd.vllm.unaccounted_args import WIDE
 from workers.quantization.assignment import is_unknown_expert
 from workers.quantization.calibration_text import text_of
 from workers.quantization.formats import Format, fitting
-from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.outcome import Outcome, outcome_of, shapes_of
 from workers.quantization.recipe import QuantizationRecipe
 
 # The layers that predict tokens ahead, which vLLM loads for speculative decoding.
 AHEAD = "mtp"
 _FLOATS = ("BF16", "F16", "F32", "F64")
-# Stored with the input dimension first (AWQ, GPTQ).
-_INPUT_FIRST = frozenset({"qweight", "qzeros", "scales"})
 # Kinds of tensors that every rank holds whole.
 _WHOLE = frozenset({"router", "norm"})
-_BF16 = Format("bf16")
-# Stands beside an FP8 weight and goes with it into its new format.
-_SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Nodes that a model may be split over.
-MOST_RANKS = 8
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +40,24 @@ class WeightPart:
     count: how many there are.
     kind: a tensor_class.
     active: whether every token uses it, for experts the share that it uses.
-    layer: None for one that is in no layer of the language model.
+    layered: whether it is in a layer of the language model, which the stages of a pipeline share.
     """
 
     tensor: TensorRef
     kind: str
     count: int
     active: float
-    layer: int | None = None
+    layered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes on one rank, by tensor_class.
+    """The bytes on one rank.
 
+    by_kind: by tensor_class.
     active_bytes: those that one token reads, in all stages of a pipeline together.
-    disk_bytes: of a quantized copy of the model. changed: whether the recipe quantizes anything.
+    disk_bytes: of a quantized copy of the model.
+    changed: whether the recipe quantizes anything.
     notes: parts of the recipe that had no effect, one sentence each.
     """
 
@@ -80,17 +74,52 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class PartGroup:
-    """Parts that differ in their layer only, with the format that a recipe gives them; None where they keep their own."""
+    """Parts whose names differ in numbers only and that a recipe treats alike.
 
+    name: with `*` for numbers.
+    part: the first of them.
+    times: how many parts there are, each of part.count tensors.
+    form: the format that the recipe gives them, or the weights that they are scales of; None where they are handed on as they are.
+    shapes: [N, K] of the matrices that are quantized of one tensor, and how many there are; empty for a scale.
+    """
+
+    name: str
     part: WeightPart
-    form: Format | None
-    layers: tuple[int | None, ...]
+    times: int
+    form: Format | None = None
+    shapes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def handed_bytes(self) -> int:
+        """Bytes of what becomes of one tensor, as vLLM is handed it."""
+        return self.part.tensor.nbytes if self.form is None else self._made_bytes(self.form)
+
+    def held_bytes(self, shape: Shape) -> int:
+        """Bytes of what becomes of one tensor in memory: a float that is handed on gets the model's own precision."""
+        tensor = self.part.tensor
+        if self.form is not None:
+            return self._made_bytes(self.form)
+        is_float = tensor.dtype in _FLOATS and "scale" not in tensor.name.rpartition(".")[2]
+        return prod(tensor.shape) * shape.dtype_bytes if is_float else tensor.nbytes
+
+    @property
+    def misfit(self) -> int | None:
+        """The columns that the groups of its format do not divide, which the loader refuses (Format.check); None where they
+        do."""
+        group = None if self.form is None else self.form.group
+        return next((columns for _, columns in self.shapes if columns % group), None) if group is not None else None
+
+    def _made_bytes(self, form: Format) -> int:
+        return sum(times * form.nbytes(*sides) for sides, times in self.shapes.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded. unloaded: bytes of each
-    part that vLLM leaves on the disk: AHEAD or `lm_head`."""
+    """A checkpoint, with one tensor for all experts of a layer that are alike.
+
+    stored_bytes: of what is loaded.
+    unloaded: bytes of each part that vLLM leaves on the disk: AHEAD or `lm_head`.
+    """
 
     checkpoint: Checkpoint
     shape: Shape
@@ -116,12 +145,14 @@ class Inventory:
         return dict(sizes)
 
     def formatted(self, recipe: QuantizationRecipe) -> FormattedModel:
-        """The model in the recipe's formats; made once. Raises CheckpointError as QuantizationRecipe.assign."""
+        """The model in the recipe's formats; made once. Raises CheckpointError as QuantizationRecipe.assign, and for packed experts that do
+        not tell which way round they stand."""
         if recipe.calibration is not None:
             text_of(recipe.calibration)  # each time: the text may change while the checkpoint stays
         if recipe not in self._formatted:
             assignment = recipe.assign(self.checkpoint)
-            self._formatted[recipe] = FormattedModel(self, recipe, tuple(_grouped(self.parts, assignment)), assignment.adjustments)
+            groups = tuple(_grouped(self.parts, assignment, self.checkpoint))
+            self._formatted[recipe] = FormattedModel(self, recipe, groups, assignment.adjustments)
         return self._formatted[recipe]
 
     def unmet(self, recipe: QuantizationRecipe) -> tuple[str, ...]:
@@ -135,8 +166,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class FormattedModel:
-    """A checkpoint in the formats of one recipe. groups: of its parts, with their formats. notes: what the recipe could not do, one
-    sentence each."""
+    """A checkpoint in the formats of one recipe.
+
+    groups: its parts, with their formats.
+    notes: what the recipe could not do, one sentence each.
+    """
 
     inventory: Inventory
     recipe: QuantizationRecipe
@@ -153,26 +187,22 @@ class FormattedModel:
 
     def _counted(self, ranks: int, stages: int) -> Weights:
         shape = self.inventory.shape
-        placed: list[dict[str, int]] = [{} for _ in range(stages)]
-        of_layer = stages_of(shape.layers, stages)
-        tallies: dict[tuple[str, tuple[int | None, ...]], Counter[int]] = {}
+        held: Counter[str] = Counter()
         active = disk = head = 0
-        for one in self.groups:
-            part = one.part
-            each = _bytes(part.tensor, one.form, shape)
-            held = part.count * (each if part.kind in _WHOLE or len(part.tensor.shape) < 2 else ceil(each / ranks))
-            if (where := (part.kind, one.layers)) not in tallies:
-                tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, shape))
-            for stage, times in tallies[where].items():
-                placed[stage][part.kind] = placed[stage].get(part.kind, 0) + times * held
-            active += len(one.layers) * int(held * part.active)
-            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else each)
-            head = max(head, held) if part.kind == "embedding" else head
+        for group in self.groups:
+            part, each = group.part, group.held_bytes(shape)
+            on_rank = part.count * (each if part.kind in _WHOLE or len(part.tensor.shape) < 2 else ceil(each / ranks))
+            if on_rank:
+                # A stage has its share of the layers; what is in none of them is counted on each.
+                share = ceil(shape.layers / stages) / shape.layers if part.layered and shape.layers else 1.0
+                held[part.kind] += ceil(group.times * share * on_rank)
+            active += group.times * int(on_rank * part.active)
+            disk += group.times * part.count * group.handed_bytes
+            head = max(head, on_rank) if part.kind == "embedding" else head
         if shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
             active += head
-        fullest = max(placed, key=lambda by_kind: sum(by_kind.values()))
-        return Weights(fullest, active, disk, any(one.form is not None for one in self.groups), self.notes)
+        return Weights(dict(held), active, disk, any(group.form is not None for group in self.groups), self.notes)
 
 
 def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> Inventory:
@@ -187,8 +217,6 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         counts[name] = group.total
     towers = towers_of(checkpoint.config)
     kinds = {name: tensor_class(name, tensor.shape, towers) for name, tensor in kept.items()}
-    if not shape.layers and (numbers := [layer for name in kept if (layer := _layer_of(name, kinds[name])) is not None]):
-        shape = of_layers(shape, checkpoint.config, max(numbers) + 1)
     text = text_config(checkpoint.config)
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
         # config.json leaves it open, and most model classes default to untied: a stored lm_head confirms that.
@@ -200,71 +228,29 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         if left is not None:
             unloaded[left] += tensor.nbytes * counts[name]
             continue
-        parts.append(WeightPart(tensor, kind, counts[name], _active(name, kind, shape), _layer_of(name, kind)))
+        parts.append(WeightPart(tensor, kind, counts[name], _active(name, kind, shape), kind != "vision" and bool(_LAYER.search(name))))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
 
 
-def refuse_incomplete(known: Inventory) -> None:
-    """Raises CheckpointIncomplete where the files have fewer layers than config.json says.
-
-    Layers without numbers say nothing, nor does a model that may leave layers out."""
-    checkpoint, layers = known.checkpoint, known.shape.layers
-    stored = {part.layer for part in known.parts if part.layer is not None}
-    missing = sorted(set(range(layers)) - stored)
-    if not stored or not missing or known.shape.gaps or _is_looped(known, stored):
-        return
-    absent = f"layer {missing[0]} is" if len(missing) == 1 else f"{len(missing)} of them, from layer {missing[0]} on, are"
-    raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
-
-
-def _is_looped(known: Inventory, stored: Collection[int]) -> bool:
-    """Whether config.json counts the stored layers under a key of their own (num_layers_per_stack of HRM-Text), because a loop runs them
-    several times."""
-    own = (value for key, value in text_config(known.checkpoint.config).items() if key.startswith("num_layers"))
-    return len(stored) == max(stored) + 1 and len(stored) in own and known.shape.layers % len(stored) == 0
-
-
-def _layer_of(name: str, kind: str) -> int | None:
-    """The number of the language model's layer that a tensor of this name and class belongs to."""
-    found = _LAYER.search(name) if kind != "vision" else None
-    return int(found[1]) if found else None
-
-
-def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format]) -> Iterator[PartGroup]:
-    # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized (workers/load/virtual.py).
-    fp8 = (part.tensor.name for part in parts if part.tensor.dtype == "F8_E4M3" and len(part.tensor.shape) == 2)
-    kept = {stem: _BF16 for name in fp8 if (stem := name.removesuffix(".weight")) not in assignment} if assignment else {}
-    first: dict[object, tuple[WeightPart, Format | None]] = {}
-    layers: dict[object, list[int | None]] = {}
+def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format], checkpoint: Checkpoint) -> Iterator[PartGroup]:
+    groups: dict[object, list[tuple[WeightPart, Outcome | None]]] = {}
     for part in parts:
         tensor = part.tensor
-        stem, _, last = tensor.name.rpartition(".")
-        if last in _SOURCE_SCALES and (stem in assignment or stem in kept):
-            continue  # It goes into the weight's new format.
-        if "scale" in last and packed_module_of(tensor.name) in assignment:
-            continue
-        form = assignment.get(stem, kept.get(stem)) if last == "weight" else assignment.get(tensor.name)
-        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, form
-        first.setdefault(key, (part, form))
-        layers.setdefault(key, []).append(part.layer)
-    yield from (PartGroup(part, form, tuple(layers[key])) for key, (part, form) in first.items())
+        outcome = outcome_of(tensor.name, assignment, checkpoint.tensors)
+        form = None if outcome is None else outcome.format
+        groups.setdefault((_starred(tensor.name), tensor.shape, tensor.dtype, part.count, form), []).append((part, outcome))
+    for alike_parts in groups.values():
+        part, outcome = alike_parts[0]
+        shapes = {} if outcome is None or outcome.is_scale else shapes_of(part.tensor, checkpoint)
+        form = None if outcome is None else outcome.format
+        yield PartGroup(_starred(part.tensor.name), part, len(alike_parts), form, shapes)
 
 
 @lru_cache(maxsize=8192)
 def _starred(name: str) -> str:
     return _NUMBER.sub("*", name)
-
-
-def sides(tensor: TensorRef, shape: Shape) -> tuple[int, int]:
-    """Rows and columns as vLLM multiplies by it. Packed experts may be stored either way round: the model's width tells which."""
-    rows, columns = tensor.shape[-2:]
-    last = tensor.name.rpartition(".")[2]
-    if len(tensor.shape) == 3 and last.endswith("_proj"):
-        own, other = (rows, columns) if last == "down_proj" else (columns, rows)
-        return (columns, rows) if own != shape.hidden == other else (rows, columns)
-    return (columns, rows) if last in _INPUT_FIRST else (rows, columns)
 
 
 def has_layers_ahead(known: Inventory) -> bool:
@@ -279,17 +265,6 @@ def _ahead(name: str, kind: str, shape: Shape) -> bool:
     return found is not None and int(found[1]) >= shape.layers
 
 
-def _places(kind: str, layer: int | None, of_layer: list[int], stages: int, shape: Shape) -> tuple[int, ...]:
-    """The stages of a pipeline that hold it."""
-    if layer is not None and layer < len(of_layer):
-        return (of_layer[layer],)
-    if kind == "vision":
-        return tuple(range(stages))
-    if kind == "embedding":
-        return (0, stages - 1) if shape.tied and stages > 1 else (0,)
-    return (stages - 1,)
-
-
 def _active(name: str, kind: str, shape: Shape) -> float:
     if kind == "embedding" or kind == "vision":
         return 0.0
@@ -298,45 +273,16 @@ def _active(name: str, kind: str, shape: Shape) -> float:
     return 1.0
 
 
-def _bytes(tensor: TensorRef, form: Format | None, shape: Shape) -> int:
-    """The bytes of one tensor in memory, in its format or in the model's own precision."""
-    if form is not None:
-        blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        return blocks * form.nbytes(*sides(tensor, shape))
-    is_float = tensor.dtype in _FLOATS and "scale" not in tensor.name.rpartition(".")[2]
-    return prod(tensor.shape) * shape.dtype_bytes if is_float else tensor.nbytes
-
-
 def uneven_heads(shape: Shape, ranks: int) -> str | None:
     """Why so many ranks cannot share its heads (vllm/config/model.py, verify_with_parallel_config); None where they can."""
     return f"{shape.heads} attention heads do not divide by {ranks} ranks" if shape.heads % ranks else None
 
 
-def possible_ranks(shape: Shape, ranks: int) -> str:
-    """The other sizes of tensor parallelism by which its heads divide, in words."""
-    return ", ".join(str(size) for size in range(1, MOST_RANKS + 1) if size != ranks and uneven_heads(shape, size) is None)
-
-
 def uneven_groups(model: FormattedModel) -> str | None:
-    """Why the loader would refuse the formats: the columns that share a scale must divide a weight's (Quantizer.check of
-    workers/load/formats/base.py)."""
-    uneven = next(_uneven(model), None)
-    if uneven is None:
-        return None
-    name, columns, form, fits = uneven
-    return f"{columns} columns of {name} do not divide into groups of {form.group}: {fits} would fit"
-
-
-def even_formats(model: FormattedModel) -> str | None:
-    """The formats for the weight of `uneven_groups`, in words; None where there is none."""
-    return next((fits for *_, fits in _uneven(model)), None)
-
-
-def _uneven(model: FormattedModel) -> Iterator[tuple[str, int, Format, str]]:
-    """(tensor, its columns, its format, formats that fit)."""
-    for one in model.groups:
-        if one.form is None or one.form.group is None:
-            continue
-        columns = sides(one.part.tensor, model.inventory.shape)[1]
-        if columns % one.form.group:
-            yield one.part.tensor.name, columns, one.form, fitting(one.form.group, columns, one.form.name)
+    """Why the loader would refuse the formats, with those that would fit; None where it would not."""
+    for group in model.groups:
+        form, columns = group.form, group.misfit
+        if form is not None and form.group is not None and columns is not None:
+            fits = fitting(form.group, columns, form.name)
+            return f"{columns} columns of {group.part.tensor.name} do not divide into groups of {form.group}: {fits} would fit"
+    return None

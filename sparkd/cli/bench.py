@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
-from typer.core import TyperGroup
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import DefaultVerb, argument, group, option
 from sparkd.cli.session import NoWait, Session, verb
-from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
+from sparkd.errors import ConfigError, RankError, SparkdError
 from sparkd.render import models as show
 from sparkd.render.table import Table
 
@@ -24,33 +22,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparkd.bench.compare import Comparison
-    from sparkd.bench.figures import Metric
-    from sparkd.bench.result import BenchResult, CellResult, LoadRow
+    from sparkd.bench.result import BenchResult
 
-RUN = "run"
-# llama-benchy's own book has half of that.
-MOST_BOOK_BYTES = 1_500_000
+# Columns of words, which go on below.
+WORDS = ("WHY", "WHEN", "SOURCE", "PHASES")
+NAMES = ("MODEL", "OUR CELL", "THROTTLED")
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
 
 
-class _RunByDefault(TyperGroup):
-    """`sparkd bench MODEL` is `sparkd bench run MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [RUN, *args]
-        return super().parse_args(ctx, args)
-
-
 def register(app: typer.Typer) -> None:
-    bench = typer.Typer(
-        name="bench",
-        cls=_RunByDefault,
-        help="Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile.",
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
-    bench.command(RUN)(verb(run))
+    about = "Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile."
+    bench = group("bench", cls=DefaultVerb, help=about)
+    bench.command("run")(verb(run))
     bench.command("ls")(verb(ls))
     bench.command("show")(verb(show_one))
     bench.command("compare")(verb(compare))
@@ -64,7 +47,7 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for llama-benchy in place of its own.")] = None,
+    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for the prompts, in place of empty words.")] = None,
     load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
     times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
     other: Annotated[str | None, option("--from", metavar="OTHER", help="The other model of the swaps, with --load.")] = None,
@@ -98,18 +81,18 @@ def run(
     elif "/" in profile or profile.endswith((".yaml", ".yml")):
         body |= {"profile": Path(profile).stem[:80], "profile_text": _text(Path(profile))}
     if book is not None:
-        body |= {"book": _book(book), "book_name": book.name[:256]}
+        body |= {"book": _text(book), "book_name": book.name[:256]}
     if quality:
         body |= {"kind": "quality", "formats": [form.strip() for form in (formats or "").split(",") if form.strip()]}
     if text is not None:
-        body |= {"text": own_text(text), "text_name": text.name[:256]}
+        body |= {"text": _text(text), "text_name": text.name[:256]}
     started = session.client.post("/bench", body)
+    running = f"{started['bench']} is running. `sparkd cancel {started['operation']}` ends it."
     if no_wait:
-        if session.json:
-            show.say_json(started)
-        else:
-            session.out.print(f"{started['bench']} runs. `sparkd cancel {started['operation']}` ends it.", markup=False)
+        session.answer(started, running)
         return
+    if not session.json:
+        show.say(session.err, running)
     again = ["sparkd", "bench", model]
     again += ["--load", "--times", str(times)] if load else ["--quality"] if quality else ["--profile", profile]
     flags = {"--from": other, "--text": text}
@@ -125,19 +108,20 @@ def _counted(cells: int) -> str:
 def ls(session: Session) -> None:
     """List what was measured, newest first."""
     answer = session.client.get("/bench")
-    if session.json:
-        show.say_json(answer)
-        return
+    session.answer(answer, lambda: _listed(answer["benches"], session.out))
+
+
+def _listed(rows: list[dict[str, Any]], console: Console) -> None:
     columns = ("BENCH", "MODEL", "FORMAT", "PROFILE", "STATE", "CELLS", "TOKENS/S")
     table = Table(*columns, right={"CELLS", "TOKENS/S"}, spare=("CELLS", "PROFILE", "STATE", "FORMAT"))
-    for row in answer["benches"]:
+    for row in rows:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f}"
         cells = f"{row['done']}/{row['cells']}"
         table.add(row["id"], row["model"], row["format"] or "-", row["profile"], row["state"], cells, rate)
-    if answer["benches"]:
-        table.show(session.out)
+    if rows:
+        table.show(console)
     else:
-        session.out.print("Nothing was measured yet: `sparkd bench MODEL`.")
+        console.print("Nothing was measured yet: `sparkd bench MODEL`.")
 
 
 def show_one(session: Session, bench_id: Annotated[str, BENCH]) -> None:
@@ -162,10 +146,7 @@ def compare(
     comparison = comparing.compare(_result(session, first), _result(session, second))
     worst = None if share is None else comparison.worst(share)
     lost = () if share is None else comparison.lost
-    if session.json:
-        show.say_json(asdict(comparison))
-    else:
-        _compared(comparison, session.out)
+    session.answer(asdict(comparison), lambda: _compared(comparison, session.out))
     if share is not None and not comparison.changes:
         raise RankError(f"{first} and {second} have no figure in common, so none was judged: compare two benches of one kind and profile.")
     if worst is not None:
@@ -210,20 +191,14 @@ def export(
 def rm(session: Session, bench_id: Annotated[str, BENCH]) -> None:
     """Remove a result."""
     row = session.client.delete(f"/bench/{quote(bench_id, safe='')}")
-    if session.json:
-        show.say_json(row)
-    else:
-        session.out.print(f"{bench_id} is removed.", markup=False)
+    session.answer(row, f"{bench_id} is removed.")
 
 
 def profiles(session: Session) -> None:
     """List the profiles that come with sparkd."""
     answer = session.client.get("/bench/profiles")
-    if session.json:
-        show.say_json(answer)
-        return
-    for profile in answer["profiles"]:
-        session.out.print(f"{profile['name']}: {profile['description']}. {_counted(len(profile['cells']))}.", markup=False)
+    rows = (f"{row['name']}: {row['description']}. {_counted(len(row['cells']))}." for row in answer["profiles"])
+    session.answer(answer, "\n".join(rows))
 
 
 def _share(text: str) -> float:
@@ -250,44 +225,13 @@ def _text(path: Path) -> str:
         raise ConfigError(f"The file {path} cannot be read: {why}. Give a file of plain text.") from None
 
 
-def _book(path: Path) -> str:
-    text = _text(path)
-    size = len(text.encode())
-    if not 1000 <= size <= MOST_BOOK_BYTES:
-        raise ConfigError(f"The book {path} has {size:,} bytes: give a text of 1,000 to {MOST_BOOK_BYTES:,}.")
-    return text
-
-
-def own_text(path: Path) -> str:
-    """Raises ConfigError where the file cannot be read, or is longer than a quality bench takes."""
-    from sparkd.bench.passages import MOST_TEXT_BYTES
-
-    try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise ConfigError(f"The text {path} has {path.stat().st_size:,} bytes, and at most {MOST_TEXT_BYTES:,} are read: shorten it.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"The text {path} cannot be read: {why}. Give a file of plain text.") from None
-
-
 def _ended(session: Session, started: dict[str, Any], again: str) -> None:
     """Follow a bench to its end and show its result. again: how to go on with one that is incomplete.
 
-    Raises RankError where the bench failed, Conflict where it was cancelled, and Exit where a cell or a format failed."""
+    Raises RankError where the bench failed, Exit where a cell or a format failed, and as `Session.follow` does.
+    """
     operation = session.client.get(f"/operations/{started['operation']}")
-    began_s = time.monotonic()
-
-    def shown(now: dict[str, Any]) -> tuple[str, str]:
-        return f"{now['message']}  ({time.monotonic() - began_s:,.0f} s)", now["message"]
-
-    try:
-        operation = session.follow(operation, shown)
-    except KeyboardInterrupt:
-        session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
-        raise
-    if operation["state"] == "CANCELLED":
-        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} {again}")
+    operation = session.follow(operation, f"the bench {started['bench']}", lambda now: (now["message"], now["message"]), again=again)
     result = _result(session, started["bench"])
     _show(session, result)
     if operation["state"] == "FAILED":
@@ -299,34 +243,28 @@ def _ended(session: Session, started: dict[str, Any], again: str) -> None:
 
 
 def _show(session: Session, result: BenchResult) -> None:
-    if session.json:
-        show.say_json(result.model_dump(mode="json"))
-        return
-    from sparkd.bench.figures import one_line
-    from sparkd.bench.tables import predictions
+    session.answer(result.model_dump(mode="json"), lambda: _drawn(result, session.out))
+
+
+def _drawn(result: BenchResult, console: Console) -> None:
+    from sparkd.bench.tables import notes, tables
 
     subject = result.subject
     facts = [subject.format or "as stored", f"vLLM {subject.vllm or '?'}", subject.gpu or "no GPU", result.tool]
-    session.out.print(f"{result.id}: {subject.model}, {', '.join(facts)}, {result.state}", markup=False)
+    show.say(console, f"{result.id}: {subject.model}, {', '.join(facts)}, {result.state}")
     if result.text is not None:
-        session.out.print(f"text: {show.printable(result.text)}", markup=False, highlight=False)
-    if result.loads:
-        _loads(result).show(session.out)
-        for load in result.loads:
-            show.say(session.out, _phases(load))
-    if result.quality:
-        _formats(result).show(session.out)
-    if result.cells:
-        _cells(result).show(session.out)
-    for cell in result.cells:
-        if cell.distorted:
-            session.out.print(f"{cell.cell.name}: do not compare it: {cell.distorted}", markup=False, highlight=False, style="yellow")
-    errors = [(cell.cell.name, cell.error) for cell in result.cells] + [(row.format, row.error) for row in result.quality]
-    for name, error in errors:
-        if error:
-            show.say(session.out, f"{name}: {one_line(error)}")
-    for name, predicted, ours, error in predictions(result):
-        session.out.print(f"{name}: {ours}; `sparkd plan` predicted {predicted} ({error})", markup=False, highlight=False)
+        show.say(console, f"text: {result.text}")
+    for title, head, rows in tables(result):
+        columns = [name.upper() for name in head]
+        numbers = [name for name in columns[1:] if name not in (*WORDS, *NAMES)]
+        # The narrower the terminal, the fewer of the last columns.
+        table = Table(*columns, right=numbers, folds=WORDS, spare=[name for name in reversed(columns[2:]) if name not in WORDS])
+        for row in rows:
+            table.add(*row)
+        show.say(console, f"\n{title}", "bold")
+        table.show(console)
+    for note in notes(result):
+        show.say(console, note, "yellow")
 
 
 def _compared(comparison: Comparison, console: Console) -> None:
@@ -353,61 +291,3 @@ def _compared(comparison: Comparison, console: Console) -> None:
             console.print(f"\nOnly {name} has:")
         for figures in missing:
             show.say(console, f"  {figures.where}: {figures.why}")
-
-
-def _cells(result: BenchResult) -> Table:
-    titles = ("PROMPT TOKENS/S", "TOKENS/S", "FIRST TOKEN", "W", "J/TOKEN")
-    table = Table("CELL", *titles, right=titles, spare=("W", "J/TOKEN"))
-    for cell in result.cells:
-        table.add(*_texts(cell))
-    return table
-
-
-def _loads(result: BenchResult) -> Table:
-    from sparkd.bench.figures import WAYS, against_predicted, number, weights_s
-
-    titles = ("READY AFTER", "FIRST ANSWER", "WEIGHTS S", "PREDICTED S", "READ GB/S", "DISK GB/S")
-    table = Table("LOAD", "MODEL", *titles, right=titles, spare=("DISK GB/S", "PREDICTED S", "WEIGHTS S"))
-    for load in result.loads:
-        rates = (None if rate is None else rate / 1e9 for rate in (load.bytes_per_s, load.disk_bytes_per_s))
-        times = (f"{number(load.seconds)} s", f"{number(load.first_answer_s)} s", number(weights_s(load)), against_predicted(result, load))
-        table.add(WAYS[load.way], load.model, *times, *(number(rate) for rate in rates))
-    return table
-
-
-def _phases(load: LoadRow) -> str:
-    from sparkd.bench.figures import WAYS, number
-
-    return f"{WAYS[load.way]}: {', '.join(f'{phase.phase} {number(phase.seconds)} s' for phase in load.phases)}"
-
-
-def _formats(result: BenchResult) -> Table:
-    from sparkd.bench.tables import quality_rows
-
-    head, rows = quality_rows(result)
-    titles = [title.upper() for title in head]
-    table = Table(*titles, right=set(titles) - {"FORMAT"})
-    for row in rows:
-        table.add(*row)
-    return table
-
-
-def _texts(cell: CellResult) -> list[str]:
-    from sparkd.bench.figures import answer_row, metric
-
-    name = cell.cell.name
-    if cell.state != "done":
-        return [name, cell.state, "", "", "", ""]
-    row, energy = answer_row(cell), cell.energy
-    return [
-        name,
-        _spread(metric(row, "pp_throughput")),
-        _spread(metric(row, "tg_throughput")),
-        _spread(metric(row, "e2e_ttft"), " ms"),
-        "-" if energy is None else f"{energy.mean_w:,.0f}",
-        "-" if energy is None or energy.joules_per_output_token is None else f"{energy.joules_per_output_token:,.3f}",
-    ]
-
-
-def _spread(figure: Metric | None, unit: str = "") -> str:
-    return "-" if figure is None else f"{figure.mean:,.1f} ± {figure.std or 0:,.1f}{unit}"

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from sparkd.cli.options import argument
+from sparkd.cli.options import argument, group
 from sparkd.cli.session import Session, verb
 from sparkd.errors import NotFound
 from sparkd.render import models as show
@@ -22,12 +22,7 @@ LOG_LINES = 20
 
 
 def register(app: typer.Typer) -> None:
-    incidents = typer.Typer(
-        name="incidents",
-        help="Show what the memory guard did, and why.",
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
+    incidents = group("incidents", help="Show what the memory guard did, and why.")
     incidents.command("ls")(verb(ls))
     incidents.command("show")(verb(show_one))
     app.add_typer(incidents)
@@ -36,18 +31,19 @@ def register(app: typer.Typer) -> None:
 def ls(session: Session) -> None:
     """List the incidents of all nodes, newest first."""
     answer = session.client.get("/incidents")
-    if session.json:
-        show.say_json(answer)
-        return
-    table = Table("INCIDENT", "MODEL", "NODE", "PHASE", "WHY", folds={"WHY"}, spare=("PHASE", "NODE"))
-    for incident in answer["incidents"]:
-        table.add(*(str(incident.get(name) or "") for name in ("id", "model", "node", "phase", "why")))
-    if answer["incidents"]:
-        table.show(session.out)
-    else:
-        session.out.print("The guard has killed no engine.")
-    for node in answer["silent"]:
+    session.answer(answer, lambda: _listed(answer["incidents"], session.out))
+    for node in () if session.json else answer["silent"]:
         session.err.print(f"{node} does not answer.", markup=False)
+
+
+def _listed(rows: list[Mapping[str, Any]], console: Console) -> None:
+    table = Table("INCIDENT", "MODEL", "NODE", "PHASE", "WHY", folds={"WHY"}, spare=("PHASE", "NODE"))
+    for incident in rows:
+        table.add(*(str(incident.get(name) or "") for name in ("id", "model", "node", "phase", "why")))
+    if rows:
+        table.show(console)
+    else:
+        console.print("The guard has killed no engine.")
 
 
 def show_one(
@@ -63,10 +59,7 @@ def show_one(
         # Else a part of a path might be asked for.
         raise NotFound(f"There is no incident {incident[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
     bundle = session.client.get(f"/incidents/{quote(incident, safe='')}")
-    if session.json:
-        show.say_json(bundle)
-    else:
-        _draw(bundle, session.out)
+    session.answer(bundle, lambda: _draw(bundle, session.out))
 
 
 def _draw(bundle: Mapping[str, Any], console: Console) -> None:
@@ -75,13 +68,13 @@ def _draw(bundle: Mapping[str, Any], console: Console) -> None:
         ("Killed", f"{bundle['model']} ({bundle['rank_id']}) on {bundle['node']}, {_date(bundle['at_s'])}, phase {bundle['phase']}"),
         ("Why", bundle["why"]),
         ("Limits", ", ".join(f"{name} {limits[f'{name}_bytes'] / GIB:.2f}" for name in ("soft", "hard", "floor")) + " GiB"),
-        ("Came back", f"{bundle['freed_bytes'] / GIB:.2f} GiB"),
+        ("Came back", show.size(bundle["freed_bytes"])),
         ("Asked for by", request.get("by") or "not known"),
         ("Predicted", f"{request['predicted_gib']:g} GiB" if request.get("predicted_gib") else "not known"),
     ]
     for engine in bundle["engines"]:
-        device = "not known" if engine["device_bytes"] is None else f"{engine['device_bytes'] / GIB:.2f} GiB"
-        lines.append(("Engine", f"{engine['model']}, {engine['phase']}: host {engine['host_bytes'] / GIB:.2f} GiB, device {device}"))
+        device = "not known" if engine["device_bytes"] is None else show.size(engine["device_bytes"])
+        lines.append(("Engine", f"{engine['model']}, {engine['phase']}: host {show.size(engine['host_bytes'])}, device {device}"))
     if bundle.get("survivors"):
         lines.append(("Survived", f"processes {', '.join(map(str, bundle['survivors']))}: they hang in the kernel"))
     for title, text in lines:

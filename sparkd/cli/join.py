@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparkd.cli.config_file import config_path
 from sparkd.cli.folder_owner import refuse_another_users
-from sparkd.cli.options import Json, argument, option, wants_json
-from sparkd.cli.serve import ConfigFile, config_path
+from sparkd.cli.options import Json, StateDir, argument, option, wants_json
+from sparkd.cli.serve import ConfigFile
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
 from workers.host import processes
@@ -34,8 +35,6 @@ GO = "sudo systemctl disable --now sparkd-ray"
 AGAIN_S = 2.0
 LEAVE_TIMEOUT_S = 30.0
 MAX_TOKEN_CHARS = 512
-
-StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for state that survives a reboot.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +63,7 @@ def join(
     had joined that head before.
     """
     from sparkd.cluster import membership
-    from sparkd.cluster.head_probe import ask_head, clock_doubt, find_head
+    from sparkd.cluster.head_probe import ask_head, find_head
     from sparkd.cluster.join_route import route_to
     from sparkd.cluster.machine_lock import machine_lock
     from sparkd.config.config import STATE_DIR
@@ -89,8 +88,8 @@ def join(
         trial = Path(folder) / "token"
         trial.touch(mode=0o600)
         trial.write_text(secret)
-        clocks = clock_doubt(ask_head(target, trial, route.node_ip))
-    warnings = [warning for warning in (route.warning, clocks) if warning is not None]
+        ask_head(target, trial, route.node_ip)
+    warnings = [] if route.warning is None else [route.warning]
     err.print(route.why, markup=False)
     for warning in warnings:
         err.print(f"warn: {warning}", style="yellow", markup=False)

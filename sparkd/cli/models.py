@@ -1,4 +1,4 @@
-"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events. Never imports the daemon or its parts."""
+"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from sparkd.admin.client import model_path
-from sparkd.cli.options import argument, option
+from sparkd.checkpoint.source import name_of, source_of
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Follow, NoWait, Session, Timeout, how_on, verb
-from sparkd.errors import ConfigError, Unavailable
+from sparkd.errors import ConfigError, NotFound, Unavailable
 from sparkd.render import models as show
 from sparkd.units import MOST, whole
 
@@ -53,9 +55,10 @@ def unload(
     if (model is None) == (not everything):
         raise ConfigError("Name a model, or give --all.")
     names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
-    _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
     if not names and not session.json:
         session.err.print("No model is loaded.")
+    else:
+        _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
 
 
 def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Id of the operation.")]) -> None:
@@ -64,10 +67,7 @@ def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATI
     After a cancelled load the model is stopped; after a cancelled unload it is loaded again.
     """
     ended = session.client.delete(f"/operations/{operation}")
-    if session.json:
-        show.say_json(ended)
-    else:
-        session.out.print(f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}", markup=False)
+    session.answer(ended, f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}")
 
 
 def rm(
@@ -75,19 +75,16 @@ def rm(
     model: Model,
     no_wait: NoWait = False,
     timeout: Timeout = None,
-    cached: Annotated[bool, option("--cached", help="Remove its quantized weights on this node instead.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --cached: path of sparkd.yaml.")] = None,
+    cached: Annotated[bool, option("--cached", help="Remove its quantized weights on all nodes instead.")] = False,
 ) -> None:
     """Unload and remove a model that `sparkd run` added.
 
-    With --cached, removes the model's quantized weights from this node, of a configured model those in its own format. This needs no
-    daemon, and MODEL may also be a folder or a hub id.
+    With --cached, removes the model's quantized weights from all nodes, of a configured model those in its own format. MODEL may then also
+    be a folder, a hub id or an entry of `sparkd ls --cached`.
     """
     if cached:
-        _remove_cached(session, model, config)
+        _remove_cached(session, model)
         return
-    if config is not None:
-        raise ConfigError("--config needs --cached.")
     operation = session.client.delete(model_path(model))
     _finish(session, [operation], no_wait, timeout)
     if not session.json:
@@ -100,40 +97,37 @@ def ps(
 ) -> None:
     """List resident models: state, memory, requests, process."""
     models = session.client.models()
-    if session.json:
-        show.say_json({"models": [view for view in models if _resident(view)]})
-    else:
-        show.resident(models, session.out, wide=wide)
+    resident = [view for view in models if _resident(view)]
+    session.answer({"models": resident}, lambda: show.resident(resident, session.out, wide=wide))
 
 
 def ls(
     session: Session,
     of: Annotated[str | None, option("--layers", metavar="MODEL", help="List the layers of a model (name, folder or hub id).")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: try this format or recipe.")] = None,
-    cached: Annotated[bool, option("--cached", help="List the quantized weights kept on this node.")] = False,
+    cached: Annotated[bool, option("--cached", help="List the quantized weights that the nodes keep.")] = False,
     quick: Annotated[bool, option("--quick", help="With --layers: do not start vLLM to ask it.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: path of sparkd.yaml.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """List all known models, resident or not.
 
     --layers lists a model's weights, what `quantize` makes of them, and what vLLM says a GPU holds of them. It needs no daemon if MODEL is
-    a folder or a configured name; --cached never needs one.
+    a folder or a configured name.
     """
     if cached:
         if of is not None or quantize is not None:
             raise ConfigError("--cached cannot be combined with --layers or --quantize.")
-        _list_cached(session, config)
+        disk = session.client.get("/disk")
+        kept = {part: [row for row in disk[part] if row["kind"] == "quantized"] for part in ("entries", "folders")}
+        session.answer(kept, lambda: show.cached(kept, session.out))
         return
     if of is not None:
         _list_layers(session, of, quantize, config, quick=quick)
         return
     if quantize is not None or config is not None or quick:
-        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs --layers or --cached.")
+        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs it too.")
     models = session.client.models()
-    if session.json:
-        show.say_json({"models": models})
-    else:
-        show.known(models, session.out)
+    session.answer({"models": models}, lambda: show.known(models, session.out))
 
 
 def logs(
@@ -168,10 +162,7 @@ def logs(
 def status(session: Session) -> None:
     """Show the daemon, its conditions, nodes, memory and Ray's cost."""
     answer = session.client.get("/status")
-    if session.json:
-        show.say_json(answer)
-    else:
-        show.overview(answer, session.client.base_url, session.out)
+    session.answer(answer, lambda: show.overview(answer, session.client.base_url, session.out))
 
 
 def events(
@@ -198,61 +189,41 @@ def events(
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
     from sparkd.cli.plan import consult
-    from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
-    with headers_of(model) as progress:
+    with show.headers_of(model) as progress:
         vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard
-    if session.json:
-        show.say_json(answer)
+    session.answer(answer, lambda: show.layers(answer, session.out))
+
+
+def _remove_cached(session: Session, model: str) -> None:
+    from sparkd.bench.load_bench import quantized_of
+
+    entries = session.client.get("/disk")["entries"]
+    view = next((view for view in session.client.models() if model in (view["name"], *view["aliases"])), None)
+    if view is not None:
+        chosen = quantized_of(view["name"], view["quantize"], entries)
     else:
-        show.layers(answer, session.out)
-
-
-def _list_cached(session: Session, config: Path | None) -> None:
-    from sparkd.cli.config_file import config_of
-    from sparkd.cli.folder_owner import refuse_another_users
-    from sparkd.cli.quantized import listing
-
-    loaded = config_of(config, os.environ)
-    refuse_another_users(loaded.quantized_path)
-    rows = listing(loaded)
-    if session.json:
-        show.say_json(rows)
-    else:
-        show.cached(rows, session.out)
-
-
-def _remove_cached(session: Session, model: str, config: Path | None) -> None:
-    from sparkd.cli.config_file import config_of
-    from sparkd.cli.folder_owner import refuse_another_users
-    from sparkd.cli.quantized import remove
-
-    loaded = config_of(config, os.environ)
-    refuse_another_users(loaded.quantized_path)
-    removed, swept_bytes = remove(model, loaded)
-    if session.json:
-        show.say_json({"removed": removed, "swept_bytes": swept_bytes})
-        return
-    for row in removed:
-        session.out.print(f"{row['name']}: removed, {show.size(row['size_bytes'])} freed.", markup=False)
-    if swept_bytes:
-        session.out.print(show.swept(swept_bytes), markup=False)
+        names = {model, name_of(source_of(model))}
+        kept = [entry for entry in entries if entry["kind"] == "quantized"]
+        chosen = [entry for entry in kept if names.intersection((entry["id"], entry["name"].partition(" ")[0]))]
+    if not chosen:
+        raise NotFound(f"No node keeps quantized weights of {model[:128]}. `sparkd ls --cached` lists them.")
+    removed = [session.client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"]) for entry in chosen]
+    lines = [f"{row['id']}: removed from {row['node']}, {show.size(row['freed_bytes'])} freed." for row in removed]
+    session.answer({"removed": removed}, "\n".join(lines))
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:
     """Wait for what was asked for, and say how it ended."""
     ended = operations if no_wait else [session.wait(operation, timeout_s) for operation in operations]
-    if session.json:
-        show.say_json({"operations": ended})
-        return
-    for operation in ended:
-        if no_wait:
-            session.out.print(f"{operation['model']}: the {operation['kind']} is running. {how_on(operation)}", markup=False)
-        else:
-            session.out.print(f"{operation['model']}: {operation['message']}", markup=False)
+    lines = [
+        f"{operation['model']}: " + (f"the {operation['kind']} is running. {how_on(operation)}" if no_wait else operation["message"])
+        for operation in ended
+    ]
+    session.answer({"operations": ended}, "\n".join(lines))
 
 
 def _resident(view: dict[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from sparkd.capacity.planned_entry import made_for
 from sparkd.checkpoint.source import CONFIG_PATH, source_of
+from sparkd.cli.config_file import config_path
 from sparkd.config.config import Config, ModelConfig, load_config, parse_model
 from sparkd.errors import ConfigError
 
@@ -26,7 +26,8 @@ class NamedEntry:
 
 def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> NamedEntry | None:
     """The entry of a sparkd.yaml, or that of a folder; None where the name is neither. Raises ConfigError."""
-    source, path = source_of(model), config_path(config_file, environ)
+    # A user who may not read the system's file asks the daemon.
+    source, path = source_of(model), config_path(config_file, environ, readable=True)
     if source.startswith("/"):
         config = Config()
         # A folder needs no configuration, and is planned where that has an error.
@@ -42,7 +43,7 @@ def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) 
     """The entry that names this recipe and nothing else. Raises ConfigError."""
     if "/" in model and "@" not in model:
         return None
-    config = load_config(config_path(config_file, environ), environ=environ)
+    config = load_config(config_path(config_file, environ, readable=True), environ=environ)
     book = config.book()
     if not book.has(model):
         return None
@@ -54,25 +55,18 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
     """The entry of a hub id; None for a name that is none. Raises ConfigError."""
     if "/" not in model:
         return None
-    return NamedEntry(made_for(model), load_config(config_path(config_file, environ), environ=environ))
+    return NamedEntry(made_for(model), load_config(config_path(config_file, environ, readable=True), environ=environ))
 
 
 def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
     """The refusal of a name that nothing has. asked: whether a daemon answered."""
     if asked:
         return ConfigError(f"No model is called {model}: give a configured name, a recipe, a folder, or a hub id (owner/name).")
-    path = config_path(config_file, environ)
+    path = config_path(config_file, environ, readable=True)
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden
     cure = "give a folder, a hub id (owner/name), a configured name, or --config FILE"
     return ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.")
-
-
-def config_path(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The system's file has keys in it and may be sparkd's alone: a user who may not read it asks the daemon."""
-    if path is not None or environ.get("SPARKD_CONFIG"):
-        return path or Path(environ["SPARKD_CONFIG"])
-    return CONFIG_PATH if os.access(CONFIG_PATH, os.R_OK) else None
 
 
 def value_of(text: str) -> Any:

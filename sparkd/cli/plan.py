@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.units import MOST, real, whole
@@ -37,6 +37,8 @@ Draw = Callable[[dict[str, Any]], None]
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # A daemon looks at a model's headers for at most a minute (sparkd.capacity.plan_for_node).
 DAEMON_S = 75.0
+# The longest wait for the vLLM that a daemon asks.
+VLLM_S = 600.0
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +70,7 @@ def plan(
     image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker.")] = None,
     quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
     every: Annotated[bool, option("--all", help="Also show why each other choice was rejected.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """Tell whether a model fits, in which format, and vLLM's command.
 
@@ -79,7 +81,6 @@ def plan(
     from sparkd.recipes.file import refuse_as_model
     from sparkd.render import plan as show_plan
     from sparkd.render.page import printable, say_json
-    from sparkd.render.terminal import Page
 
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
@@ -106,10 +107,10 @@ def plan(
         speculative=speculative,  # type: ignore[arg-type]  # checked above
         enforce_eager=True if eager else None,
     )
-    page = Page()
-    draw = partial(show_plan.draft, page=page) if page.is_terminal and not session.json and not docker else None
+    draft = show_plan.Draft(session.out)
+    draw = draft.draw if session.out.is_terminal and not session.json and not docker else None
     answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick, draw=draw)
-    page.erase()
+    draft.erase()
     if session.json:
         answer["notes"] += unheard
         say_json(answer)
@@ -119,7 +120,7 @@ def plan(
         if docker:
             _write_containers(answer, image)
         else:
-            show_plan.plan(answer, page, every=every)
+            show_plan.plan(answer, session.out, every=every)
     if answer["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
 
@@ -153,7 +154,7 @@ def planned(
     if named is None:
         views, silent = _models_of(daemon(), name, unheard)
         if view := next((view for view in views if name in (view["name"], *view["aliases"])), None):
-            return _of_daemon(daemon(), request, str(view["name"]), hardware), unheard
+            return _of_daemon(daemon(), request, str(view["name"]), hardware, unheard, draw, quick=quick), unheard
         named = of_recipe(name, config, os.environ) or of_hub(name, config, os.environ)
         if named is None:
             raise silent if silent is not None and unheard else unknown(name, config, os.environ, asked=silent is None)
@@ -217,7 +218,7 @@ def _planned_here(
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_of
-    from sparkd.render.terminal import headers_of
+    from sparkd.render.models import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
     env = {**os.environ, **entry.env}
@@ -264,16 +265,34 @@ def _models_of(client: Client, name: str, unheard: list[str]) -> tuple[list[dict
         return [], error
 
 
-def _of_daemon(client: Client, request: PlanRequest, name: str, hardware: str | None) -> dict[str, Any]:
-    """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes."""
+def _of_daemon(
+    client: Client, request: PlanRequest, name: str, hardware: str | None, unheard: list[str], draw: Draw | None, *, quick: bool
+) -> dict[str, Any]:
+    """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes, once its vLLM has answered."""
     from sparkd.hardware import KNOWN
 
     if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
         raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which cannot read that: {cure}.")
-    question = {**request.model_dump(exclude_none=True), "model": name, "hardware": hardware or "node"}
-    answer = {**client.post("/plan", question, DAEMON_S), "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
-    return _on_nodes(answer, client) if hardware is None else answer
+    question = {**request.model_dump(exclude_none=True), "model": name, "hardware": hardware or "node"} | ({"quick": True} if quick else {})
+
+    def asked() -> tuple[dict[str, Any], str | None]:
+        """The plan, and the operation that asks vLLM for more."""
+        answer = {**client.post("/plan", question, DAEMON_S), "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
+        operation = answer.pop("operation", None)
+        answer.pop("href", None)
+        return _on_nodes(answer, client) if hardware is None else answer, operation
+
+    answer, operation = asked()
+    while operation is not None:
+        if draw is not None:
+            draw(answer)
+        ended = client.get(f"/operations/{operation}", wait_s=VLLM_S)
+        if ended["state"] != "SUCCEEDED":
+            unheard.append(f"vLLM gave the daemon no answer: {ended['message']}")
+            break
+        answer, operation = asked()
+    return answer
 
 
 def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:

@@ -1,4 +1,4 @@
-"""`sparkd recipes`: ls, show, check, import. They need no daemon. Never starts a model, never fetches a registry."""
+"""`sparkd recipes`: ls, show, check, import. They need no daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.options import Json, argument, group, option, wants_json
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
@@ -28,12 +28,7 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.
 
 
 def register(app: typer.Typer) -> None:
-    recipes = typer.Typer(
-        name="recipes",
-        help="List, show, check and import recipes of models.",
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
+    recipes = group("recipes", help="List, show, check and import recipes of models.")
     for name, command in (("ls", ls), ("show", show_), ("check", check), ("import", import_)):
         recipes.command(name)(command)
     registries.register(recipes)
@@ -80,15 +75,14 @@ def show_(
     json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
+    from sparkd.config.parser_choice import explained
     from sparkd.config.recipe_check import described, resolve
-    from sparkd.entry.parser_choice import explained
 
     book = _book(folder)
     file = book.find(name)
-    resolved = resolve(name, book)
-    spec = resolved.model
+    spec = resolve(name, book)
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    description = described(file, resolved) | {"parsers": explained(spec, env, book.settings(name))}
+    description = described(file, spec) | {"parsers": explained(spec, env, book.settings(name))}
     if wants_json(ctx, json):
         say_json(description)
     else:
@@ -110,26 +104,26 @@ def check(
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
+    from sparkd.config.model import ModelConfig
     from sparkd.config.recipe_check import checked, load, refused_by_parser
     from sparkd.recipes.library import AsWritten
-    from sparkd.vllm.ask.parser import asked
 
     book = _book(folder)
     problems: list[ConfigProblem] = []
-    resolved, count = [], 0
+    models, count = dict[str, ModelConfig](), 0
     for path in files or list(book.names().values()):
         file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
         count += 1
         if file is not None:
             book.keep(file)
-            result = checked(file, book)
-            problems += result.problems
-            resolved += [result.resolved] if result.resolved is not None else []
+            model, wrong = checked(file, book)
+            problems += wrong
+            models |= {file.path: model} if model is not None else {}
     if parser is not None:
         sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
         sys.stderr.flush()
-        problems += refused_by_parser(resolved, *asked(parser, [each.line for each in resolved]))
+        problems += refused_by_parser(models, parser)
     wrong = [problem for problem in problems if problem.severity == "error"]
     if wants_json(ctx, json):
         rows = [_problem(problem) for problem in problems]

@@ -46,9 +46,8 @@ def add_registry(
         rule = "up to 64 of a-z, 0-9, '.', '_' and '-' are expected, a letter or digit first"
         raise ConfigError(f"--name {printable(chosen)[:64]!r}: {rule}.")
     registries = _registries(writing=True)
-    if chosen in registries:
-        there = registries.get(chosen).url
-        raise Conflict(f"The registry {chosen} is there, of {there}: `sparkd recipes update {chosen}`, or give another --name.")
+    if there := registries.find(chosen):
+        raise Conflict(f"The registry {chosen} is there, of {there.url}: `sparkd recipes update {chosen}`, or give another --name.")
     registry = registries.fetch(chosen, url).summary()
     if wants_json(ctx, json):
         say_json({"registry": registry})
@@ -67,12 +66,11 @@ def update(
     """
     registries = _registries(writing=True)
     rows = list[dict[str, Any]]()
-    for each in [registries.get(name).name] if name is not None else registries.names():
+    for old in [registries.get(name)] if name is not None else registries.all():
         try:
-            old = registries.get(each)
-            rows.append({**registries.fetch(each, old.url).summary(), "old_commit": old.commit, "error": None})
+            rows.append({**registries.fetch(old.name, old.url).summary(), "old_commit": old.commit, "error": None})
         except SparkdError as error:
-            rows.append({"name": each, "error": error.message})
+            rows.append({"name": old.name, "error": error.message})
     if wants_json(ctx, json):
         say_json({"registries": rows})
     else:
@@ -115,18 +113,11 @@ def list_registries(name: str | None, as_json: bool) -> None:
         show_recipes.of_registry(recipes, show.terminal())
         _say(f"{registry.url} at {_commit(registry.summary())}.")
         return
-    rows = list[dict[str, Any]]()
-    for each in registries.names():
-        try:
-            rows.append(registries.get(each).summary() | {"error": None})
-        except SparkdError as error:
-            rows.append({"name": each, "error": error.message})
+    rows = [registry.summary() for registry in registries.all()]
     if as_json:
         say_json({"registries": rows})
     else:
-        show_recipes.registries([row for row in rows if row["error"] is None], show.terminal())
-        _say_errors(rows)
-    _end(rows)
+        show_recipes.registries(rows, show.terminal())
 
 
 def _registries(*, writing: bool = False) -> Registries:

@@ -1,11 +1,10 @@
-"""`sparkd reload`: the daemon reads its configuration again, and says what came of it. Never reads the file itself."""
+"""`sparkd reload`: the daemon reads its configuration again, and says what came of it."""
 
 from __future__ import annotations
 
 import typer
 
 from sparkd.cli.session import Session, verb
-from sparkd.render import models as show
 
 _TOLD = (
     ("added", "added"),
@@ -26,13 +25,9 @@ def reload(session: Session) -> None:
     again, by its files. Engines whose settings did not change keep running, and so do all streams.
     """
     changes = session.client.post("/reload")
-    if session.json:
-        show.say_json(changes)
-        return
     lines = [f"Models {how}: {', '.join(changes[key])}." for key, how in _TOLD if changes[key]]
     if now := [key for key in changes["changed"] if key not in changes["later"]]:
         lines.append(f"In force now: {', '.join(now)}.")
     if changes["later"]:
         lines.append(f"In force from the next start of sparkd: {', '.join(changes['later'])}.")
-    for line in lines or ["The configuration was read again. Nothing changed."]:
-        session.out.print(line, markup=False)
+    session.answer(changes, "\n".join(lines) or "The configuration was read again. Nothing changed.")

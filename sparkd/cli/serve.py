@@ -1,4 +1,4 @@
-"""The verbs that need no daemon: serve, ray-node, check, version. Never imports the daemon or Ray before one of them runs."""
+"""The verbs that need no daemon: serve, ray-node, check, version. Each imports the daemon and Ray when it runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.config_file import config_path
+from sparkd.cli.options import Json, StateDir, argument, option, wants_json
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
-
-if TYPE_CHECKING:
-    pass
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -42,7 +40,7 @@ def serve(
     config: ConfigFile = None,
     model: Annotated[str | None, option(metavar="MODEL", help="Also load and serve this folder, hub id or recipe.")] = None,
     name: Annotated[str | None, option(metavar="NAME", help="Name for --model; default: the last part of its path.")] = None,
-    state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for state that survives a reboot.")] = None,
+    state_dir: StateDir = None,
     listen: Annotated[str | None, option(metavar="HOST:PORT", help="Address to listen on; default 127.0.0.1:4000.")] = None,
     port: Annotated[
         int | None, option(metavar="N", parser=whole("--port", 0, 65535), help="Port to listen on, at the configured host.")
@@ -72,14 +70,8 @@ def serve(
         refuse_unusable(source, vllm=False)
         entry = name or name_of(source)
         keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
-        # An -o for the entry must find the entry there, so `models` comes before its dotted keys.
-        for dotted in [key for key in flags if key.startswith(f"models.{entry}.")]:
-            *outer, last = dotted.removeprefix(f"models.{entry}.").split(".")
-            inner = keys
-            for part in outer:
-                inner = inner.setdefault(part, {})
-            inner[last] = flags.pop(dotted)
-        flags["models"] = {entry: keys}
+        # An -o for the entry must find the entry there.
+        flags = {"models": {entry: keys}, **flags}
     elif name is not None:
         raise ConfigError("--name needs --model: give both, or neither.")
     from sparkd.config.config import load_config
@@ -162,7 +154,7 @@ def check(
         listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
     else:
-        from sparkd.entry.parser_choice import in_words
+        from sparkd.config.parser_choice import in_words
 
         for problem in problems:
             sys.stdout.write(f"{printable(str(problem))}\n")
@@ -175,7 +167,7 @@ def check(
 
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config.config import load_config
-    from sparkd.entry.parser_choice import explained
+    from sparkd.config.parser_choice import explained
 
     config = load_config(path, environ=os.environ)
     book = config.book()
@@ -196,15 +188,6 @@ def version(ctx: typer.Context, json: Json = False) -> None:
         say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
-
-
-def config_path(path: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
-    """--config, else SPARKD_CONFIG, else the system's file where it is there and nothing else was said."""
-    if path is not None:
-        return path
-    if environ.get("SPARKD_CONFIG"):
-        return Path(environ["SPARKD_CONFIG"])
-    return CONFIG_PATH if alone and CONFIG_PATH.exists() else None
 
 
 def settings_of(pairs: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The nodes, through Ray: membership, agents and their readings. Never decides which models run, never talks to an engine's users."""
+"""Sees and steers the nodes through Ray: membership, agents and their readings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster.launcher import UNSERVED_GRACE_S, Launcher
 from sparkd.cluster.model_files import ModelFiles
@@ -21,21 +22,20 @@ from sparkd.cluster.node_tracker import (
     UnreadableFacts,
     facts_of,
     machine_of,
-    told_of,
-    told_of_strangers,
-    told_of_unreadable,
+    missing_condition,
+    reading,
+    unreadable_condition,
+    unusable_condition,
 )
 from sparkd.cluster.placer import Placer
-from sparkd.cluster.ray_connection import RayLink, or_none
+from sparkd.cluster.ray_connection import RayConnection, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
-from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.readings import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
@@ -52,7 +52,7 @@ MISSES_BEFORE_RECOVERY = 3
 class Cluster:
     """One Spark is a cluster of one: our own Ray head unless an address is given.
 
-    siting chooses nodes, places books their memory, engines starts and ends ranks, models says what a model's files show.
+    placer chooses nodes, reservations books their memory, launcher starts and ends ranks, models says what a model's files show.
 
     proved: see FabricNodes.
 
@@ -87,7 +87,7 @@ class Cluster:
             )
         )
         self.costs = partial(costs_of, self._head)
-        self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
+        self._link = RayConnection(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
         self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
         self._told: Mapping[str, Mapping[str, Any]] = {}
@@ -95,14 +95,14 @@ class Cluster:
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
         self._upkeep_trouble: Condition | None = None
-        self.places = Reservations(self.node_ip, self._offered)
+        self.reservations = Reservations(self.node_ip, self._offered)
 
         def present() -> Config:
             return self._config
 
-        self.siting = Placer(present, self._link, self.fabric_nodes, self.places, self._here, self.in_sight, self.total_gib)
-        self.engines = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
-        self.models = ModelFiles(present, self.siting)
+        self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here.runtime, self.in_sight, self.total_gib)
+        self.launcher = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
+        self.models = ModelFiles(present, self.placer)
         self._sight = NodeTracker()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
@@ -167,9 +167,9 @@ class Cluster:
             no_raylet=self._sight.no_raylet,
             trouble=self._trouble
             or self._upkeep_trouble
-            or told_of([node for node in missing if node.address not in differing])
-            or told_of_unreadable(self._unreadable)
-            or told_of_strangers(self._link.unmet, self._clocks()),
+            or missing_condition([node for node in missing if node.address not in differing])
+            or unreadable_condition(self._unreadable)
+            or unusable_condition(self._link.unmet, self._clocks()),
             cluster=about,
         )
 
@@ -234,7 +234,6 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             await self._link.refresh()
-            await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
         except ClusterError as error:
@@ -302,9 +301,10 @@ class Cluster:
 
     async def _look(self, node_ip: str) -> NodeObservation | None:
         """None where its agent does not answer, or nothing that can be used: other nodes are looked at all the same."""
+        look = None
         with self._boundary.around("look"):
-            return await self._ask_for_look(node_ip)
-        return None
+            look = await self._ask_for_look(node_ip)
+        return look  # noqa: RET504 - None where an error ended the block
 
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
@@ -355,7 +355,7 @@ class Cluster:
             now = reading(node_ip, facts["reading"], facts["now_s"])
         except ValueError as error:
             self._unreadable[f"the memory of {node_ip}"] = UnreadableFacts(node_ip, str(error))
-        reserved_gib = float(self.places.reserved_gib(node_ip))
+        reserved_gib = float(self.reservations.reserved_gib(node_ip))
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, reserved_gib, machine_of(facts.get("machine")))
         left_out: dict[str, str] = {}
         ranks = facts_of(facts["ranks"], left_out)

@@ -1,4 +1,4 @@
-"""Owns whether nodes may share one model: rails between them, and the same vLLM, plugin and checkpoint on each. Never starts a rank."""
+"""Finds the nodes that may share one model: rails between them, and the same vLLM, plugin and checkpoint on each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkd.errors import DoesNotFit, RankError
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -18,22 +18,33 @@ UNLINKED = "Unlinked"
 PROGRAMS = ("vllm", "platform", "plugin")
 
 
-async def team_of(
-    model: str, size: int, nodes: Sequence[str], fabric: FabricNodes, identify: Callable[[str], Awaitable[Identity]], *, rdma: bool
+async def compatible_nodes(
+    model: str,
+    size: int,
+    nodes: Sequence[str],
+    fabric: FabricNodes,
+    identify: Callable[[str], Awaitable[Identity]],
+    *,
+    rdma: bool,
+    linked: bool = True,
 ) -> tuple[str, ...]:
-    """The first `size` of `nodes` that have a sound rail between each two and would serve the same; none where so many are not there.
+    """The first `size` of `nodes` that may share the model and would serve the same; none where so many are not there.
 
-    identify: what workers.host.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
-    linked, RankError where no so many of these would serve the same, both with the cure; ClusterError where a node does not answer.
+    identify: what workers.host.identity.identity says on a node.
+    rdma: False for engines on CPUs.
+    linked: see FabricNodes.team.
+
+    Raises DoesNotFit where no so many are linked, RankError where no so many of these would serve the same, both with the cure;
+    ClusterError where a node does not answer.
     """
     if len(nodes) < size:
         return ()
-    chosen, refusal = await fabric.team(nodes, size, rdma=rdma)
+    chosen, refusal = await fabric.team(nodes, size, rdma=rdma, linked=linked)
     if refusal:
         raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.", reason=UNLINKED)
     answers = await asyncio.gather(*(identify(node) for node in chosen))
     identities: dict[str, Identity] = dict(zip(chosen, answers, strict=True))
-    differing = difference(identities)
+    differing = first_mismatch(identities)
     if differing is None:
         return chosen
     rest = [node for node in nodes if node not in identities]
@@ -41,7 +52,7 @@ async def team_of(
     identities |= {node: answer for node, answer in zip(rest, others, strict=True) if not isinstance(answer, BaseException)}
     for alike in _alike(nodes, identities):
         if len(alike) >= size:
-            chosen_instead, refusal = await fabric.team(alike, size, rdma=rdma)
+            chosen_instead, refusal = await fabric.team(alike, size, rdma=rdma, linked=linked)
             if not refusal:
                 log.warning("%s goes over %s, since of the nodes before them %s", model, _among(chosen_instead), differing)
                 return chosen_instead
@@ -56,12 +67,12 @@ def _alike(nodes: Sequence[str], identities: Mapping[str, Identity]) -> Iterator
     left = [node for node in able if all(identities[node][name] == identities[first][name] for name in PROGRAMS)]
     while left:
         first_left = first if first in left else left[0]
-        alike = [node for node in left if difference({first_left: identities[first_left], node: identities[node]}) is None]
+        alike = [node for node in left if first_mismatch({first_left: identities[first_left], node: identities[node]}) is None]
         left = [node for node in left if node not in alike] if first_left != first else []
         yield alike
 
 
-def difference(identities: Mapping[str, Identity]) -> str | None:
+def first_mismatch(identities: Mapping[str, Identity]) -> str | None:
     """The first thing in which nodes differ, with the value of each, and what helps; None where they are alike."""
     return next(_differences(identities), None)
 

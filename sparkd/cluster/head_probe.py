@@ -18,7 +18,6 @@ from sparkd import __version__
 from sparkd.cluster.ray_head import VERSION_LABEL, is_here, node_environment
 from sparkd.config.fields import split_address
 from sparkd.errors import ConfigError, RayUnavailable
-from workers.agent.ray_probe import CLOCK_S
 from workers.agent.version import VERSION
 from workers.host.interpreter import inherited_environment, module_command
 
@@ -30,8 +29,11 @@ _SAME = "install the same release of sparkd on both nodes"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head behind `sparkd join HEAD`. address: its IPv4 address and port. routed: from which of this node's addresses the kernel
-    talks to it."""
+    """The head behind `sparkd join HEAD`.
+
+    address: its IPv4 address and port
+    routed: from which of this node's addresses the kernel talks to it
+    """
 
     address: str
     host: str
@@ -66,12 +68,9 @@ def find_head(text: str) -> Head:
     return Head(f"{ip}:{port}", ip, routed)
 
 
-def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
-    """Seconds by which this node's clock is ahead of the head's, None where the head does not report its clock.
-
-    Raises RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence.
-    """
-    answer = probe_head(head.address, token_path, node_ip, "--clock")
+def ask_head(head: Head, token_path: Path, node_ip: str) -> None:
+    """Raise RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence."""
+    answer = probe_head(head.address, token_path, node_ip)
     if answer.get("refused") == "token":
         raise RayUnavailable(
             f"The head at {head.address} does not take this token: `sparkd token` on the head prints its own, "
@@ -90,24 +89,14 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
     agent = answer.get("agent")
     if agent is not None and agent != VERSION:
         raise RayUnavailable(f"The head's daemon has agent {agent} of sparkd {__version__} and this node agent {VERSION}: {_SAME}.")
-    ahead = answer.get("ahead_s")
-    return ahead if isinstance(ahead, float) else None
 
 
-def clock_doubt(ahead_s: float | None) -> str | None:
-    """The fault of the clocks, and the cure; None where they agree."""
-    if ahead_s is None or abs(ahead_s) <= CLOCK_S:
-        return None
-    how = "ahead of" if ahead_s > 0 else "behind"
-    return f"the clock of this node is {abs(ahead_s):.0f} s {how} the head's: `timedatectl set-ntp true` on both."
-
-
-def probe_head(address: str, token_path: Path, node_ip: str, *more: str) -> dict[str, object]:
+def probe_head(address: str, token_path: Path, node_ip: str) -> dict[str, object]:
     """The answer of workers.agent.ray_probe, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most
     PROBE_TIMEOUT_S."""
     try:
         done = subprocess.run(
-            module_command(sys.executable, "workers.agent.ray_probe", address, *more),
+            module_command(sys.executable, "workers.agent.ray_probe", address),
             env=inherited_environment(os.environ) | node_environment(token_path, node_ip) | {"RAY_BACKEND_LOG_LEVEL": "fatal"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkd.capacity.launch import rank_fields
-from sparkd.capacity.requirement import Placement, said_to
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.capacity.requirement import Placement
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.kv_cache import without_cpu_space
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.environment import wants_rdma
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.transport import proof
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.units import GIB
-from sparkd.vllm.translate import Translation
 from workers.rank.command import parallel_flags
 
 log = logging.getLogger("sparkd.cluster")
@@ -48,13 +48,18 @@ class StartId:
 
 
 class Launcher:
-    """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
-    node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
+    """Starts and ends ranks through the nodes' agents.
+
+    config: returns the present one
+    ask: see Cluster.ask
+    here: the daemon's node, where rank 0 listens on a Unix socket
+    read_here: reads a log there
+    """
 
     def __init__(
         self,
         config: Callable[[], Config],
-        link: RayLink,
+        link: RayConnection,
         fabric: FabricNodes,
         ask: Callable[..., Awaitable[Any]],
         here: str,
@@ -76,12 +81,10 @@ class Launcher:
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         spec = placement.spec or spec
-        flags = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
-        for note in flags.notes:
-            log.info("%s: %s", spec.name, note)
+        env = without_cpu_space(spec, spec.environment(config.engine))
         await self._clear(placement, tell or log.info)
         port = await self._rendezvous(placement)
-        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, flags)
+        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt)
         if placement.peers and spec.executor == "ray":
             shared["ray"] = {"address": self._link.address, "group": await self._link.make_group(attempt.rank_id, placement.nodes)}
 
@@ -89,8 +92,8 @@ class Launcher:
             node = placement.nodes[rank]
             peers = [peer for peer in placement.nodes if peer != node]
             on_gpu, stages = placement.platform == "cuda", placement.tensor == 1
-            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=flags.env, pipeline=stages)
-            if peers and not computed and wants_rdma(placement.platform, flags.env):
+            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=env, pipeline=stages)
+            if peers and not computed and wants_rdma(placement.platform, env):
                 # Without NCCL_NET=IB, NCCL would use sockets without a warning.
                 problem = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
                 raise RankError(f"{problem}, so the links between its ranks are unknown. Run `sparkd fabric` for the reason.")
@@ -102,7 +105,7 @@ class Launcher:
                 # A file name only: each node has its own log folder.
                 "log_path": f"{placement.slug}.rank{rank}.log" if rank else f"{placement.slug}.log",
                 "flags": [*shared["flags"], *parallel],
-                "env": shared["env"] | computed | dict(flags.env),
+                "env": shared["env"] | computed | env,
             }
             private = node != self._here
             return RankHandle(**await self._link.call(node, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S))
@@ -212,10 +215,10 @@ def _foreign(node: str, process: Mapping[str, Any]) -> str:
     )
 
 
-def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: StartId, flags: Translation) -> dict[str, Any]:
+def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: StartId) -> dict[str, Any]:
     """The fields of workers.rank.spec.RankSpec that all ranks of the model share. Reads the checkpoint's headers."""
     return {
-        **rank_fields(config, spec, placement.platform, placement.entrypoint, flags, placement.vllm),
+        **rank_fields(config, spec, placement.platform, placement.entrypoint, placement.vllm),
         "generation": attempt.generation,
         "world": len(placement.nodes),
         "attempt": attempt.rank_id if placement.peers else "",

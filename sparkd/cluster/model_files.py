@@ -1,4 +1,4 @@
-"""Owns what sparkd learns of a model from its files before the start and from its engine after it: presence, abilities and parsers."""
+"""Learns about a model from its files before the start and from its engine after it: presence, abilities and parsers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.cluster.placer import HUB, Placer
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.parser_choice import expected
-from sparkd.entry.tasks import abilities_of
+from sparkd.config.parser_choice import expected
+from sparkd.config.tasks import abilities_of
 from sparkd.errors import ClusterError, ModelUnusable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.state.abilities import Abilities
@@ -18,11 +18,13 @@ from sparkd.vllm.parsers import Parsers
 
 
 class ModelFiles:
-    """config: returns the present one. siting: asks the other nodes for the model's files."""
+    """config: returns the present one
+    placer: asks the other nodes for the model's files
+    """
 
-    def __init__(self, config: Callable[[], Config], siting: Placer) -> None:
+    def __init__(self, config: Callable[[], Config], placer: Placer) -> None:
         self._config = config
-        self._siting = siting
+        self._placer = placer
 
     async def unusable(self, spec: ModelConfig) -> ModelUnusable | None:
         """Why there is no model to start, by its folder or its hub; None if there is one, or if that is unknown."""
@@ -30,7 +32,7 @@ class ModelFiles:
         if fault := await asyncio.to_thread(unusable_of, spec, config.engine, config.model_places()):
             return fault
         try:
-            await self._siting.refuse_absent(spec)
+            await self._placer.refuse_absent(spec)
         except ModelUnusable as error:
             return error
         except ClusterError:

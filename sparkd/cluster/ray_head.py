@@ -1,4 +1,4 @@
-"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that sparkd did not start."""
+"""Starts sparkd's own Ray head, finds it again, measures it and ends it. A Ray that sparkd did not start stays as it is."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
+from workers.agent.version import VERSION
 from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
@@ -27,8 +28,8 @@ from workers.host.processes import LACKS, Stat
 
 # Names of its two servers, of which a node that joined has the second.
 SERVERS = ("gcs_server", "raylet")
-# A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
-VERSION_LABEL = "sparkd-version"
+# Labels of each node in Ray, which the daemon and a node that wants to join compare: sparkd's version there, and its agent's.
+VERSION_LABEL, AGENT_LABEL = "sparkd-version", "sparkd-agent"
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 2.0
 LOOPBACK = "127.0.0.1"
@@ -36,7 +37,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """The costs of one process of Ray. anonymous_bytes: memory that its end frees; cpu_s: CPU seconds of it and its ended children."""
+    """The costs of one process of Ray.
+
+    anonymous_bytes: memory that its end frees
+    cpu_s: CPU seconds of it and its ended children
+    """
 
     name: str
     pid: int
@@ -48,11 +53,13 @@ class RayProcess:
 class RayOptions:
     """How Ray is kept on a node, and what it is for there.
 
-    join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
-    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone. starts: false in a unit with
-    credentials, which engines of a Ray that was started there could read: then a keeper has to.
-    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
-    on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
+    join: the head's address where this node is not the head
+    keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone
+    starts: false in a unit with credentials, which engines of a Ray that was started there could read: then a keeper has to
+    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon on
+        another node does not know
+    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts
+    session: asks the head which session of Ray it is, None where it does not answer; blocks
     """
 
     join: str | None = None
@@ -207,7 +214,7 @@ class RayHead:
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
             *([f"--address={self.join}"] if self.join else head),
             f"--node-ip-address={self.node_ip}",
-            f"--labels={VERSION_LABEL}={__version__}",
+            f"--labels={VERSION_LABEL}={__version__},{AGENT_LABEL}={VERSION}",
             f"--temp-dir={self.folder}",
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
@@ -360,20 +367,16 @@ def _members(sessions: Collection[int]) -> list[Stat]:
 
 
 def _holds_open(pid: int, inside: str) -> bool:
-    return any(target.startswith(inside) for target in _open_files(pid))
-
-
-def _open_files(pid: int) -> list[str]:
-    """The targets of a process's descriptors, as far as it is there and ours to see."""
-    targets = []
+    """Whether a process has a file of a folder open, as far as it is there and ours to see. psutil tells of no file that was removed."""
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                targets.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
+                    return True
     except OSError as error:
         if error.errno in LACKS:
             raise
-    return targets
+    return False
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -384,26 +387,14 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _listening(pid: int) -> set[str]:
-    """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    addresses, inodes = set(), {target[8:-1] for target in _open_files(pid) if target.startswith("socket:[")}
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                addresses.add(_address(words[1]))
-    return addresses
+    """The listening TCP sockets of a process, as far as it is there and ours to see."""
+    import psutil  # only `sparkd status` asks
 
-
-def _address(text: str) -> str:
-    """`0100007F:1F90` -> `127.0.0.1:8080`: each 32-bit word is in host byte order (proc_net_tcp)."""
-    raw, _, port = text.partition(":")
-    words = b"".join(int(raw[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(raw), 8))
-    family = socket.AF_INET if len(words) == 4 else socket.AF_INET6
-    return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def costs_of(head: RayHead | None) -> dict[str, Any]:

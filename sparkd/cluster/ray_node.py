@@ -1,4 +1,4 @@
-"""`sparkd ray-node`: this node's part of Ray in the foreground, for a service manager. Never starts an engine and never ends one."""
+"""`sparkd ray-node`: keeps this node's part of Ray in the foreground, for a service manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkd.cluster.node_paths import rank_folders, remove_empty
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, is_here
 from sparkd.config.config import Config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
-from sparkd.fabric.readings import ray_environment
+from sparkd.fabric.fabric_nodes import ray_environment
 from sparkd.systemd import Systemd
 from workers.rank import lifecycle
 

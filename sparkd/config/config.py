@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -54,7 +55,7 @@ from sparkd.config.overlay import (
     rename_aliases,
     shown,
 )
-from sparkd.config.yaml_file import ConfigProblem, Document
+from sparkd.config.yaml_file import ConfigProblem, Document, Map
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.library import RecipeLibrary
@@ -113,12 +114,21 @@ class EngineSettings(Section):
 
 
 class BackoffSettings(Section):
-    """How long a model that failed waits for its next try."""
+    """How long a model that failed waits for its next try: from initial_s, doubled with each failure, to max_s, plus or minus jitter.
+
+    reset_after_s: READY for that long, it starts over.
+    """
 
     initial_s: PositiveSeconds = 10
     max_s: PositiveSeconds = 300
     jitter: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.25
     reset_after_s: PositiveSeconds = 600
+
+    def delay_s(self, failures: int, rng: random.Random) -> float:
+        """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
+        # Without a limit the 1,025th failure would overflow a float.
+        base_s = min(self.max_s, self.initial_s * 2.0 ** min(failures - 1, 60))
+        return base_s * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
     @model_validator(mode="after")
     def _ordered(self) -> BackoffSettings:
@@ -310,11 +320,11 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
     over_admin refuses what an admin key alone must not bring in (sparkd.recipes.admin_policy): code, files, addresses, another Python.
     The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
-    document = Document({"models": {name: dict(raw)}})
+    document = Document(Map({"models": Map({name: Map(raw)})}))
     rename_aliases(document)
     _name_models(document)
-    own: dict[str, Any] = document.values["models"].get(name) or {}
-    own_keys = shown(document, ("models", name))
+    own = document.values["models"].get(name) or Map()
+    own_keys = shown(own)
     if over_admin:
         refuse_many(own)
         refuse_paths(own, lambda name: book is not None and book.has(name))
@@ -354,12 +364,11 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     rename_aliases(document)
     overlay_environ(document, environ, Config)
     overlay_flags(document, flags, Config)
-    rename_aliases(document)  # flags bring models, too
     values, base = document.values, path.absolute().parent if path else None
     book = book_of(values.get("recipes_dir"), values.get("state_dir", str(STATE_DIR)), base, environ)
     own_keys = {}
     for name in _name_models(document):
-        own_keys[name] = shown(document, ("models", name))
+        own_keys[name] = shown(values["models"][name])
         merge_recipe(document, name, book)
     config = None
     try:
@@ -388,9 +397,9 @@ def _name_models(document: Document) -> list[str]:
             document.problems.append(place.problem(message, key=("models", name, "name")))
             del models[name]
             continue
-        if not isinstance(entry, dict | None):
+        if not isinstance(entry, Map | None):
             continue
-        models[name] = entry = dict(entry or {})
+        models[name] = entry = Map() if entry is None else entry
         if "name" in entry:
             message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
             document.problems.append(document.place(("models", name, "name")).problem(message, key=("models", name, "name")))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from sparkd.config import yaml_file
 from sparkd.config.refusal import expected, reason
-from sparkd.config.yaml_file import ConfigProblem, Document, Location
+from sparkd.config.yaml_file import ConfigProblem, Document, Location, Map, places_in
 from sparkd.errors import ConfigError
 from sparkd.nearest import nearest
 
@@ -32,33 +32,39 @@ _TOP_ALIASES: Mapping[str, yaml_file.Path] = {
     "sendLoadingState": ("send_loading_state",),
     "unloadTimeout": ("unload_timeout_s",),
 }
-# llama-swap's, eugr's and sparkrun's spelling -> sparkd's key of an entry.
+# llama-swap's spelling -> sparkd's key of an entry.
 _ENTRY_ALIASES: Mapping[str, str] = {
     "concurrencyLimit": "concurrency_limit",
     "useModelName": "served_model_name",
+    "healthCheckTimeout": "health_check_timeout_s",
+    "sendLoadingState": "send_loading_state",
+}
+# Keys of earlier releases, with what replaces them (docs/upgrading.md).
+_REPLACED: Mapping[str, str] = {
+    "profile": "max_num_seqs and kv_cache",
+    "profiles": "a recipe for each",
+    "variants": "a recipe for each",
+    "speculative": "--speculative-config in extra_args",
+    "traces": "--otlp-traces-endpoint in extra_args of a model",
     "model_revision": "revision",
     "tensor_parallel_size": "tensor_parallel",
     "distributed_executor_backend": "executor",
-    "healthCheckTimeout": "health_check_timeout_s",
-    "sendLoadingState": "send_loading_state",
 }
 
 
 def put(document: Document, path: yaml_file.Path, value: Any, place: Location) -> None:
-    """Set one value of the document."""
-    holder: Any = document.values
+    """Set one value of the document. path: of maps only."""
+    holder = document.values
     for key in path[:-1]:
-        if not isinstance(holder.get(key), dict):
-            holder[key] = {}
+        if not isinstance(holder.get(key), Map):
+            holder[key] = Map()
         holder = holder[key]
     holder[path[-1]] = value
-    for below in [known for known in document.places if known[: len(path)] == path]:
-        del document.places[below]
-    document.places[path] = place
+    holder.places[path[-1]] = place
 
 
 def rename_aliases(document: Document) -> None:
-    """Give keys in another launcher's spelling their own name. Both spellings of one key are a problem."""
+    """Give keys in llama-swap's spelling their own name. Both spellings of one key are a problem."""
     for alias, path in _TOP_ALIASES.items():
         _rename(document, (alias,), path)
     models = document.values.get("models")
@@ -67,23 +73,14 @@ def rename_aliases(document: Document) -> None:
             _rename(document, ("models", name, alias), ("models", name, key))
 
 
-def rename_settings(document: Document) -> None:
-    """Give the keys of a recipe's settings their own name, as rename_aliases does for an entry's."""
-    for alias, key in _ENTRY_ALIASES.items():
-        _rename(document, ("settings", alias), ("settings", key))
-
-
 def _rename(document: Document, alias: yaml_file.Path, path: yaml_file.Path) -> None:
-    written, value = _written(document.values, alias)
-    if written != alias:
+    holder, place = _written(document.values, alias[:-1])[1], document.place(alias)
+    if alias[-1] not in holder:
         return
     if _written(document.values, path)[0] == path:
         problem = f"{dotted(alias)} and {dotted(path)} are one key (line {document.place(path).line}): keep one of them."
-        document.problems.append(document.place(alias).problem(problem, key=alias))
-    places = {(*path, *known[len(alias) :]): place for known, place in document.places.items() if known[: len(alias)] == alias}
-    del _written(document.values, alias[:-1])[1][alias[-1]]
-    put(document, path, value, document.place(alias))
-    document.places |= places
+        document.problems.append(place.problem(problem, key=alias))
+    put(document, path, holder.pop(alias[-1]), place)
 
 
 def overlay_environ(document: Document, environ: Mapping[str, str], section: type[BaseModel]) -> None:
@@ -115,22 +112,22 @@ def overlay_flags(document: Document, flags: Mapping[str, Any], section: type[Ba
         path = tuple(key.split("."))
         if key == "models":
             for name, entry in value.items():
-                put(document, ("models", name), dict(entry), place)
+                put(document, ("models", name), Map(entry), place)
         else:
             put(document, path, _from_here(annotations.get(path), value), place)
 
 
-def shown(document: Document, path: yaml_file.Path) -> dict[str, Any]:
+def shown(entry: Map) -> dict[str, Any]:
     """The keys of a model's entry, with MASK for each value of `env` and for each that came out of the environment."""
 
-    def masked(value: Any, path: yaml_file.Path) -> Any:
+    def masked(value: Any, place: Location | None) -> Any:
         if isinstance(value, dict):
-            return {key: masked(inner, (*path, key)) for key, inner in value.items()}
+            return {key: masked(inner, places_in(value).get(key)) for key, inner in value.items()}
         if isinstance(value, list):
-            return [masked(item, (*path, index)) for index, item in enumerate(value)]
-        return MASK if document.place(path).secret else value
+            return [masked(item, places_in(value).get(index)) for index, item in enumerate(value)]
+        return MASK if place is not None and place.secret else value
 
-    keys: dict[str, Any] = masked(_written(document.values, path)[1], path)
+    keys: dict[str, Any] = masked(entry, None)
     env = keys.get("env")
     if isinstance(env, dict | list):
         keys["env"] = {str(variable).partition("=")[0]: MASK for variable in env}
@@ -174,9 +171,10 @@ def problems_of(error: ValidationError, document: Document, section: type[BaseMo
 
 
 def unknown_key(section: type[BaseModel], path: yaml_file.Path) -> str:
-    near = near_key(section, path)
-    shown = tuple(part if str(part).isprintable() else ascii(part) for part in path)
-    return f"{dotted(shown)} is not a key of sparkd{_hint(near)}"
+    shown = dotted(tuple(part if str(part).isprintable() else ascii(part) for part in path))
+    if replacement := _REPLACED.get(str(path[-1])):
+        return f"{shown} is not a key of sparkd any more. Use {replacement} (docs/upgrading.md)."
+    return f"{shown} is not a key of sparkd{_hint(near_key(section, path))}"
 
 
 def near_key(section: type[BaseModel], path: yaml_file.Path) -> str | None:

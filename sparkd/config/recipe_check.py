@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,9 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe
 from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
-from sparkd.vllm.arg_check import RefusedArg
+from sparkd.vllm.ask.parser import asked
 from sparkd.vllm.flags import draft_method, speculative_config
-from sparkd.vllm.installed import release_in
-from sparkd.vllm.releases import Release
-from sparkd.vllm.translate import translated
+from sparkd.vllm.installed import Release, release_in
 from workers.host import regular_file
 from workers.host.hub_cache import is_hub_id
 
@@ -26,32 +24,6 @@ _TRUSTS = (
     "start, or remove the key."
 )
 _FOLDER_RISK = "{} is a folder of the machine that runs the recipe: see that the one here is what you mean."
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A recipe as it comes out: the model, its flags and variables, and what was translated. file: the recipe's."""
-
-    name: str
-    model: ModelConfig
-    args: tuple[str, ...]
-    env: Mapping[str, str]
-    notes: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-    file: str | None = None
-
-    @property
-    def line(self) -> list[str]:
-        """The command line for vLLM's parser."""
-        return ["--model", self.model.model, *self.args]
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """problems: errors and warnings. resolved: the recipe as it comes out, None where it comes to no model."""
-
-    problems: list[ConfigProblem] = field(default_factory=list)
-    resolved: Resolved | None = None
 
 
 def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> tuple[RecipeFile | None, list[ConfigProblem]]:
@@ -78,7 +50,7 @@ def unusable(recipe: Imported, name: str, shown: str) -> list[ConfigProblem]:
         return problems
     book = RecipeLibrary(None, AsWritten())
     book.keep(file)
-    return [problem for problem in checked(file, book).problems if problem.severity == "error"]
+    return [problem for problem in checked(file, book)[1] if problem.severity == "error"]
 
 
 def with_risks(recipe: Imported, name: str) -> Imported:
@@ -92,36 +64,33 @@ def with_risks(recipe: Imported, name: str) -> Imported:
     return replace(recipe, text=head + recipe.text, risks=tuple(risks))
 
 
-def resolve(name: str, book: RecipeLibrary) -> Resolved:
-    """Raises ConfigError where it does not come to a model."""
-    file = book.find(name)
-    model = parse_model(file.name.replace(AT, ":"), {"recipe": name}, over_admin=False, book=book)
-    flags = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()})
-    return Resolved(name, model, flags.args, flags.env, flags.notes, flags.refused, file.path)
+def resolve(name: str, book: RecipeLibrary) -> ModelConfig:
+    """The model that a recipe comes to. Raises ConfigError where it comes to none."""
+    return parse_model(book.find(name).name.replace(AT, ":"), {"recipe": name}, over_admin=False, book=book)
 
 
-def checked(file: RecipeFile, book: RecipeLibrary) -> Checked:
-    """Resolve the recipe, and gather what is wrong with it."""
+def checked(file: RecipeFile, book: RecipeLibrary) -> tuple[ModelConfig | None, list[ConfigProblem]]:
+    """(the model that the recipe comes to or None, what is wrong with the recipe)."""
     try:
-        resolved = resolve(file.name, book)
+        model = resolve(file.name, book)
     except ConfigError as error:
-        return Checked([ConfigProblem(error.file or file.path, error.line, error.explanation)])
-    problems = [ConfigProblem(file.path, None, message) for message in resolved.refused]
-    problems += [ConfigProblem(file.path, None, message, "warning") for message in resolved.notes]
+        return None, [ConfigProblem(error.file or file.path, error.line, error.explanation)]
     release = release_in(None)
-    if release is not None and file.recipe.needs_vllm and release < _release(file.recipe.needs_vllm):
-        message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
-        problems.append(ConfigProblem(file.path, None, message))
-    return Checked(problems, resolved)
+    if release is None or not file.recipe.needs_vllm or release >= _release(file.recipe.needs_vllm):
+        return model, []
+    message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
+    return model, [ConfigProblem(file.path, None, message)]
 
 
-def refused_by_parser(resolved: Sequence[Resolved], version: str, refused: Sequence[Sequence[RefusedArg]]) -> list[ConfigProblem]:
-    """The recipes that a vLLM's parser does not take. refused: the refused arguments of each recipe's line."""
-    return [
-        ConfigProblem(each.file, None, refusal.note(version))
-        for each, refusals in zip(resolved, refused, strict=True)
-        for refusal in refusals
-    ]
+def refused_by_parser(models: Mapping[str, ModelConfig], python: Path) -> list[ConfigProblem]:
+    """The refusals of a vLLM's parser. Raises EngineError where it gives no answer.
+
+    models: by the path of the recipe that comes to it.
+    python: the interpreter of that vLLM's environment.
+    """
+    version, refused = asked(python, [["--model", model.model, *model.vllm_flags()] for model in models.values()])
+    notes = ((path, refusal.note(version)) for path, refusals in zip(models, refused, strict=True) for refusal in refusals)
+    return [ConfigProblem(path, None, note) for path, note in notes]
 
 
 def summary(file: RecipeFile) -> dict[str, Any]:
@@ -139,21 +108,19 @@ def summary(file: RecipeFile) -> dict[str, Any]:
     }
 
 
-def described(file: RecipeFile, resolved: Resolved) -> dict[str, Any]:
-    """The whole recipe, and what it comes to."""
-    recipe = file.recipe
-    spec = resolved.model.model_dump(mode="json", exclude_defaults=True, exclude={"name", "env"})
+def described(file: RecipeFile, model: ModelConfig) -> dict[str, Any]:
+    """The whole recipe, and the model that it comes to."""
+    recipe, env = file.recipe, {name: value.get_secret_value() for name, value in model.env.items()}
+    spec = model.model_dump(mode="json", exclude_defaults=True, exclude={"name", "env"})
     return {
         **summary(file),
-        "choice": {"recipe": resolved.name},
         "container": recipe.container.model_dump(mode="json", exclude_none=True) if recipe.container else None,
         # A Spark has one GPU: each rank is on a node of its own.
         "nodes": recipe.nodes.model_dump(mode="json") | {"min": max(recipe.nodes.min, spec.get("tensor_parallel", 1))},
         "needs_vllm": recipe.needs_vllm,
-        "spec": spec | ({"env": dict(resolved.env)} if resolved.env else {}),
-        "flags": list(resolved.args),
-        "env": dict(resolved.env),
-        "translated": [*resolved.notes, *(f"refused: {reason}" for reason in resolved.refused)],
+        "spec": spec | ({"env": env} if env else {}),
+        "flags": model.vllm_flags(),
+        "env": env,
         "sampling": recipe.sampling,
         "expected": [figure.model_dump(mode="json", exclude_none=True) for figure in recipe.expected],
         "sources": dict(recipe.sources),

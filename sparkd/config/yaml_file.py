@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,25 +54,63 @@ class Location:
         return ConfigProblem(self.file, self.line, message, severity, key)
 
 
+class Map(dict[Any, Any]):
+    """A map of a file, with the place of each key."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None, places: Mapping[Any, Location] | None = None) -> None:
+        super().__init__(values or {})
+        self.places: dict[Any, Location] = dict(places or {})
+
+    def over(self, below: Mapping[str, Any]) -> Map:
+        """Both maps as one; of a key that both have, this map's value and place count."""
+        return Map({**below, **self}, {**places_in(below), **self.places})
+
+
+class Items(list[Any]):
+    """A list of a file, with the place of each item."""
+
+    def __init__(self, values: Iterable[Any], places: Iterable[Location]) -> None:
+        super().__init__(values)
+        self.places = dict(enumerate(places))
+
+    @classmethod
+    def joined(cls, *lists: list[Any]) -> Items:
+        """The items of several lists as one."""
+        return cls(
+            [item for items in lists for item in items],
+            [places_in(items).get(index, Location()) for items in lists for index in range(len(items))],
+        )
+
+
+def places_in(holder: Any) -> Mapping[Any, Location]:
+    """The places of a map's keys or of a list's items; empty for what no file has."""
+    return holder.places if isinstance(holder, Map | Items) else {}
+
+
 @dataclass(slots=True)
 class Document:
     """A parsed file.
 
     values: its map.
-    places: the place of each key and item, by path.
     env_names: the environment variables that it names.
     repeated: a sentence for each key that occurs more than once, where the last one counts.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Path, Location] = field(default_factory=dict)
+    values: Map = field(default_factory=Map)
     problems: list[ConfigProblem] = field(default_factory=list)
     env_names: set[str] = field(default_factory=set)
     repeated: list[str] = field(default_factory=list)
 
     def place(self, path: Path) -> Location:
         """The place of the longest part of `path` that was written."""
-        return next((self.places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.places), Location())
+        holder, place = self.values, Location()
+        for part in path:
+            place = places_in(holder).get(part, place)
+            try:
+                holder = holder[part]
+            except (LookupError, TypeError):
+                break
+        return place
 
 
 def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: bool = False) -> Document:
@@ -92,10 +130,10 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
             raise _WrongYamlError(_too_deep(), line)
         # The loader is SafeLoader with fewer implicit types; it only composes nodes and constructs no object.
         root = yaml.compose(text, Loader=_CoreLoader)
-        values = None if root is None else _Builder(file, environ, document, last_counts).build(root, ())
-        if values is not None and not isinstance(values, dict):
+        values = None if root is None else _Builder(file, environ, document, last_counts).build(root)
+        if values is not None and not isinstance(values, Map):
             raise _WrongYamlError("The file must hold a map (lines of 'key: value') at its top.", 1)
-        document.values = values or {}
+        document.values = values or Map()
     except UnicodeDecodeError as error:
         document.problems.append(ConfigProblem(file, raw.count(b"\n", 0, error.start) + 1, "The file is not UTF-8 text: save it as UTF-8."))
     except _WrongYamlError as error:
@@ -163,16 +201,18 @@ class _Builder:
         self._maps: dict[int, dict[str, tuple[yaml.ScalarNode, yaml.Node]]] = {}
         self._count = 0
 
-    def build(self, node: yaml.Node, path: Path) -> Any:
+    def build(self, node: yaml.Node, depth: int = 0) -> Any:
         self._count += 1
         if self._count > MAX_VALUES:
             raise _WrongYamlError(f"The file has more than {MAX_VALUES} values once its aliases are expanded.", _line(node))
-        if len(path) > MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise _WrongYamlError(_too_deep(), _line(node))
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return {key: self._placed(*nodes, (*path, key)) for key, nodes in self._entries(node).items()}
+            entries = self._entries(node)
+            places = {key: self._place(*nodes) for key, nodes in entries.items()}
+            return Map({key: self.build(value, depth + 1) for key, (_, value) in entries.items()}, places)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [self._placed(item, item, (*path, index)) for index, item in enumerate(node.value)]
+            return Items([self.build(item, depth + 1) for item in node.value], [self._place(item, item) for item in node.value])
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._wrong(node, "YAML tags (!...) are not used here: remove the tag.")
@@ -203,10 +243,8 @@ class _Builder:
         self._maps[id(node)] = entries = {**merged, **own}
         return entries
 
-    def _placed(self, key_node: yaml.Node, value_node: yaml.Node, path: Path) -> Any:
-        secret = isinstance(value_node, yaml.ScalarNode) and "${env." in value_node.value
-        self._document.places[path] = Location(self._file, _line(key_node), secret)
-        return self.build(value_node, path)
+    def _place(self, key: yaml.Node, value: yaml.Node) -> Location:
+        return Location(self._file, _line(key), isinstance(value, yaml.ScalarNode) and "${env." in value.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         match node.tag.removeprefix(_TAG):

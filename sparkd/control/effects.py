@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,8 @@ from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.wishes import Wishes
 from sparkd.errors import (
     ClusterError,
@@ -34,14 +33,13 @@ from sparkd.errors import (
     SparkdError,
     refused_by,
 )
-from sparkd.fabric.transport import in_order, moved, told_of
+from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
@@ -49,7 +47,6 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 LASTING_S = 3600.0
 FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
-Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
@@ -57,8 +54,8 @@ class Effects:
     """Carries out the plan's actions, and alone writes a model's attempt. `strays` are ranks of unknown models that are being removed."""
 
     def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
-        self._roster = means.registry
-        self._ledger = means.journal
+        self._registry = means.registry
+        self._journal = means.journal
         self._cluster = means.cluster
         self._boundary = means.boundary
         self._spawn = means.tasks.spawn
@@ -74,23 +71,14 @@ class Effects:
         self.strays: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
-        """At the start. handles: of ranks that an earlier daemon started: such a model is unknown, not absent, until its nodes were seen.
-        Engines that hung under that daemon count, and a model that rests for it goes on resting."""
+        """At the start: mark the models of an earlier daemon's ranks as unknown, not absent, until their nodes were seen."""
         ordered = sorted(handles, key=lambda handle: handle.started_at_s)
         newest = {handle.model: handle.start for handle in ordered}
         for model, start in newest.items():
             ranks = sorted((each.rank, each.node_id) for each in ordered if each.model == model and each.start == start)
-            if record := self._roster.records.get(model):
+            if record := self._registry.records.get(model):
                 record.attempt = replace(record.attempt, nodes=tuple(node for _, node in ranks))
-        self._cluster.expect({node for record in self._roster.records.values() for node in record.attempt.nodes})
-        for name, ago_s in self._ledger.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
-            record = self._roster.records.get(name)
-            if record is None:
-                continue
-            record.stalls = tuple(self._clock() - age_s for age_s in ago_s)
-            if len(ago_s) > STALLS and record.desired.want is Want.RUNNING:
-                record.fail("EngineFrozen", _rests(len(ago_s)), self._clock() + STALL_WINDOW_S - ago_s[-1])
-                self.move(record, ModelState.FAILED)
+        self._cluster.expect({node for record in self._registry.records.values() for node in record.attempt.nodes})
 
     async def place(self, record: Record) -> None:
         spec = record.spec
@@ -98,15 +86,14 @@ class Effects:
             return
         record.begin_attempt(self._clock())
         if record.failures:
-            gauges.restarted(record.name)
+            metrics.MODEL_RESTARTS.labels(record.name).inc()
         self.move(record, ModelState.PLANNED)
         try:
-            placement = await self._cluster.siting.place(spec)
-            nodes = placement.nodes
+            placement = await self._cluster.placer.place(spec)
             rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
-            record.attempt = replace(record.attempt, rank_id=rank_id, nodes=nodes, world=len(nodes), memory_gib=placement.memory_gib)
+            record.attempt = replace(record.attempt, rank_id=rank_id, nodes=placement.nodes, memory_gib=placement.memory_gib)
             start = StartId(rank_id, record.desired.generation, record.hash or "")
-            handles = await self._cluster.engines.start(placement, spec, start, partial(self._ledger.say, "start", record.name))
+            handles = await self._cluster.launcher.start(placement, spec, start, partial(self._journal.say, "start", record.name))
         except NoRoom as error:
             self._wait_for_room(record, error)
             return
@@ -120,15 +107,15 @@ class Effects:
             return
         record.attempt = replace(record.attempt, handles=handles)
         for handle in handles:
-            self._ledger.keep_handle(handle)
+            self._journal.keep_handle(handle)
         self.move(record, ModelState.LOADING)
         for handle in handles:
-            self._ledger.say("started", record.name, _started(handle), pid=handle.pid)
+            self._journal.say("started", record.name, _started(handle), pid=handle.pid)
 
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
         """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.control.scheduler)."""
         lack = Lack(error.gib, error.nodes, error.only)
-        if not isinstance(error, MemoryReturns) and self._cluster.places.book().has_room(record.name, lack):
+        if not isinstance(error, MemoryReturns) and self._cluster.reservations.book().has_room(record.name, lack):
             # The room is on a node that cannot serve it: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return
@@ -136,7 +123,7 @@ class Effects:
         self.move(record, ModelState.STOPPED)
 
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
-        """ranks: all of one start, by number."""
+        """Take over the ranks of one start, all of them, by number."""
         handles = tuple(fact.handle for fact in ranks)
         memory_gib = max(handle.memory_gib for handle in handles)
         record.begin_attempt(self._clock())
@@ -145,18 +132,17 @@ class Effects:
             rank_id=handles[0].start,
             handles=handles,
             nodes=tuple(handle.node_id for handle in handles),
-            world=len(handles),
             memory_gib=memory_gib or None,
             adopted=True,
         )
         for handle in handles:
-            self._ledger.keep_handle(handle)
+            self._journal.keep_handle(handle)
         self.move(record, ModelState.LOADING)
         for handle in handles:
             text = f"Rank {handle.rank_id}, process {handle.pid}, was adopted as it runs."
-            self._ledger.say("adopted", record.name, text, pid=handle.pid)
+            self._journal.say("adopted", record.name, text, pid=handle.pid)
         # An older sparkd may have started it without a note of its memory: then all that the node lends counts as taken.
-        self._cluster.places.hold(record.name, memory_gib or self._cluster.total_gib, record.attempt.nodes)
+        self._cluster.reservations.hold(record.name, memory_gib or self._cluster.total_gib, record.attempt.nodes)
 
     async def ask(self, record: Record) -> None:
         handle = record.attempt.handle
@@ -164,7 +150,7 @@ class Effects:
             return
         record.last_asked_s = self._clock()
         if record.upstream is None:
-            record.upstream = await self._cluster.engines.upstream(handle)
+            record.upstream = await self._cluster.launcher.upstream(handle)
         try:
             models = await self._cluster.models.served_models(record.upstream)
             if models is None:
@@ -173,66 +159,56 @@ class Effects:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(models.names)[:200]}, not for {record.name}.")
                 return
             self._spawn(self._looks.learn(record, record.upstream, models), f"learn {record.name}")
-            if record.attempt.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
+            if record.attempt.adopted and (served := self._journal.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
-            deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
-            before = await self._counters(record)
+            deadline_s = self._registry.config.start_deadline_s(record.spec) if record.spec else 60.0
             await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt.since_s)))
         except SparkdError as error:
             record.attempt = replace(record.attempt, message=f"It does not answer yet: {error.message}")
             return
         if record.state in STARTING:
-            self._ready(record, before)
+            self._ready(record)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(message: str) -> None:
             record.attempt = replace(record.attempt, message=message)
-            self._ledger.say("stop", record.name, message)
+            self._journal.say("stop", record.name, message)
 
         await self._endings.end("stop", record.name, record.name, ranks, say)
 
     async def destroy(self, ranks: Sequence[RankFact], reason: str) -> None:
         """ranks: all that were seen of one start."""
         start, model = ranks[0].handle.start, ranks[0].handle.model
-        record = self._roster.records.get(model)
+        record = self._registry.records.get(model)
         for fact in ranks:
-            self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
+            self._journal.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
         try:
-            ended = await self._endings.end("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
+            ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
         finally:
             self.strays.discard(start)
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
-    async def _counters(self, record: Record) -> Readings:
-        """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
-        if len(set(record.attempt.nodes)) < 2:
-            return {}
-        try:
-            async with asyncio.timeout(COUNT_TIMEOUT_S):
-                return await self._cluster.fabric()
-        except TimeoutError:
-            return {}
-
-    def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
-        """Make the model READY. before: the nodes' readings before its first chat, if any. served: earlier times of an adopted model."""
+    def _ready(self, record: Record, served: Served | None = None) -> None:
+        """Make the model READY. served: earlier times of an adopted model."""
         took_s = self._clock() - record.attempt.since_s
         load_s, ready_for_s = (self._load_s(record), 0.0) if served is None else (served.load_s, served.for_s or 0.0)
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
         record.lost_load_s = 0.0
         self.move(record, ModelState.READY)
         if record.attempt.rank_id and served is None and load_s is not None:
-            self._ledger.keep_answered(record.attempt.rank_id, load_s)
+            self._journal.keep_answered(record.attempt.rank_id, load_s)
         record.attempt = replace(record.attempt, reason=None, message=None)
         how = "was adopted and serves on" if record.attempt.adopted else f"answers after {took_s:.1f} s"
-        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
-        gauges.loaded(record.name, took_s, record.attempt.adopted)
-        self._ledger.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
+        self._journal.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.attempt.adopted)
+        if not record.attempt.adopted:
+            metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
+        self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._queue.open(record)
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self._spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
+            self._spawn(self._prove(record, handles), f"transport {record.name}")
 
     def _load_s(self, record: Record) -> float:
         """Seconds since its load began, under whichever daemon."""
@@ -240,47 +216,44 @@ class Effects:
         took_s = self._clock() - attempt.since_s
         return max(took_s, self._wall() - attempt.handle.started_at_s) if attempt.adopted and attempt.handle else took_s
 
-    async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
+    async def _prove(self, record: Record, handles: list[RankHandle]) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
-        rank_id, env = record.attempt.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
+        rank_id, env = record.attempt.rank_id, record.spec.environment(self._registry.config.engine) if record.spec else {}
         try:
-            counted = moved(handles, before, await self._counters(record) if before else {}, env)
-            by_log = await self._cluster.engines.transport(handles, env)
-            # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
-            findings = in_order((*by_log, *(finding for finding in counted if any(other.node == finding.node for other in by_log))))
+            findings = await self._cluster.launcher.transport(handles, env)
         except ClusterError as error:
-            self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
+            self._journal.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return
         if findings and record.attempt.rank_id == rank_id:
             record.attempt = replace(record.attempt, transport=tuple(asdict(finding) for finding in findings))
-            self._ledger.say("transport", record.name, told_of(findings), verdict=findings[0].verdict)
+            self._journal.say("transport", record.name, transport_summary(findings), verdict=findings[0].verdict)
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
         self.move(record, ModelState.READY)
-        self._ledger.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
+        self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
         self._queue.open(record)
 
-    def rest(self, record: Record) -> None:
+    def mark_stopped(self, record: Record) -> None:
         message = "All of its processes have ended."
         if record.state is ModelState.FAILED:
             message = "It had failed; sparkd does not try again."
-            self._cluster.places.release(record.name)
+            self._cluster.reservations.release(record.name)
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
-        self._ledger.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
-        self._ledger.say("stopped", record.name, message)
+        self._journal.operations.finish(record, OperationState.SUCCEEDED, message, kind="unload")
+        self._journal.say("stopped", record.name, message)
         if record.desired.want is Want.STOPPED:
             self._queue.turn_away(record)
         if record.spec is None:
-            self._ledger.operations.finish(record, OperationState.CANCELLED, "The model was removed from the configuration.")
-            del self._roster.records[record.name]
-            self._ledger.forget_wish(record.name)
+            self._journal.operations.finish(record, OperationState.CANCELLED, "The model was removed from the configuration.")
+            del self._registry.records[record.name]
+            self._journal.forget_wish(record.name)
         self._wake.set()
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
-        backoff = Backoff(**self._roster.config.backoff.model_dump())
+        backoff = self._registry.config.backoff
         ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
             record.lost_load_s = self._load_s(record)
@@ -294,30 +267,30 @@ class Effects:
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
         if lasts:
             delay_s = max(delay_s, LASTING_S)
-            message += f" This will not recover on its own: {_mended(record)}."
+            message += f" Another try will not help until its cause is fixed: {_mended(record)}."
         record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
-        record.last_failure = {"reason": reason, "message": message, "at_s": self._roster.wall()}
+        record.last_failure = {"reason": reason, "message": message, "at_s": self._registry.wall()}
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
         entry = f"{reason}: {message} Next try in {delay_s:.0f} s."
-        self._ledger.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
+        self._journal.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
         gauges.failed(record.name, reason)
-        if reason in FOR_ITS_OWNER and self._ledger.operations.running(record, "load"):
+        if reason in FOR_ITS_OWNER and self._journal.operations.running(record, "load"):
             self._wishes.answer(record)
-        self._ledger.operations.finish(record, OperationState.FAILED, message, kind="load")
+        self._journal.operations.finish(record, OperationState.FAILED, message, kind="load")
         self._queue.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
-            self._cluster.places.release(record.name)
+            self._cluster.reservations.release(record.name)
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:
             return
         check_step(record.state, state)
-        self._ledger.say("state", record.name, f"{record.state} -> {state}", old=record.state.value, new=state.value)
+        self._journal.say("state", record.name, f"{record.state} -> {state}", old=record.state.value, new=state.value)
         record.state, record.since_s, record.since_wall_s = state, self._clock(), self._wall()
         if state not in RESIDENT:
             record.close_upstream()
@@ -353,7 +326,7 @@ class Effects:
         self._wake.set()
 
 
-def end_backoffs(registry: Roster, now_s: float, reasons: Collection[str], names: Collection[str] = ()) -> None:
+def end_backoffs(registry: Registry, now_s: float, reasons: Collection[str], names: Collection[str] = ()) -> None:
     """A model that failed for one of these reasons, or is one of these, is tried again at once."""
     for record in registry.records.values():
         if record.state is ModelState.FAILED and (record.attempt.reason in reasons or record.name in names):
@@ -369,6 +342,8 @@ def _mended(record: Record) -> str:
     name = record.name
     if record.origin == "file":
         return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
+    if record.origin == "serve":
+        return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
     again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
     return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 

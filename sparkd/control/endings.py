@@ -6,28 +6,30 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sparkd.config.config import BackoffSettings
 from sparkd.control.means import Means
-from sparkd.control.plan import Backoff
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
 
 # Between two tries to end what would not end.
-ENDING = Backoff(initial_s=1.0, max_s=60.0)
+ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
+# Files that one sentence names.
+NAMED = 3
+GIB = 1 << 30
 
 
 class Endings:
-    """left: hears what a rank that was ended has left behind on its node."""
+    """Stops ranks on their nodes."""
 
-    def __init__(self, means: Means, left: Callable[[RankHandle, Sequence[Mapping[str, Any]]], None]) -> None:
+    def __init__(self, means: Means) -> None:
         self._registry = means.registry
         self._journal = means.journal
         self._cluster = means.cluster
         self._boundary = means.boundary
         self._clock = means.clock
         self._rng = means.rng
-        self._left = left
         # By what was to end: how often in a row it did not.
         self._unended: dict[str, int] = {}
         self._retry_at_s: dict[str, float] = {}
@@ -40,10 +42,12 @@ class Endings:
         record = self._registry.records.get(model)
         with self._boundary.around(kind, model, lambda error: say(error.message)):
             try:
-                await self._end_all(ranks, hangs=record is not None and record.attempt.reason in HANGS)
+                hangs = record is not None and record.attempt.reason in HANGS
+                for error in await self.end_all(ranks, hangs=hangs):
+                    raise error
                 if kind == "stop" or record is None or record.attempt.rank_id in (None, key):
                     # Else the node of these ranks was lost and is back, and the reservation is a newer start's.
-                    self._cluster.places.release(model)
+                    self._cluster.reservations.release(model)
             except ClusterError as error:
                 say(error.message)
             else:
@@ -63,12 +67,30 @@ class Endings:
         self._unended.clear()
         self._retry_at_s.clear()
 
-    async def _end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
-        """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
-        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
+    async def end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> list[BaseException]:
+        """Stop each, whatever becomes of the others. Returns the errors of those that were not stopped."""
+        results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if not isinstance(left, BaseException):
                 self._journal.forget_handle(fact.handle.rank_id)
-                self._left(fact.handle, left)
-        if error := next((result for result in results if isinstance(result, BaseException)), None):
-            raise error
+                self._tell_left(fact.handle, left)
+        return [result for result in results if isinstance(result, BaseException)]
+
+    def _tell_left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
+        """Write events for the files that a rank has left on its node (see workers.rank.lifecycle.stop)."""
+        node = handle.node_id
+        if removed := [file for file in files if file["removed"]]:
+            size = sum(file["bytes"] for file in removed)
+            more = f" and {len(removed) - NAMED} more" if len(removed) > NAMED else ""
+            named = f"{', '.join(str(file['path']) for file in removed[:NAMED])}{more}"
+            message = f"sparkd removed {named} ({_size(size)}), which it left on {node}; no process holds them."
+            self._journal.say("release", handle.model, message, node=node, removed_bytes=size)
+        for file in files:
+            if not file["removed"]:
+                cure = f"no process holds it; if it is not needed, `rm {file['path']}` on {node}"
+                message = f"It may have left {file['path']} ({_size(file['bytes'])}) on {node}. It stays, because {file['why']}: {cure}."
+                self._journal.say("release", handle.model, message, node=node, left_bytes=file["bytes"])
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"

@@ -1,10 +1,13 @@
-"""The facts of one model in one tick: its record, and its part of the observation and the configuration."""
+"""The facts of one model in one tick: its record, and its part of the configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sparkd.config.config import Config
+from sparkd.control.observed import Observed
 from sparkd.control.record import Record
+from sparkd.control.request_queue import PROMISE_S
 from sparkd.state.nouns import STARTING, ModelState, RankFact
 
 # After the engine's own time (stop_timeout_s) a stop takes so long at most, with SIGKILL.
@@ -29,27 +32,12 @@ class ModelFacts:
     """Times are seconds on one monotonic clock.
 
     record: the decision only reads it.
-    ranks: None where no node could be observed. A model on several nodes may lack the ranks of a node that does not answer.
-    unseen: whether a node of it does not answer.
-    dark_s: for how long that node has shown no sign of life.
-    no_raylet: a node whose Ray has ended, where Ray started the model's workers (executor: ray).
-    halted_s: for how long a signal has stopped a rank.
-    deaf_s: for how long the engine's socket has been gone.
-    still_s: for how long no rank has read, written or computed.
-    silent_s: for how long no rank has read or written.
     frozen: the message about an engine that no longer computes (sparkd.control.watchdog).
     stay: for how long it may not be evicted.
     """
 
     record: Record
-    ranks: tuple[RankFact, ...] | None = ()
-    unseen: bool = False
-    dark_s: float = 0.0
-    no_raylet: str | None = None
-    halted_s: float = 0.0
-    deaf_s: float = 0.0
-    still_s: float = float("inf")
-    silent_s: float = float("inf")
+    now_s: float
     frozen: str | None = None
     start_deadline_s: float = 1800.0
     drain_deadline_s: float = 60.0
@@ -57,9 +45,32 @@ class ModelFacts:
     ttl_s: float = 0.0
     stay: Stay = field(default_factory=Stay)
 
+    @classmethod
+    def of(cls, record: Record, config: Config, now_s: float, frozen: str | None) -> ModelFacts:
+        spec = record.spec
+        return cls(
+            record,
+            now_s,
+            frozen,
+            start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
+            drain_deadline_s=config.unload_timeout_s,
+            stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
+            ttl_s=config.ttl_s(spec) if spec else 0.0,
+            stay=_stay(record, config),
+        )
+
     @property
     def name(self) -> str:
         return self.record.name
+
+    @property
+    def observed(self) -> Observed:
+        return self.record.observed
+
+    @property
+    def ranks(self) -> tuple[RankFact, ...] | None:
+        """None where they are unknown. A model on several nodes may lack the ranks of a node that does not answer."""
+        return self.record.observed.current
 
     @property
     def yields(self) -> bool:
@@ -70,13 +81,27 @@ class ModelFacts:
     def starts(self) -> bool:
         return self.record.state in STARTING or self.record.busy == "place"
 
-    def ends(self, now_s: float) -> bool:
+    @property
+    def ends(self) -> bool:
         """Whether one of its ranks is being ended or must be. Other models do not wait for a rank that will not die: the book still has its
         memory."""
         record = self.record
         if record.state is ModelState.STOPPING:
-            return now_s - record.since_s < self.stop_deadline_s
+            return self.now_s - record.since_s < self.stop_deadline_s
         away = record.state in (ModelState.STOPPED, ModelState.FAILED)
         return record.busy == "destroy" or any(
             fact.alive and (away or fact.handle.start != record.attempt.rank_id) for fact in self.ranks or ()
         )
+
+
+def _stay(record: Record, config: Config) -> Stay:
+    if record.attempt.ready_since_s is None:
+        return Stay()
+    busy = record.queue.in_flight or record.queue.waiters
+    idle_at_s = float("inf") if busy else record.queue.last_used_s + config.swap_idle_s
+    least_s = config.min_residency_s
+    if record.queue.promised_at_s is not None:
+        comes_back_s = record.queue.promised_at_s + PROMISE_S
+        idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
+    until_s = min(idle_at_s, record.attempt.ready_since_s + least_s)
+    return Stay(record.attempt.ready_since_s, until_s, (record.attempt.load_s or 0.0) if record.takes_turns else 0.0)

@@ -58,19 +58,10 @@ def engines(ranks: Iterable[RankFact]) -> None:
                 gauge.labels(fact.handle.model, fact.handle.node_id).set(value)
 
 
-def loaded(model: str, seconds: float, adopted: bool) -> None:
-    if not adopted:
-        metrics.MODEL_LOAD_SECONDS.labels(model).observe(seconds)
-
-
 def failed(model: str, reason: str) -> None:
     if reason == "MemoryGuard":
         metrics.GUARD_ACTIONS.labels("kill", model).inc()
     metrics.MODEL_FAILURES.labels(model, reason).inc()
-
-
-def restarted(model: str) -> None:
-    metrics.MODEL_RESTARTS.labels(model).inc()
 
 
 def _start_at_zero(model: str) -> None:

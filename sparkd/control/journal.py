@@ -10,31 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.control.operations import OperationBook
+from sparkd.control.operations import Operations
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
-from sparkd.state.nouns import Desired, Event, RankHandle, ages_s
+from sparkd.state.nouns import Desired, Event, RankHandle
 from sparkd.state.snapshot import Snapshot
-from sparkd.state.store import EVENTS_KEPT, History, Store
+from sparkd.state.store import History, Store
 
 log = logging.getLogger("sparkd.events")
 
 # Rows of history that are read in one turn of the loop: below a millisecond.
 SLICE = 50
-
-
-class SnapshotFeed:
-    """The snapshot of every tick, for those who follow them. Each is called in the tick, and its errors are the caller's to bound."""
-
-    def __init__(self) -> None:
-        self._followers: list[Callable[[Snapshot], None]] = []
-
-    def follow(self, show: Callable[[Snapshot], None]) -> None:
-        self._followers.append(show)
-
-    def show(self, snapshot: Snapshot) -> None:
-        for follower in self._followers:
-            follower(snapshot)
 
 
 class EventFeed:
@@ -77,7 +63,7 @@ class Served:
     load_s: float | None
 
 
-class Ledger:
+class Journal:
     """The supervisor's book. A full disk must not end serving: `trouble` says so until all that could not be saved is."""
 
     def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
@@ -86,9 +72,10 @@ class Ledger:
         self._boundary = boundary or Boundary(time.monotonic)
         # By table and row, the oldest first: the last write of each row that is not saved.
         self._unsaved: dict[tuple[str, str], Callable[[], object]] = {}
-        self.operations = OperationBook(store.history, self._persist, wall)
+        self.operations = Operations(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
-        self.snapshots = SnapshotFeed()
+        # They are called with the snapshot of every tick.
+        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.trouble: Condition | None = None
 
     def keep_wish(self, desired: Desired) -> None:
@@ -121,28 +108,16 @@ class Ledger:
                 self._note(error.message)
         return None if row is None else Served(None if row[0] is None else max(0.0, self.wall() - row[0]), row[1])
 
-    def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
-        """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
-        ages: dict[str, list[float]] = {}
-        events = self._store.history.events(0, EVENTS_KEPT)
-        for event, age_s in zip(events, ages_s(events, self.wall()), strict=True):
-            if event.kind == "failed" and event.model and event.data.get("reason") == reason and age_s < window_s:
-                ages.setdefault(event.model, []).append(age_s)
-        return ages
-
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
-        written = False
         with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 self._store.history.add_event(self.wall(), kind, model, message, data)
-                written = True
             except StateError as error:
                 self._note(error.message)
-        if not written:
-            return
-        self.feed.note()
+            else:
+                self.feed.note()
 
     def events(self, after_seq: int, limit: int) -> list[Event]:
         """All at once. See History.events."""
@@ -173,7 +148,7 @@ class Ledger:
         self.trouble = Condition("StateNotSaved", message)
 
 
-def say_change(journal: Ledger, kind: str, name: str, origin: str) -> None:
+def say_change(journal: Journal, kind: str, name: str, origin: str) -> None:
     """kind: added, changed or removed. origin: `file` or `api`."""
     actor = "The configuration file" if origin == "file" else "The admin API"
     journal.say(kind, name, f"{actor} has {kind} it.", origin=origin)

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.config.model import ModelConfig
+from sparkd.control.looks import ModelLooks
+from sparkd.control.means import Means
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
 from sparkd.control.wishes import Wishes, unloaded
@@ -28,13 +28,11 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
-from sparkd.execution.boundary import Boundary
-from sparkd.execution.shared_answer import Shared
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
 from sparkd.vllm.parsers import Parsers, of_handle
-from workers.rank.signatures import LASTING
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -56,7 +54,7 @@ NEARLY_S, STILL_S = 60.0, 30.0
 # A client whose own limit is below the load's time leaves and asks again: SDKs within 8 s, people and schedules later.
 ABANDONED_S = 30.0
 
-_ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` for the reason."
+_ABSENT, _SEE = "The path in this model's `model` key cannot be used.", "Run `sparkd ps` for the reason."
 
 
 class Lease:
@@ -66,19 +64,16 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
     # None if the engine's parsers are unknown.
     parsers: Parsers | None
 
-    def __init__(
-        self, queue: LeaseQueue, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: RequestNeeds | None
-    ) -> None:
+    def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._queue = queue
         self._name = name
-        self._wait_s = wait_s
         self._probe = probe
         self._waits = waits
         self._need = need
@@ -86,7 +81,7 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._queue.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
+        record = self._held = await self._queue.enter(self._name, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
             self._held = None
@@ -104,39 +99,22 @@ class Lease:
 
 
 class LeaseQueue:
-    """Admits requests to READY models, holds those whose model is starting, and refuses the rest.
+    """Admits requests to READY models, holds those whose model is starting, and refuses the rest."""
 
-    wake ends the loop's pause. unusable, parsers: see Cluster; look: see Effects.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        *,
-        wishes: Wishes,
-        wake: asyncio.Event,
-        clock: Callable[[], float],
-        unusable: Callable[[ModelConfig], Awaitable[ModelUnusable | None]],
-        parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
-        look: Callable[[Record], Awaitable[None]],
-        boundary: Boundary,
-    ) -> None:
-        self._look = look
-        self._unusable = unusable
-        self._parsers = parsers
-        self._shared = Shared(boundary)
-        self._roster = roster
+    def __init__(self, means: Means, wishes: Wishes, looks: ModelLooks) -> None:
+        self._look = looks.look
+        self._models = means.cluster.models
+        self._shared = SharedAnswer(means.boundary)
+        self._registry = means.registry
         self._wishes = wishes
-        self._wake = wake
-        self._clock = clock
+        self._wake = means.wake
+        self._clock = means.clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(
-        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Record:
+    async def enter(self, name: str, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None) -> Record:
         """Admit one request, after waiting for its model if necessary. See Supervisor.lease for the rules and errors."""
-        record = self._roster.find(name)
+        record = self._registry.find(name)
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
                 raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
@@ -150,7 +128,7 @@ class LeaseQueue:
         if record.state is ModelState.READY:
             _refuse_above_limit(record)
         else:
-            await self._wait(record, wait_s, waits, need)
+            await self._wait(record, waits, need)
         record.queue.begin(probe=False)
         return record
 
@@ -158,7 +136,7 @@ class LeaseQueue:
         record.queue.end(self._clock(), probe=probe)
         # sparkd's own probe is not evidence for the watchdog, which would send another probe.
         if answered or (answered is not None and not probe):
-            record.queue.judge(answered=answered or record.state is not ModelState.READY)
+            record.queue.unanswered = not answered and record.state is ModelState.READY
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake.set()
 
@@ -174,7 +152,7 @@ class LeaseQueue:
 
         keeps_place: the model has not had its turn yet. It keeps its queue position unless only a request wished it.
         """
-        record.queue.forget_promise()
+        record.queue.promised_at_s = None
         if not keeps_place or record.desired.by == "request":
             record.queue.withdraw()
         record.queue.turn_away(error or (self._failed(record) if record.state is ModelState.FAILED else unloaded(record)))
@@ -185,9 +163,9 @@ class LeaseQueue:
         for record in records:
             record.queue.turn_away(_draining())
 
-    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: RequestNeeds | None) -> None:
+    async def _wait(self, record: Record, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._refuse_away(record)
-        if self._waiting >= self._roster.config.max_queued_requests:
+        if self._waiting >= self._registry.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
         self._waiting += 1
         try:
@@ -197,35 +175,34 @@ class LeaseQueue:
             _refuse_above_limit(record)
             if record.state is not ModelState.READY:
                 self._refuse_away(record)
-                await self._wait_in_line(record, wait_s, waits)
+                await self._wait_in_line(record, waits)
         finally:
             self._waiting -= 1
 
-    async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
-        if wait_s is None:
-            wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
+    async def _wait_in_line(self, record: Record, waits: Waits | None) -> None:
+        wait_s = self._registry.config.wait_s(record.spec) if record.spec else 0.0
         if waits is not None:  # first: it may refuse the request
             waits(
-                lambda: view(self._roster, record, self._clock()).loading(),
-                bool(record.spec and self._roster.config.tells_loading(record.spec)),
+                lambda: view(self._registry, record, self._clock()).loading(),
+                bool(record.spec and self._registry.config.tells_loading(record.spec)),
             )
         if record.desired.want is not Want.RUNNING:
             self._wishes.want(record.name, Want.RUNNING, "request")
-            record.queue.forget_promise()
+            record.queue.promised_at_s = None
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.queue.wait(waiter, self._clock())
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
             # The client gets a Retry-After, and the model goes on loading for it.
-            record.queue.promise(self._clock())
+            record.queue.promised_at_s = self._clock()
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.queue.leave(waiter)
             if record.state in (ModelState.STOPPED, ModelState.PLANNED):
                 self._withdraw(record)
             else:
-                record.queue.abandon(self._clock())
+                record.queue.abandoned_at_s = self._clock()
             raise
         finally:
             record.queue.leave(waiter)
@@ -250,16 +227,16 @@ class LeaseQueue:
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
-        if fault := await self._once(record, self._unusable, record.spec):
+        if fault := await self._once(record, self._models.unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
-            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}")
+            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {_SEE}")
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
         if record.attempt.handle is not None and record.state in STARTING:
             parsers = of_handle(record.attempt.handle.parsers)
         elif record.spec is not None:
-            parsers = await self._once(record, self._parsers, record.spec)
+            parsers = await self._once(record, self._models.parsers, record.spec)
         else:
             parsers = None
         if parsers is not None and parsers.tool is None:
@@ -274,25 +251,22 @@ class LeaseQueue:
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
         if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
             return
-        if any(_is_owed(other, record) for other in self._models()):
+        if any(_is_owed(other, record) for other in self._registry.records.values()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
-        if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
+        if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._registry.config.cancel_abandoned_loads):
             self._wishes.want(record.name, Want.STOPPED, "request")
-
-    def _models(self) -> Iterable[Record]:
-        return self._roster.records.values()
 
     def forget_clients(self) -> None:
         """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads
         whose clients left and did not return in ABANDONED_S."""
-        for record in self._models():
+        for record in self._registry.records.values():
             left_s = record.queue.abandoned_at_s
             if left_s is not None and self._clock() - left_s >= ABANDONED_S:
                 self._withdraw(record)
             at_s = record.queue.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
-                record.queue.forget_promise()
+                record.queue.promised_at_s = None
 
     def _refuse_away(self, record: Record) -> None:
         self._refuse_closed(record)
@@ -304,13 +278,13 @@ class LeaseQueue:
             raise _draining()
 
     def _loading(self, record: Record) -> ModelLoading:
-        loading = view(self._roster, record, self._clock()).loading()
+        loading = view(self._registry, record, self._clock()).loading()
         eta_s = loading.get("eta_seconds")
         return ModelLoading(
             f"The model {record.name} is loading ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
-            held_by=() if record.attempt.rank_id else holders(self._roster, record, self._clock()),
+            held_by=() if record.attempt.rank_id else holders(self._registry, record, self._clock()),
         )
 
     def _failed(self, record: Record) -> ModelFailed:
@@ -321,21 +295,13 @@ class LeaseQueue:
             failed += ". Another try will not help until its cause is fixed"
         else:
             failed += f" and is tried again in {left_s:.0f} s"
-        if record.attempt.reason == DoesNotFit.__name__:
-            # The message names other models, which a client may not see.
-            more = "`sparkd ps` shows how much memory it needs."
-        elif record.attempt.client_message is not None:
-            more = f"{record.attempt.client_message} See `sparkd ps`."
-        elif record.attempt.reason in ABSENT:
-            more = _ABSENT
-        elif record.attempt.reason in LASTING:
-            more = "See `sparkd ps`."
-        else:
-            more = "See `sparkd ps` and `sparkd logs`."
-        held_by = holders(self._roster, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
+        # The message itself names other models and paths, which a client may not see.
+        why = record.attempt.client_message or (_ABSENT if record.attempt.reason in ABSENT else "")
+        message = " ".join(filter(None, (f"{failed}.", why, _SEE)))
+        held_by = holders(self._registry, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
         if lasts:
-            return ModelCannotLoad(f"{failed}. {more}", held_by=held_by)
-        return ModelFailed(f"{failed}. {more}", retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
+            return ModelCannotLoad(message, held_by=held_by)
+        return ModelFailed(message, retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
 
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:

@@ -5,22 +5,22 @@ The hard end, a kill, is the guard's own, on the node (workers.guard.policy).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
-from sparkd.control.journal import Ledger
 from sparkd.control.lease import LeaseQueue
-from sparkd.control.memory_release import MEMORY_RETURNS, MemoryRelease, readings_of
+from sparkd.control.means import Means
+from sparkd.control.memory_release import MemoryRelease, readings_of
 from sparkd.control.record import Record
-from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
+from sparkd.control.views import holders
+from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, RAY_STARTS, Wait
 from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import ModelState, RankFact, Reading, Want
 from sparkd.units import GIB
-from workers.host.memory_limits import MemoryLimits
 
 MEMORY_SHORT = "MemoryShort"
 RETRY_AFTER_S = 30
@@ -31,59 +31,63 @@ IDLE_S = 30.0
 SHUT_AFTER_S = 90.0
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A node that is short of memory. level: the guard's. message: a clause with its name."""
+
+    level: str
+    since_s: float
+    message: str
+
+
 class LoadGate:
     """Updated once in each tick.
 
     allows: whether a load may begin somewhere.
     shut: the nodes on which none may.
     release: the gate for memory of engines that ended.
-    holders: the models that hold memory that a model lacks, as rows of Unavailable.held_by.
-    limits: the guard's, of a node with so many bytes.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        queue: LeaseQueue,
-        wishes: Wishes,
-        clock: Callable[[], float],
-        holders: Callable[[Record, float], list[dict[str, Any]]],
-        limits: Callable[[int], MemoryLimits] = MemoryLimits.of,
-    ) -> None:
-        self._ledger = ledger
+    def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes) -> None:
+        self._registry = means.registry
+        self._journal = means.journal
         self._queue = queue
         self._wishes = wishes
-        self._clock = clock
-        self._holders = holders
-        self.release = MemoryRelease(ledger, clock, limits)
+        self._clock = means.clock
+        self.release = MemoryRelease(means.journal, means.clock, lambda total: means.registry.config.memory.limits(total))
         self.shut: frozenset[str] = frozenset()
         self.allows = True
-        # By node that is short of memory: its level, since when, and a clause about it.
-        self._levels: dict[str, str] = {}
-        self._short_since_s: dict[str, float] = {}
-        self._shortages: dict[str, str] = {}
+        # By node.
+        self._short: dict[str, Shortage] = {}
         self._evicted_at_s = float("-inf")
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        if self._shortages and not self.allows:
-            short: tuple[Condition, ...] = (Condition(MEMORY_SHORT, f"{'; '.join(self._shortages.values())}; no load begins."),)
-        else:
-            short = tuple(Condition(MEMORY_SHORT, f"{clause}; no load begins there.", node) for node, clause in self._shortages.items())
-        return (*short, *self.release.conditions)
+        return (*self._shortages, *self.release.conditions)
+
+    @property
+    def _shortages(self) -> tuple[Condition, ...]:
+        if self._short and not self.allows:
+            return (Condition(MEMORY_SHORT, f"{self._shortage}; no load begins."),)
+        return tuple(Condition(MEMORY_SHORT, f"{short.message}; no load begins there.", node) for node, short in self._short.items())
+
+    @property
+    def _shortage(self) -> str:
+        return "; ".join(short.message for short in self._short.values())
 
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
         if observation.ranks is None:
             return  # no node could be observed: closed nodes stay closed, and waiting clients receive no message
         readings = readings_of(observation)
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
-        lasting = self._note_shortage(short, observation.unseen)
+        self._note_shortage(short, observation.unseen)
         self._evict(short, records)
         self.release.look(observation)
-        self.shut = lasting | self.release.shut
-        somewhere = observation.has_beside(self.shut)
-        is_news = not short.keys() <= lasting
-        self.allows = somewhere and not is_news and bool(readings.keys() - lasting or not short)
+        now_s = self._clock()
+        self.shut = frozenset(node for node, shortage in self._short.items() if now_s - shortage.since_s >= SHUT_AFTER_S)
+        somewhere = not self.shut or bool(readings.keys() - self.shut)
+        is_news = not short.keys() <= self.shut
+        self.allows = somewhere and not is_news
         # An open node that misses a look may be back with the next one.
         if is_news or not (somewhere or observation.unseen - self.shut):
             for record in records.values():
@@ -98,31 +102,23 @@ class LoadGate:
                 return Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
             return Wait(trouble.reason, "It waits for Ray to start." if trouble.reason == RAY_STARTS else trouble.message)
         if not self.allows:
-            blocks = [condition for condition in self.conditions if condition.reason != MEMORY_RETURNS]
-            if not blocks:
-                return Wait(MEMORY, "It waits for memory of a node.")
-            return Wait(blocks[0].reason, " ".join(block.message for block in blocks))
+            return Wait(MEMORY_SHORT, f"{self._shortage}; no load begins.")
         if any(fact.alive for fact in strangers):
             return Wait(LEFT_BEHIND, "It waits for ranks of an earlier daemon to end.")
         return None
 
-    def _note_shortage(self, short: Mapping[str, Reading], unseen: Collection[str]) -> frozenset[str]:
-        """Write events for the nodes whose level changed. Returns those that have been short for SHUT_AFTER_S."""
-        now_s = self._clock()
-        # An agent that is short of memory may miss a look: the time goes on.
-        earlier = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in unseen}
-        self._short_since_s = dict.fromkeys(short, now_s) | earlier
-        self._shortages = {
-            node: f"{node} is {reading.level}, {reading.mem_available_bytes / GIB:.1f} GiB available" for node, reading in short.items()
-        }
+    def _note_shortage(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
+        """Write events for the nodes whose level changed."""
+        # An agent that is short of memory may miss a look: its shortage goes on.
+        before, self._short = self._short, {node: shortage for node, shortage in self._short.items() if node in unseen}
         for node, reading in short.items():
-            if self._levels.get(node) != reading.level:
-                self._ledger.say("memory", None, f"{self._shortages[node]}.", node=node, level=reading.level)
-        for node in self._levels.keys() - short.keys() - set(unseen):
-            self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
-        hidden = {node: level for node, level in self._levels.items() if node in unseen}
-        self._levels = hidden | {node: reading.level for node, reading in short.items()}
-        return frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
+            message = f"{node} is {reading.level}, {reading.mem_available_bytes / GIB:.1f} GiB available"
+            earlier = before.get(node)
+            if earlier is None or earlier.level != reading.level:
+                self._journal.say("memory", None, f"{message}.", node=node, level=reading.level)
+            self._short[node] = Shortage(reading.level, earlier.since_s if earlier else self._clock(), message)
+        for node in before.keys() - self._short.keys():
+            self._journal.say("memory", None, f"{node} has memory again.", node=node, level="ok")
 
     def _evict(self, short: Mapping[str, Reading], records: Mapping[str, Record]) -> None:
         pressed, now_s = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}, self._clock()
@@ -131,17 +127,16 @@ class LoadGate:
         self._evicted_at_s = now_s
         metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
         node = next(node for node in victim.attempt.nodes if node in pressed)
-        reason = short[node].level_why or self._shortages[node]
-        self._ledger.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
+        reason = short[node].level_why or self._short[node].message
+        self._journal.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
         self._wishes.want(victim.name, Want.STOPPED, "guard")
 
     def _send_away(self, record: Record) -> None:
-        held_by = self._holders(record, self._clock())
+        held_by = holders(self._registry, record, self._clock())
         named = [f"{holder['model'] or 'another model'} ({holder['memory_gib']:g} GiB)" for holder in held_by]
         held = f" Memory is held by {', '.join(named)}." if named else ""
-        shortage = "; ".join((*self._shortages.values(), *self.release.shortages.values()))
         metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.queue.waiters))
-        problem = f"{record.name} cannot be loaded now: {shortage}.{held}"
+        problem = f"{record.name} cannot be loaded now: {self._shortage}.{held}"
         self._queue.turn_away(record, Unavailable(problem, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
             self._wishes.want(record.name, Want.STOPPED, "request")

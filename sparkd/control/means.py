@@ -9,23 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.cluster.cluster import Cluster
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.execution.boundary import Boundary
 
 
 class Tasks:
-    """`group` is set while the supervisor runs."""
+    """group: set while the supervisor runs."""
+
+    group: asyncio.TaskGroup
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
-        self.group: asyncio.TaskGroup | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """name: one word, the same for all models, and the model."""
-        if self.group is None:
-            work.close()
-            raise RuntimeError("the supervisor does not run")
         return self._boundary.spawn(self.group, name, work)
 
 
@@ -33,8 +31,8 @@ class Tasks:
 class Means:
     """wake: ends the loop's pause. clock: monotonic seconds."""
 
-    registry: Roster
-    journal: Ledger
+    registry: Registry
+    journal: Journal
     cluster: Cluster
     boundary: Boundary
     tasks: Tasks

@@ -1,4 +1,4 @@
-"""The release gate: on a node where an engine ended, a load begins only when MemAvailable covers it and the guard's soft limit.
+"""The release gate: until an ended engine's memory is back, a load begins on its node only if MemAvailable covers it and the soft limit.
 
 On a Spark memory returns up to a minute after the process has ended, and an engine that crashes may leave 33 GB in the driver. A start in
 that time runs out of memory. A free port, or a `systemctl stop` that has returned, does not show that the memory is free.
@@ -9,34 +9,29 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.state.nouns import RankFact, RankHandle, Reading
 from sparkd.units import GIB
 from workers.host.memory_limits import MemoryLimits
 
-# A smaller change may come from any other program on the machine, not from an engine's end.
-LEAST_BYTES = GIB
-# Memory counts as back when 90 % of it are, but for half a GiB.
-LOSS_SHARE, LOSS_BYTES = 0.1, GIB // 2
-# Memory that has not come back after that long stays away. So much of it, and so large a part, closes the node.
+# The memory counts as back when at most this is missing, or this share of what the engine held: other programs take some meanwhile.
+LOSS_BYTES, LOSS_SHARE = GIB, 0.1
+# Memory that has not come back after that long may stay away. By then any other program may have taken this.
 LIMIT_S = 90.0
-STUCK_BYTES, STUCK_SHARE = 4 * GIB, 0.25
+LATE_LOSS_BYTES, LATE_LOSS_SHARE = 4 * GIB, 0.25
 # Memory that goes before the last process does belongs to the same end.
 BEFORE_S = 6.0
-MEMORY_NOT_RELEASED, MEMORY_RETURNS = "MemoryNotReleased", "MemoryReturns"
-# Files that one sentence names.
-NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rank at one moment, bytes. held: by the rank. whole: available on its node or held by living engines."""
+    """A living rank at one moment, bytes. held: by the rank. whole: available on its node or held by living ranks."""
 
+    handle: RankHandle
     at_s: float
     held: int
     whole: int
@@ -44,174 +39,128 @@ class Sample:
 
 @dataclass(slots=True)
 class Ended:
-    """The memory of engines that ended together on one node, bytes.
+    """The memory of a rank that ended, bytes.
 
-    models: their names.
-    held: what they held together.
-    whole: what was available on the node or held by living engines just before, less what earlier ends lacked then.
-    since_s: when the last of them ended.
+    whole: what was available on the node or held by living ranks just before, less what earlier ends lacked then.
     missing: what has not come back. It shrinks only: memory that was back counts as back, whatever takes it then.
-    stuck: whether so much was missing after LIMIT_S that the node is closed.
+    late: whether LIMIT_S are over.
     """
 
-    models: tuple[str, ...]
+    model: str
+    node: str
     held: int
     whole: int
     since_s: float
     missing: int
-    stuck: bool = False
+    late: bool = False
 
     @property
-    def named(self) -> str:
-        return " and ".join(self.models)
+    def is_back(self) -> bool:
+        least, share = (LATE_LOSS_BYTES, LATE_LOSS_SHARE) if self.late else (LOSS_BYTES, LOSS_SHARE)
+        return self.missing <= max(least, share * self.held)
 
     @property
-    def lacking(self) -> str:
-        return f"{self.missing / GIB:.1f} of {self.held / GIB:.1f} GiB of {self.named}"
+    def condition(self) -> Condition:
+        missing = f"{self.missing / GIB:.1f} of {self.held / GIB:.1f} GiB of {self.model}"
+        if not self.late:
+            return Condition("MemoryReturns", f"Memory of an ended engine returns to {self.node}: {missing} are missing.", self.node)
+        message = (
+            f"{missing} have not come back to {self.node} after {LIMIT_S:.0f} s. `sparkd doctor` names what holds memory; "
+            f"if no process does, restart {self.node}. Only loads that fit beside it begin there."
+        )
+        return Condition("MemoryNotReleased", message, self.node)
 
 
 class MemoryRelease:
     """Looks at every observation; a stop, a crash and a kill are the same to it.
 
     room_gib: by node to which memory returns, what a load may need that begins there now.
-    shut: the nodes where memory did not return, on which no load begins.
     limits: the guard's, of a node with so many bytes.
     """
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float], limits: Callable[[int], MemoryLimits] = MemoryLimits.of) -> None:
-        self._ledger = ledger
+    def __init__(self, journal: Journal, clock: Callable[[], float], limits: Callable[[int], MemoryLimits] = MemoryLimits.of) -> None:
+        self._journal = journal
         self._clock = clock
         self._limits = limits
-        # By rank_id: its handle, and what it held lately.
-        self._living: dict[str, tuple[RankHandle, deque[Sample]]] = {}
-        # By node, the oldest first. A node that is out of sight keeps its entries: when it is back, its memory is looked at again.
-        self._ended: dict[str, list[Ended]] = {}
+        # By rank_id of the ranks that live: the samples of the last BEFORE_S.
+        self._living: dict[str, deque[Sample]] = {}
+        # The oldest first. Those of a node that is out of sight stay: when it is back, its memory is looked at again.
+        self._ended: list[Ended] = []
         self._in_sight: frozenset[str] = frozenset()
         self.room_gib: dict[str, float] = {}
 
     @property
-    def shut(self) -> frozenset[str]:
-        return frozenset(self.shortages)
-
-    @property
-    def shortages(self) -> dict[str, str]:
-        """A clause for each node that is shut."""
-        return {node: f"{node} lacks memory of an engine that ended" for node, ended in self._seen if ended.stuck}
+    def _returning(self) -> list[Ended]:
+        return [ended for ended in self._ended if ended.node in self._in_sight]
 
     @property
     def missing_bytes(self) -> dict[str, int]:
         """By node, memory of engines that ended which has not come back."""
-        missing: dict[str, int] = defaultdict(int)
-        for node, ended in self._seen:
-            missing[node] += ended.missing
-        return missing
+        return _by_node(self._returning)
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        return tuple(
-            Condition(MEMORY_NOT_RELEASED, f"{ended.lacking} have not come back to {node}; {_cure(node)}.", node)
-            if ended.stuck
-            else Condition(MEMORY_RETURNS, f"Memory of ended engines is being released: {ended.lacking} are missing on {node}.", node)
-            for node, ended in self._seen
-        )
-
-    @property
-    def _seen(self) -> list[tuple[str, Ended]]:
-        return [(node, ended) for node, ends in self._ended.items() if node in self._in_sight for ended in ends]
-
-    def left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
-        """Report the files that a rank has left on its node (see workers.rank.lifecycle.stop)."""
-        node = handle.node_id
-        if removed := [file for file in files if file["removed"]]:
-            size = sum(file["bytes"] for file in removed)
-            message = f"sparkd removed {_named(removed)} ({_size(size)}), which it left on {node}; no process holds them."
-            self._ledger.say("release", handle.model, message, node=node, removed_bytes=size)
-        for file in files:
-            if not file["removed"]:
-                cure = f"no process holds it; if it is not needed, `rm {file['path']}` on {node}"
-                message = f"It may have left {file['path']} ({_size(file['bytes'])}) on {node}. It stays, because {file['why']}: {cure}."
-                self._ledger.say("release", handle.model, message, node=node, left_bytes=file["bytes"])
+        return tuple(ended.condition for ended in self._returning)
 
     def look(self, observation: Observation) -> None:
         """Once in each tick, with what the nodes showed."""
         if observation.ranks is None:
             return
         now_s, readings = self._clock(), readings_of(observation)
-        alive: dict[str, list[RankFact]] = defaultdict(list)
-        for fact in observation.ranks:
-            if fact.alive:
-                alive[fact.handle.node_id].append(fact)
         self._in_sight = frozenset(readings)
         self._note_ends(observation, now_s)
-        self.room_gib = {}
-        for node, reading in readings.items():
-            whole = reading.mem_available_bytes + sum(_held(fact) or 0 for fact in alive[node])
-            self._note_living(alive[node], whole, now_s)
-            waits = [self._waits(node, ended, whole, alive[node], now_s) for ended in [*self._ended.get(node, ())]]
-            if any(waits):
-                room = reading.mem_available_bytes - self._limits(reading.mem_total_bytes).soft
-                self.room_gib[node] = max(0.0, room / GIB)
+        alive = [fact for fact in observation.ranks if fact.alive]
+        whole = {node: reading.mem_available_bytes for node, reading in readings.items()}
+        for fact in alive:
+            if fact.handle.node_id in whole:
+                whole[fact.handle.node_id] += _held(fact)
+        self._note_living(alive, whole, now_s)
+        for ended in self._returning:
+            self._weigh(ended, whole[ended.node], now_s)
+        returning = {ended.node for ended in self._returning}
+        self.room_gib = {node: self._room_gib(reading) for node, reading in readings.items() if node in returning}
+        leaked = _by_node([ended for ended in self._returning if ended.late])
+        for node in readings:
+            metrics.RELEASE_LEAKED_BYTES.labels(node).set(leaked.get(node, 0))
+
+    def _note_living(self, alive: Sequence[RankFact], whole: Mapping[str, int], now_s: float) -> None:
+        for fact in alive:
+            if fact.handle.node_id not in whole:
+                continue
+            samples = self._living.setdefault(fact.handle.rank_id, deque())
+            samples.append(Sample(fact.handle, now_s, _held(fact), whole[fact.handle.node_id]))
+            while samples[0].at_s < now_s - BEFORE_S:
+                samples.popleft()
 
     def _note_ends(self, observation: Observation, now_s: float) -> None:
         there = {fact.handle.rank_id for fact in observation.ranks or () if fact.alive or fact.processes}
         for rank_id in self._living.keys() - there:
-            handle, samples = self._living[rank_id]
+            handle = self._living[rank_id][-1].handle
             if handle.node_id in observation.unseen:
                 continue
-            del self._living[rank_id]
-            held = max((sample.held for sample in samples), default=0)
-            if held < LEAST_BYTES:
-                continue
-            ends = self._ended.setdefault(handle.node_id, [])
-            if ends and now_s - ends[-1].since_s <= BEFORE_S:
-                ended = ends[-1]
-                ended.models = tuple(sorted({*ended.models, handle.model}))
-                ended.held, ended.missing, ended.since_s = ended.held + held, ended.missing + held, now_s
-                continue
-            # The memory that an earlier end still lacks is not counted for this one too.
-            whole = max(sample.whole for sample in samples)
-            if ends:
-                whole = min(whole, ends[-1].whole - ends[-1].missing)
-            ends.append(Ended((handle.model,), held, whole, now_s, held))
+            samples = self._living.pop(rank_id)
+            held, whole = max(sample.held for sample in samples), max(sample.whole for sample in samples)
+            # Memory that earlier ends still lack is not counted for this one too.
+            earlier = [ended.whole - ended.missing for ended in self._ended if ended.node == handle.node_id]
+            if held > LOSS_BYTES:
+                self._ended.append(Ended(handle.model, handle.node_id, held, min([whole, *earlier]), now_s, held))
 
-    def _note_living(self, ranks: Sequence[RankFact], whole: int, now_s: float) -> None:
-        for fact in ranks:
-            if (held := _held(fact)) is None:
-                continue
-            _, samples = self._living.setdefault(fact.handle.rank_id, (fact.handle, deque()))
-            samples.append(Sample(now_s, held, whole))
-            while samples[0].at_s < now_s - BEFORE_S:
-                samples.popleft()
-
-    def _waits(self, node: str, ended: Ended, whole: int, alive: Sequence[RankFact], now_s: float) -> bool:
-        """Whether this memory still returns to the node. whole: what is available there, or held by engines that live."""
-        waited_s = now_s - ended.since_s
+    def _weigh(self, ended: Ended, whole: int, now_s: float) -> None:
+        """Note how much is back. whole: what is available on the node or held by living ranks."""
+        waited_s, was_late = now_s - ended.since_s, ended.late
         ended.missing = min(ended.missing, max(0, ended.whole - whole))
-        model = ended.models[0] if len(ended.models) == 1 else None
-        if ended.missing <= LOSS_SHARE * ended.held + LOSS_BYTES:
-            self._ended[node].remove(ended)
+        ended.late = waited_s >= LIMIT_S
+        node, model = ended.node, ended.model
+        if ended.is_back:
+            self._ended.remove(ended)
             metrics.RELEASE_SECONDS.labels(node).observe(waited_s)
-            self._show_leak(node)
-            back = f"{(ended.held - ended.missing) / GIB:.1f} of {ended.held / GIB:.1f} GiB of {ended.named}"
-            self._ledger.say(
-                "release", model, f"{back} came back to {node} within {waited_s:.1f} s.", node=node, seconds=round(waited_s, 2)
-            )
-            return False
-        # The memory of a rank without weights yet would look like memory that does not return.
-        if ended.stuck or waited_s < LIMIT_S or any(_held(fact) is None for fact in alive):
-            return not ended.stuck
-        if ended.missing < STUCK_BYTES or ended.missing < STUCK_SHARE * ended.held:
-            # Any other program may have taken so little.
-            self._ended[node].remove(ended)
-            return False
-        ended.stuck = True
-        self._show_leak(node)
-        message = f"{ended.lacking} have not come back to {node} after {waited_s:.0f} s; {_cure(node)}."
-        self._ledger.say("release", model, message, node=node, missing_bytes=ended.missing)
-        return False
+            back = f"{(ended.held - ended.missing) / GIB:.1f} of {ended.held / GIB:.1f} GiB came back to {node} within {waited_s:.1f} s."
+            self._journal.say("release", model, back, node=node, seconds=round(waited_s, 2))
+        elif ended.late and not was_late:
+            self._journal.say("release", model, ended.condition.message, node=node, missing_bytes=ended.missing)
 
-    def _show_leak(self, node: str) -> None:
-        metrics.RELEASE_LEAKED_BYTES.labels(node).set(sum(ended.missing for ended in self._ended[node] if ended.stuck))
+    def _room_gib(self, reading: Reading) -> float:
+        return max(0.0, (reading.mem_available_bytes - self._limits(reading.mem_total_bytes).soft) / GIB)
 
 
 def readings_of(observation: Observation) -> dict[str, Reading]:
@@ -220,20 +169,13 @@ def readings_of(observation: Observation) -> dict[str, Reading]:
     return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})
 
 
-def _cure(node: str) -> str:
-    return f"no load begins there before they are back. `sparkd doctor` names what holds memory; if no process does, restart {node}"
+def _by_node(ends: Sequence[Ended]) -> dict[str, int]:
+    missing: dict[str, int] = defaultdict(int)
+    for ended in ends:
+        missing[ended.node] += ended.missing
+    return dict(missing)
 
 
-def _named(files: Sequence[Mapping[str, Any]]) -> str:
-    """The largest come first."""
-    more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
-    return f"{', '.join(str(file['path']) for file in files[:NAMED])}{more}"
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
-
-
-def _held(fact: RankFact) -> int | None:
-    """Bytes on the host and on the device; None if they are not known."""
-    return None if fact.host_bytes is None else fact.host_bytes + (fact.device_bytes or 0)
+def _held(fact: RankFact) -> int:
+    """Bytes on the host and on the device; 0 if they are not known."""
+    return (fact.host_bytes or 0) + (fact.device_bytes or 0)

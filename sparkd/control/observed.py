@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sparkd.cluster.node_tracker import Observation
+from sparkd.control.attempt import Attempt
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import Progress, RankFact
 
@@ -14,15 +16,23 @@ BUSY_LEAST_S = 5.0
 class Observed:
     """Times are monotonic seconds.
 
-    ranks: None before the first observation. halted_since_s, deaf_since_s: first observation at which a signal had stopped a rank, or a
-    rank's socket had been removed; None for no such rank.
-    moved_at_s: when a rank last read, wrote or computed; told_at_s: when a rank last read or wrote.
+    ranks: of the last observation that showed them; None before the first.
+    current: of this tick; None where they are unknown: the observation failed, an action was changing them, or the only node is silent.
+    unseen: whether a node of the model does not answer.
+    dark_s: for how long that node has shown no sign of life.
+    no_raylet: such a node whose Ray has ended.
+    halted_since_s: first observation at which a signal had stopped a rank.
+    deaf_since_s: first observation at which a rank's socket had been removed.
+    moved_at_s: when a rank last read, wrote or computed.
+    told_at_s: when a rank last read or wrote.
     """
-
-    __slots__ = ("_moved", "deaf_since_s", "halted_since_s", "log_path", "moved_at_s", "progress", "ranks", "told_at_s")
 
     def __init__(self, now_s: float) -> None:
         self.ranks: tuple[RankFact, ...] | None = None
+        self.current: tuple[RankFact, ...] | None = None
+        self.unseen = False
+        self.dark_s = 0.0
+        self.no_raylet: str | None = None
         self.progress: Progress | None = None
         self.log_path: str | None = None
         self.begin(now_s)
@@ -40,12 +50,17 @@ class Observed:
         """The last rank has gone."""
         self.progress = None
 
-    def take_in(self, ranks: tuple[RankFact, ...] | None, start: str | None, now_s: float) -> None:
-        """Store an observation. ranks: the ranks on all nodes, None where no node could be observed. start: that of the present attempt."""
-        if ranks is None:
+    def take_in(self, observation: Observation, attempt: Attempt, model: str, now_s: float, *, is_steady: bool) -> None:
+        """Store an observation. is_steady: no action was changing the model's ranks when it began."""
+        self.current = None
+        unseen = observation.unseen.intersection(attempt.nodes)
+        self.unseen = bool(unseen)
+        self.dark_s = max((observation.dark_s.get(node, 0.0) for node in unseen), default=0.0)
+        self.no_raylet = min(unseen & observation.no_raylet, default=None)
+        if observation.ranks is None or not is_steady or (unseen and len(attempt.nodes) < 2):
             return
-        self.ranks = ranks
-        ours = [fact for fact in ranks if fact.handle.start == start]
+        self.current = self.ranks = tuple(fact for fact in observation.ranks if fact.handle.model == model)
+        ours = [fact for fact in self.ranks if fact.handle.start == attempt.rank_id]
         self.progress = progress_of(ours) or self.progress
         for fact in ours:
             if fact.handle.rank == 0:
@@ -53,6 +68,14 @@ class Observed:
         self._note_movement(ours, now_s)
         self.halted_since_s = _since(self.halted_since_s, now_s, any(fact.halted for fact in ours))
         self.deaf_since_s = _since(self.deaf_since_s, now_s, any(fact.deaf for fact in ours))
+
+    def halted_s(self, now_s: float) -> float:
+        """For how long a signal has stopped a rank."""
+        return 0.0 if self.halted_since_s is None else now_s - self.halted_since_s
+
+    def deaf_s(self, now_s: float) -> float:
+        """For how long the engine's socket has been gone."""
+        return 0.0 if self.deaf_since_s is None else now_s - self.deaf_since_s
 
     def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
         progress = [fact.progress for fact in ranks]

@@ -12,7 +12,7 @@ from sparkd.state.nouns import Operation, OperationState, Progress, Want
 from sparkd.state.store import OPERATIONS_KEPT, History
 
 
-class OperationBook:
+class Operations:
     """`persist(table, key, write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
 
     def __init__(self, history: History, persist: Callable[[str, str, Callable[[], object]], None], wall: Callable[[], float]) -> None:
@@ -36,23 +36,21 @@ class OperationBook:
         return operation if operation and operation.kind == kind and operation.state is OperationState.RUNNING else None
 
     def begin(self, record: Record, kind: str, by: str) -> Operation:
-        self.finish(record, OperationState.CANCELLED, f"Superseded by {kind}.")
-        operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        self.finish(record, OperationState.CANCELLED, f"It was cancelled: {kind} requested by {by}.")
+        operation = self.open(kind, record.name, by)
         record.operation = operation.id
-        self._keep(operation)
         return operation
 
     def finish(self, record: Record, state: OperationState, message: str, kind: str | None = None) -> None:
         """End the record's running operation, if it has one (of this kind)."""
         operation = self._operations.get(record.operation or "")
-        if operation is None or operation.state is not OperationState.RUNNING or (kind and operation.kind != kind):
-            return
-        self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=record.observed.progress))
-        record.operation = None
+        if operation is not None and kind in (None, operation.kind):
+            self.close(operation.id, state, message, record.observed.progress)
+            record.operation = None
 
     def open(self, kind: str, model: str, by: str) -> Operation:
         """Begin an operation that is no wish for the model: a pull goes on whatever becomes of the model's engine."""
-        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Requested by {by}.", self._wall())
         self._keep(operation)
         return operation
 
@@ -61,10 +59,11 @@ class OperationBook:
         if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
             self._operations[operation_id] = replace(operation, message=message, progress=progress)
 
-    def close(self, operation_id: str, state: OperationState, message: str) -> None:
-        """End an operation of `open`."""
+    def close(self, operation_id: str, state: OperationState, message: str, progress: Progress | None = None) -> None:
+        """End an operation. progress: how far it came, if it has not told that itself."""
         if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
-            self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall()))
+            ended_with = progress or operation.progress
+            self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=ended_with))
 
     def take_over(self, records: dict[str, Record]) -> None:
         """An operation of an earlier daemon goes on where its wish still stands, and ends otherwise."""
@@ -76,7 +75,7 @@ class OperationBook:
             if record and record.operation is None and kind == operation.kind:
                 record.operation = operation.id
             else:
-                self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self._wall()))
+                self.close(operation.id, OperationState.CANCELLED, "The daemon ended.")
 
     def _keep(self, operation: Operation) -> None:
         self._operations[operation.id] = operation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,23 +28,6 @@ _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore enc
 HALTED_S = 1.0
 # How long the socket's file of a server that is up may be gone. An engine that ends removes it, and has ended within that time.
 DEAF_S = 10.0
-# The delay reaches its cap long before this. Without a limit the 1,025th failure would overflow a float.
-MOST_DOUBLINGS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Restart policy: delays double from initial_s to max_s, plus or minus jitter, and start over after reset_after_s of READY."""
-
-    initial_s: float = 10.0
-    max_s: float = 300.0
-    jitter: float = 0.25
-    reset_after_s: float = 600.0
-
-    def delay_s(self, failures: int, rng: random.Random) -> float:
-        """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
-        base = min(self.max_s, self.initial_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS))
-        return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Follow the phase in the rank's log."""
+    """Go to this state: a load's next phase as the rank's log has it, DRAINING, or READY again."""
 
     model: str
     state: ModelState
@@ -79,24 +61,19 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Unwant:
-    """The model was idle for its ttl: wish it STOPPED."""
+class Expire:
+    """The model was idle for its ttl: request its stop."""
 
     model: str
     idle_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Yield:
+class Evict:
     """Evict this model for another that waits. Its requests may finish, and it returns only after the other had its turn."""
 
     model: str
     to: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +84,8 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """No process of the model is left: it is STOPPED."""
+class MarkStopped:
+    """No process of the model is left."""
 
     model: str
 
@@ -132,11 +109,11 @@ class Destroy:
     why: str
 
 
-Action = Place | Adopt | Move | Ask | Unwant | Yield | Drain | Stop | Rest | Fail | Destroy
+Action = Place | Adopt | Move | Ask | Expire | Evict | Stop | MarkStopped | Fail | Destroy
 
 
 def plan(
-    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, schedule: Schedule | None = None
+    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, schedule: Schedule | None = None
 ) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
@@ -149,12 +126,12 @@ def plan(
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
-    starting = any(facts.starts or facts.ends(now_s) for facts in models.values())
+    starting = any(facts.starts or facts.ends for facts in models.values())
     starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
         facts = models[name]
         may_start = can_place and not starting and (schedule is None or schedule.first == name)
-        action = _next(facts, may_start, now_s) or _of_schedule(facts, schedule, can_place and not starting)
+        action = _next(facts, may_start) or _of_schedule(facts, schedule, can_place and not starting)
         if action is None:
             continue
         actions.append(action)
@@ -163,7 +140,7 @@ def plan(
     return actions
 
 
-def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
+def _next(facts: ModelFacts, can_start: bool) -> Action | None:
     if facts.ranks is None:
         # The node did not answer. A wish to stop or start waits. An engine runs on, but its clients are not kept waiting.
         return _dark(facts) if facts.record.attempt.world == 1 and not facts.record.busy else None
@@ -174,8 +151,8 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     if stray:
         return stray
     if facts.record.desired.want is Want.STOPPED or facts.yields:
-        return _towards_stopped(facts, now_s)
-    return _towards_running(facts, can_start, now_s)
+        return _towards_stopped(facts)
+    return _towards_running(facts, can_start)
 
 
 def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Action | None:
@@ -185,7 +162,7 @@ def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Act
     if (refusal := schedule.refused.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
     to = schedule.leave.get(facts.name)
-    return Yield(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
+    return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
@@ -201,7 +178,7 @@ def _stray(facts: ModelFacts) -> Destroy | None:
     for start, ranks in _starts(facts).items():
         if start == facts.record.attempt.rank_id or facts.record.state is ModelState.STOPPING:
             continue
-        if facts.record.attempt.rank_id is None and (_adoptable(facts, ranks) or (facts.unseen and _adoptable(facts, ranks, whole=False))):
+        if facts.record.attempt.rank_id is None and _adoptable(facts, ranks, whole=not facts.observed.unseen):
             continue
         if any(fact.handle.config_hash != facts.record.hash for fact in ranks):
             reason = "its configuration changed"
@@ -223,14 +200,14 @@ def _adoptable(facts: ModelFacts, ranks: list[RankFact], *, whole: bool = True) 
     return not whole or sorted(fact.handle.rank for fact in ranks) == list(range(ranks[0].handle.world))
 
 
-def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
+def _towards_stopped(facts: ModelFacts) -> Action | None:
     match facts.record.state:
         case ModelState.STOPPED:
             return None
         case ModelState.READY:
-            return Drain(facts.name) if facts.record.queue.in_flight else Stop(facts.name)
+            return Move(facts.name, ModelState.DRAINING) if facts.record.queue.in_flight else Stop(facts.name)
         case ModelState.DRAINING:
-            expired = now_s - facts.record.since_s >= facts.drain_deadline_s
+            expired = facts.now_s - facts.record.since_s >= facts.drain_deadline_s
             return Stop(facts.name) if facts.record.queue.in_flight == 0 or expired else None
         case ModelState.FAILED:
             return _end(facts)
@@ -244,57 +221,57 @@ def _end(facts: ModelFacts) -> Action | None:
     """The next step towards STOPPED. A model with a node that does not answer cannot be said to have ended."""
     if facts.ranks:
         return Stop(facts.name)
-    return None if facts.unseen else Rest(facts.name)
+    return None if facts.observed.unseen else MarkStopped(facts.name)
 
 
-def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
+def _towards_running(facts: ModelFacts, can_start: bool) -> Action | None:
     match facts.record.state:
         case ModelState.STOPPED | ModelState.FAILED:
-            return _start(facts, can_start, now_s)
+            return _start(facts, can_start)
         case ModelState.STOPPING:
             return _end(facts)
         case ModelState.PLANNED:
             # No action is in progress, so the one that placed the model was lost.
             return Fail(facts.name, "PlacementLost", "The placement ended without a result; it is tried again.")
         case _:
-            return _watch(facts, now_s)
+            return _watch(facts)
 
 
-def _start(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
+def _start(facts: ModelFacts, can_start: bool) -> Action | None:
     for start, ranks in _starts(facts).items():
         if start == facts.record.attempt.rank_id:
             return Destroy(start, facts.name, "the attempt it belonged to failed")
         if _adoptable(facts, ranks):
             return Adopt(facts.name, start)
-    if facts.record.hash is None or facts.unseen or not can_start or now_s < facts.record.backoff_until_s:
+    if facts.record.hash is None or facts.observed.unseen or not can_start or facts.now_s < facts.record.backoff_until_s:
         # Ranks on a node that does not answer may still hold its memory.
         return None
     return Place(facts.name)
 
 
-def _watch(facts: ModelFacts, now_s: float) -> Action | None:
+def _watch(facts: ModelFacts) -> Action | None:
     if failed := _broken(facts):
         return failed
     present = _present(facts)
     if not present:
         return None
     if any(fact.handle.config_hash != facts.record.hash for fact in present):
-        return _towards_stopped(facts, now_s)
+        return _towards_stopped(facts)
     if facts.record.state in STARTING:
-        return _advance(facts, present, now_s)
+        return _advance(facts, present)
     if facts.record.state is ModelState.DRAINING:
         return Move(facts.name, ModelState.READY)
-    idle_s = now_s - facts.record.queue.last_used_s
+    idle_s = facts.now_s - facts.record.queue.last_used_s
     if facts.ttl_s > 0 and facts.record.queue.in_flight == 0 and facts.record.queue.waiting == 0 and idle_s >= facts.ttl_s:
-        return Unwant(facts.name, idle_s)
+        return Expire(facts.name, idle_s)
     return None
 
 
 def _dark(facts: ModelFacts) -> Fail | None:
     """The failure of a READY model whose only node does not answer."""
-    if facts.record.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
+    if facts.record.state is not ModelState.READY or facts.observed.dark_s < ALONE_DARK_S:
         return None
-    cause = f"Its node has not answered for {facts.dark_s:.0f} s"
+    cause = f"Its node has not answered for {facts.observed.dark_s:.0f} s"
     return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts it again when the node is back, or elsewhere if the node is lost.")
 
 
@@ -306,7 +283,7 @@ def _present(facts: ModelFacts) -> list[RankFact]:
 def _broken(facts: ModelFacts) -> Fail | None:
     """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable, without its socket or frozen."""
     present = _present(facts)
-    if not present and not facts.unseen:
+    if not present and not facts.observed.unseen:
         return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
@@ -314,22 +291,23 @@ def _broken(facts: ModelFacts) -> Fail | None:
         first = next(filter(_says_why, by_cause(present)), dead[0])
         return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
     missing = sorted(set(range(facts.record.attempt.world)) - {fact.handle.rank for fact in present})
-    if missing and not facts.unseen:
+    if missing and not facts.observed.unseen:
         numbers = " and ".join(map(str, missing))
         message = f"Rank {numbers} of {facts.record.attempt.world} has disappeared from its node; sparkd starts all ranks again."
         return Fail(facts.name, "RankMissing", message)
-    if facts.deaf_s >= DEAF_S:
+    if facts.observed.deaf_s(facts.now_s) >= DEAF_S:
         path = next((fact.handle.socket_path for fact in present if fact.deaf), "")
         return Fail(facts.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
     if facts.record.attempt.world == 1:
         return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
-    if facts.dark_s >= DARK_S:
-        cause = f"one of its nodes has not answered for {facts.dark_s:.0f} s"
+    if facts.observed.dark_s >= DARK_S:
+        cause = f"one of its nodes has not answered for {facts.observed.dark_s:.0f} s"
         return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {cause}. sparkd starts them again when the node is back.")
-    if facts.no_raylet:
-        cause = f"Ray on {facts.no_raylet} has ended, and with it the workers of this engine (`executor: ray`)"
+    spec, no_raylet = facts.record.spec, facts.observed.no_raylet
+    if no_raylet and spec and spec.executor == "ray":
+        cause = f"Ray on {no_raylet} has ended, and with it the workers of this engine (`executor: ray`)"
         return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts them again when Ray is back.")
-    if facts.halted_s >= HALTED_S:
+    if facts.observed.halted_s(facts.now_s) >= HALTED_S:
         halted = next((fact for fact in present if fact.halted), present[0]).handle
         cause = f"Rank {halted.rank} on {halted.node_id} is stopped by a signal (SIGSTOP)"
         return Fail(facts.name, "RankHangs", f"{cause}; sparkd starts all ranks again.")
@@ -338,12 +316,13 @@ def _broken(facts: ModelFacts) -> Fail | None:
     return None
 
 
-def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action | None:
+def _advance(facts: ModelFacts, present: list[RankFact]) -> Action | None:
     progress = progress_of(present) or Progress()
-    late_s = now_s - facts.record.attempt.since_s - facts.start_deadline_s
-    spins = late_s >= (LATEST - 1) * facts.start_deadline_s and facts.silent_s >= SILENT_S
-    if late_s >= 0 and (facts.still_s >= STILL_S or spins):
-        hung = "hung" if facts.still_s >= STILL_S else f"computed for {facts.silent_s:.0f} s without reading a byte or writing a line"
+    late_s = facts.now_s - facts.record.attempt.since_s - facts.start_deadline_s
+    still_s, silent_s = facts.now_s - facts.observed.moved_at_s, facts.now_s - facts.observed.told_at_s
+    spins = late_s >= (LATEST - 1) * facts.start_deadline_s and silent_s >= SILENT_S
+    if late_s >= 0 and (still_s >= STILL_S or spins):
+        hung = "hung" if still_s >= STILL_S else f"computed for {silent_s:.0f} s without reading a byte or writing a line"
         took_s = facts.start_deadline_s + late_s
         cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.record.state}. {_why(present)}"
         cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
@@ -354,7 +333,7 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
     phase = _PHASES.get(progress.phase)
     if phase and _ORDER.index(phase) > _ORDER.index(facts.record.state):
         return Move(facts.name, phase)
-    if now_s - facts.record.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
+    if facts.now_s - facts.record.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
         return Ask(facts.name)
     return None
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.config.config import ModelConfig
+from sparkd.control.attempt import Attempt
 from sparkd.control.observed import Observed
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.wait_reasons import Wait
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import Desired, ModelState, RankHandle, Want
+from sparkd.state.nouns import Desired, ModelState, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,76 +40,8 @@ class Evicted:
     owed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt to have the model run, from its placement or adoption to the end of its ranks. Times ending in _s are monotonic seconds.
-
-    entry_hash: of the entry with which it began. rank_id: of the start; None before its ranks are started and once they are gone. handles:
-    of every rank, rank 0's first; so are the nodes. memory_gib: reserved on each node. transport: findings on how the ranks of several
-    nodes talk, as plain JSON. lack: the memory that it asked for when there was no room. load_s: how long its load took. reason: why it
-    failed; lasts: waiting does not heal it; client_message: what a client may read of it. message: what an operator reads now.
-    """
-
-    since_s: float
-    entry_hash: str | None = None
-    rank_id: str | None = None
-    handles: tuple[RankHandle, ...] = ()
-    nodes: tuple[str, ...] = ()
-    world: int = 1
-    memory_gib: float | None = None
-    adopted: bool = False
-    transport: tuple[Mapping[str, str], ...] = ()
-    lack: Lack | None = None
-    ready_since_s: float | None = None
-    load_s: float | None = None
-    reason: str | None = None
-    lasts: bool = False
-    client_message: str | None = None
-    message: str | None = None
-
-    @property
-    def handle(self) -> RankHandle | None:
-        """Rank 0's, which serves."""
-        return self.handles[0] if self.handles else None
-
-    @property
-    def node_id(self) -> str | None:
-        return self.nodes[0] if self.nodes else None
-
-
 class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
-
-    __slots__ = (
-        "attempt",
-        "backoff_until_s",
-        "busy",
-        "desired",
-        "evicted",
-        "failures",
-        "hash",
-        "last_asked_s",
-        "last_failure",
-        "looked",
-        "lost_load_s",
-        "name",
-        "observed",
-        "operation",
-        "origin",
-        "queue",
-        "restarts",
-        "since_s",
-        "since_wall_s",
-        "spec",
-        "stalls",
-        "state",
-        "takes_turns",
-        "task",
-        "turn",
-        "upstream",
-        "wait",
-        "yields_to",
-    )
 
     def __init__(self, name: str, desired: Desired, now_s: float, wall_s: float) -> None:
         self.name = name

@@ -26,7 +26,7 @@ OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 log = logging.getLogger("sparkd.supervisor")
 
 
-class Roster:
+class Registry:
     """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top.
 
     of_serve: names of the models that `sparkd serve --model` was started with.
@@ -58,6 +58,13 @@ class Roster:
         if record is None or (configured and record.spec is None):
             raise self._unknown(name)
         return record
+
+    def spec(self, name: str) -> ModelConfig:
+        """The entry of a model, by name or alias. Raises UnknownModel, also for one that was removed and is only seen to its end."""
+        spec = self.find(name).spec
+        if spec is None:
+            raise self._unknown(name)
+        return spec
 
     def configure(self, base: Config) -> dict[str, list[str]]:
         """Take the file's configuration. A model that it no longer has is forgotten once it is STOPPED.
@@ -93,7 +100,7 @@ class Roster:
                 self.records[name] = Record(name, desired, self._clock(), self.wall())
             record = self.records[name]
             record.spec = spec
-            record.origin = "file" if name in base.models else "api"
+            record.origin = "serve" if name in self._of_serve else "file" if name in base.models else "api"
             record.hash = config_hash(spec, self.config.engine)
         self._names = {name: name for name in self.records} | self.config.names()
         self.ties = self.config.groups.ties(self._names)
@@ -279,11 +286,11 @@ class Roster:
             log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
 
 
-def replaced(roster: Roster, base: Config) -> list[ModelConfig]:
+def replaced(registry: Registry, base: Config) -> list[ModelConfig]:
     """The entries with which this configuration of the file would restart READY engines. Changes nothing."""
     entries = [
         (record, base.models.get(name) or (record.spec if record.origin == "api" else None))
-        for name, record in roster.records.items()
+        for name, record in registry.records.items()
         if record.state is ModelState.READY
     ]
     return [spec for record, spec in entries if spec is not None and config_hash(spec, base.engine) != record.hash]

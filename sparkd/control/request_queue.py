@@ -11,13 +11,13 @@ PROMISE_S = 120.0
 class RequestQueue:
     """Times are monotonic seconds.
 
-    questions: the daemon's own test requests that the engine works on. They do not count as a use of the model. waiters: in order of
-    arrival. promised_at_s: when a client waited too long and was asked to retry by a 503. asked_since_s: since when the model is
-    requested while it is not READY. abandoned_at_s: when a client last left that waited for that load. unanswered: every recent client
-    gave up, or its connection broke, before the engine answered.
+    questions: the daemon's own test requests that the engine works on. They do not count as a use of the model.
+    waiters: in order of arrival.
+    promised_at_s: when a client waited too long and was asked to retry by a 503.
+    asked_since_s: since when the model is requested while it is not READY.
+    abandoned_at_s: when a client that waited for that load last left.
+    unanswered: whether every recent client gave up, or its connection broke, before the engine answered.
     """
-
-    __slots__ = ("abandoned_at_s", "asked_since_s", "in_flight", "last_used_s", "promised_at_s", "questions", "unanswered", "waiters")
 
     def __init__(self, now_s: float) -> None:
         self.in_flight = 0
@@ -49,29 +49,14 @@ class RequestQueue:
             self.in_flight -= 1
             self.last_used_s = now_s
 
-    def judge(self, *, answered: bool) -> None:
-        """Whether the engine has begun to answer the last request that says anything of it."""
-        self.unanswered = not answered
-
     def ask(self, now_s: float) -> None:
-        """The model is requested. An earlier request keeps its place."""
+        """The model is requested. An earlier request keeps its position."""
         if self.asked_since_s is None:
             self.asked_since_s = now_s
 
     def withdraw(self) -> None:
         """The model is no longer requested."""
         self.asked_since_s = self.abandoned_at_s = None
-
-    def promise(self, now_s: float) -> None:
-        """The gateway asked a client to retry later."""
-        self.promised_at_s = now_s
-
-    def forget_promise(self) -> None:
-        self.promised_at_s = None
-
-    def abandon(self, now_s: float) -> None:
-        """A client left that waited for a load."""
-        self.abandoned_at_s = now_s
 
     def wait(self, waiter: asyncio.Future[None], now_s: float) -> None:
         self.waiters[waiter] = None
@@ -81,7 +66,7 @@ class RequestQueue:
         self.waiters.pop(waiter, None)
 
     def open(self, now_s: float) -> None:
-        """The model is READY: everyone who waits may go in, and its time without use begins."""
+        """The model is READY: admit all waiters. Its time without use begins."""
         self.asked_since_s = self.abandoned_at_s = None
         self.unanswered = False
         self.last_used_s = now_s
@@ -90,7 +75,7 @@ class RequestQueue:
                 waiter.set_result(None)
 
     def turn_away(self, error: Exception) -> None:
-        """Everyone who waits learns why."""
+        """Refuse all waiters with this error."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

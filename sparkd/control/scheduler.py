@@ -53,12 +53,12 @@ class Schedule:
     line: tuple[str, ...] = ()
 
 
-def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, now_s: float, bar: Wait | None = None) -> Schedule:
+def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, bar: Wait | None = None) -> Schedule:
     """The decision for the present facts; equal facts give an equal decision.
 
     bar: why no model can be placed now.
     """
-    waiting = [facts for facts in models.values() if _waits(facts, now_s)]
+    waiting = [facts for facts in models.values() if _waits(facts)]
     waiting.sort(key=lambda facts: (not facts.record.claims, _asked_since_s(facts), facts.name))
     waits: dict[str, Wait] = {}
     refused: dict[str, Wait] = {}
@@ -70,20 +70,20 @@ def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties
         if not rivals and not lacks:
             waits |= dict.fromkeys(others, Wait(STARTED_FIRST, f"It waits for its turn: {name} is started first.", (name,)))
             returning = book.returning(name, facts.record.lack) if facts.record.lack else None
-            if (wait := bar or _before(models, now_s)) is not None:
+            if (wait := bar or _before(models)) is not None:
                 waits[name] = wait
             elif returning is not None:
-                waits[name] = Wait(RETURNS, returning, lack=facts.record.lack)
+                waits[name] = Wait(RETURNS, returning)
             return Schedule(None if returning else name, {}, waits, refused, _line(waiting, refused))
         if not facts.record.claims:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
-        victims = _victims(facts, models, book, ties, rivals, now_s)
+        victims = _victims(facts, models, book, ties, rivals)
         if isinstance(victims, Wait):
             refused[name] = victims
             continue
-        leave, wait = _leaving(facts, victims, now_s)
+        leave, wait = _leaving(facts, victims)
         waits[name] = _waits_for(facts, rivals, wait)
         message = f"It waits for its turn: {name} was requested first and waits for memory."
         waits |= dict.fromkeys(others, Wait(ASKED_FIRST, message, (name,)))
@@ -96,18 +96,18 @@ def _asked_since_s(facts: ModelFacts) -> float:
     return float("inf") if since_s is None else since_s
 
 
-def _waits(facts: ModelFacts, now_s: float) -> bool:
+def _waits(facts: ModelFacts) -> bool:
     """It could be started now, as far as it is concerned."""
     wanted = facts.record.desired.want is Want.RUNNING and not facts.yields and facts.record.hash is not None
-    free = facts.record.state in _AWAY and not facts.record.busy and facts.ranks == () and not facts.unseen
-    return wanted and free and now_s >= facts.record.backoff_until_s
+    free = facts.record.state in _AWAY and not facts.record.busy and facts.ranks == () and not facts.observed.unseen
+    return wanted and free and facts.now_s >= facts.record.backoff_until_s
 
 
-def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
+def _before(models: Mapping[str, ModelFacts]) -> Wait | None:
     """The models to start or end before the first of those that wait: one at a time (sparkd.control.plan)."""
     if starts := sorted(name for name, facts in models.items() if facts.starts):
         return Wait(LOADS, f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time.", tuple(starts))
-    if ends := sorted(name for name, facts in models.items() if facts.ends(now_s)):
+    if ends := sorted(name for name, facts in models.items() if facts.ends):
         return Wait(ENDS, f"It waits for {' and '.join(ends)} to end and release memory.", tuple(ends))
     return None
 
@@ -123,7 +123,6 @@ def _victims(
     book: MemoryBook,
     ties: Ties,
     rivals: Collection[str],
-    now_s: float,
 ) -> list[ModelFacts] | Wait:
     """The fewest models to evict, unused ones first; a Wait if evicting every evictable model would not suffice."""
     spared = {asker.name, *ties.companions_of(asker.name)}
@@ -150,8 +149,8 @@ def _victims(
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
-        return Wait(NO_ROOM, sentence, tuple(keepers), asker.record.lack)
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts, now_s))
+        return Wait(NO_ROOM, sentence, tuple(keepers))
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts))
     while not book.has_room(asker.name, asker.record.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
@@ -161,9 +160,9 @@ def _victims(
     return _whole(chosen, models, ties)
 
 
-def _missed(asker: ModelFacts, facts: ModelFacts, now_s: float) -> tuple[object, ...]:
+def _missed(asker: ModelFacts, facts: ModelFacts) -> tuple[object, ...]:
     """How much it would be missed if it went, the least first."""
-    stays, busy = _until_s(asker, [facts]) > now_s, facts.record.queue.in_flight > 0
+    stays, busy = _until_s(asker, [facts]) > facts.now_s, facts.record.queue.in_flight > 0
     return not _leaves(facts), stays, busy, facts.record.priority, facts.record.queue.last_used_s, facts.name
 
 
@@ -191,15 +190,15 @@ def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:
     return max(max(stay.ready_since_s for stay in stays) + loads_s, *(stay.until_s for stay in stays))
 
 
-def _leaving(asker: ModelFacts, victims: list[ModelFacts], now_s: float) -> tuple[list[str], Wait]:
+def _leaving(asker: ModelFacts, victims: list[ModelFacts]) -> tuple[list[str], Wait]:
     """The models that are evicted now, and the reason for the waiting one. They are evicted together, or none yet."""
     models = tuple(facts.name for facts in victims)
-    names, stay_s = " and ".join(models), _until_s(asker, victims) - now_s
+    names, stay_s = " and ".join(models), _until_s(asker, victims) - asker.now_s
     if not victims:
         return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:
         leaving = [facts.name for facts in victims if _leaves(facts)]
-        return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
+        return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models)
     busy = sum(facts.record.queue.in_flight for facts in victims)
     requests = f", {busy} request{'' if busy == 1 else 's'} may finish first" if busy else ""
     return list(models), Wait(LEAVE, f"{names} is unloaded for it{requests}", models)
@@ -211,7 +210,7 @@ def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
         before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
     else:
         before = f"It waits for memory, {_size(facts)}"
-    return replace(wait, message=f"{before}: {wait.message}.", lack=None if rivals else facts.record.lack)
+    return replace(wait, message=f"{before}: {wait.message}.")
 
 
 def _size(facts: ModelFacts) -> str:

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 
 from sparkd import metrics
@@ -20,25 +19,23 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ENDS_S, ModelFacts, Stay
-from sparkd.control.journal import Ledger, say_change
+from sparkd.control.facts import ModelFacts
+from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
-from sparkd.control.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.control.record import Record
-from sparkd.control.registry import Roster
-from sparkd.control.request_queue import PROMISE_S
+from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
+from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule
 from sparkd.control.swap import Swap
-from sparkd.control.views import guard_hints, holders, view
+from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -50,16 +47,17 @@ UNSEEN = Observation(None, None, False)
 
 
 class Supervisor:
-    """Runs the loop and owns the parts that write the state of every model.
+    """Runs the loop. It and its parts alone write the state of a model.
 
-    `ask(model, timeout_s)` sends one real request to the model through the gateway. It returns after the answer, or raises SparkdError.
-    `outside` returns a condition of the rest of the daemon. `clock` is monotonic seconds.
+    ask: sends one real request to a model through the gateway, with a time limit. Returns after the answer, or raises SparkdError.
+    outside: returns a condition of the rest of the daemon.
+    clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        registry: Roster,
-        journal: Ledger,
+        registry: Registry,
+        journal: Journal,
         cluster: Cluster,
         *,
         ask: AskFunction,
@@ -75,62 +73,48 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # The facts that the last tick planned from.
-        self._found: Found | None = None
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.registry = registry
-        self.ledger = journal
+        self.journal = journal
         self.tasks = Tasks(self.boundary)
         means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._looks = ModelLooks(means)
-        self._wishes = Wishes(self.registry, self.ledger, self._wake, clock, journal.wall)
-        self._queue = LeaseQueue(
-            self.registry,
-            wishes=self._wishes,
-            wake=self._wake,
-            clock=clock,
-            unusable=cluster.models.unusable,
-            parsers=cluster.models.parsers,
-            look=self._looks.look,
-            boundary=self.boundary,
-        )
-        self._gate = LoadGate(
-            self.ledger,
-            self._queue,
-            self._wishes,
-            clock,
-            partial(holders, self.registry),
-            lambda total: self.registry.config.memory.limits(total),
-        )
-        self._swap = Swap(self.ledger, cluster.places.book, lambda: self.registry.ties, self._wishes, clock)
-        self._endings = Endings(means, self._gate.release.left)
+        self._wishes = Wishes(means)
+        self._queue = LeaseQueue(means, self._wishes, self._looks)
+        self._gate = LoadGate(means, self._queue, self._wishes)
+        self._swap = Swap(means, self._wishes)
+        self._endings = Endings(means)
         self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
-        self.ledger.operations.take_over(self.registry.records)
+        self.journal.operations.take_over(self.registry.records)
         self._effects.recall(journal.handles())
 
-    # The three verbs.
+    # The requests of clients and operators.
 
-    def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
-    ) -> Lease:
+    def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
-        READY: at once. STOPPED or starting: wishes the model RUNNING and waits up to wait_s (default: the model's). STOPPING: waits for the
-        stop and the next start. FAILED in back-off: raises ModelFailed at once. `waits` is called once if the request has to wait.
-        Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
-        RouteNotServed at once if the model is known not to meet it.
+        A READY model is leased at once. For another the request waits up to its wait_for_load_s: STOPPED, it is requested; STOPPING, it
+        stops and starts again. In the back-off of a failure ModelFailed is raised at once. A client that leaves as the last one withdraws
+        the request.
+
+        probe: lease a model that is not READY yet, and start none.
+        waits: called once if the request has to wait.
+        need: what the request needs. Raises RouteNotServed if the model is known not to have it.
         """
-        return Lease(self._queue, name, wait_s, probe, waits, need)
+        return Lease(self._queue, name, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
-        """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
+        """Set the desired state of `name`. It is persisted before the loop acts on it. Idempotent. Raises UnknownModel.
+
+        by: who wants it: admin, config, request, ttl, guard, swap or group.
+        """
         operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
             end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
@@ -140,10 +124,10 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        own = (self._refused, self.ledger.trouble, *self.registry.conditions)
+        own = (self._refused, self.journal.trouble, *self.registry.conditions)
         every = (*own, seen, *self._gate.conditions, *self._watchdog.conditions, self.boundary.condition, self._outside())
         return Snapshot(
-            at_s=self.ledger.wall(),
+            at_s=self.journal.wall(),
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
@@ -151,7 +135,7 @@ class Supervisor:
                 name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
             },
             nodes=observation.nodes if observation else (),
-            operations=self.ledger.operations.all(self.registry.records),
+            operations=self.journal.operations.all(self.registry.records),
             cluster=observation.cluster if observation else {},
             conditions=tuple(condition for condition in every if condition is not None),
             engines=tuple(
@@ -164,14 +148,10 @@ class Supervisor:
 
     # For the daemon.
 
-    def next_actions(self) -> list[Action]:
-        """The actions that a tick would plan now from the last observation. Takes none of them."""
-        return [] if self._found is None else self._plan(self._found)[0]
-
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
 
-        Engines whose own settings did not change keep running. Models that are new in the preload list are loaded.
+        An engine keeps running unless its own settings changed. Models that are new in the preload list are loaded.
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
@@ -184,21 +164,21 @@ class Supervisor:
         end_backoffs(self.registry, self._clock(), FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
-                say_change(self.ledger, kind, name, "file")
+                say_change(self.journal, kind, name, "file")
         summary = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
-        self.ledger.say("config", None, f"The configuration was read again{f' ({summary})' if summary else ''}.")
+        self.journal.say("config", None, f"The configuration was read again{f' ({summary})' if summary else ''}.")
         self._wake.set()
         return changes
 
-    def tell_refused(self, reason: str | None) -> None:
+    def note_refused(self, reason: str | None) -> None:
         """Record why the last reload was refused. None: it was accepted."""
         if reason is not None:
-            self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
+            self.journal.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
         message = f"The configuration file was rejected: {reason}"
         self._refused = Condition("ConfigRefused", message) if reason is not None else None
 
     def drain(self, *, wholly: bool = True) -> None:
-        """Shut the queue: end all waits and give no new lease. wholly=False still gives leases of models that are READY."""
+        """Refuse all requests that wait, and all new ones. wholly=False still leases models that are READY."""
         self._draining = True
         self._queue.close(self.registry.records.values(), wholly=wholly)
 
@@ -215,15 +195,10 @@ class Supervisor:
             await asyncio.wait(placing, timeout=timeout_s)
 
     async def stop_everything(self, *, at_once: bool = False) -> None:
-        """Stop every rank that can be found. The wishes stay for the daemon's next start."""
+        """Stop every rank that can be found. The desired states stay for the daemon's next start."""
         observation = await self._cluster.observe()
-        ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.engines.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
-        for fact, left in zip(ranks, results, strict=True):
-            if isinstance(left, BaseException):
-                log.error("a rank was not stopped: %s", left)
-            else:
-                self._gate.release.left(fact.handle, left)
+        for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
+            log.error("a rank was not stopped: %s", error)
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
         for record in self.registry.records.values():
@@ -253,8 +228,8 @@ class Supervisor:
         around, records = self.boundary.around, self.registry.records
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
-        self.ledger.save_rest()
-        with around("tell"):
+        self.journal.save_rest()
+        with around("hints"):
             self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
@@ -264,38 +239,17 @@ class Supervisor:
             self._endings.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
-            self.ledger.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
-        with around("trouble"):
-            self._tell_trouble(before, observation)
-        with around("welcome"):
-            self._welcome(observation)
-        with around("look"):
+            self.journal.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
+        with around("conditions"):
+            self._note_conditions(before, observation)
+        with around("nodes"):
+            self._note_nodes(observation)
+        with around("abilities"):
             self._looks.look_at_new()
-        with around("pulse"):
+        with around("watchdog"):
             self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
-            # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            found = self._found = Found.of(observation, records, steady)
-            # Without the gate's word no node is open, to a placement in progress either.
-            closed = frozenset(node.node_id for node in observation.nodes)
-            with around("gate", failed=lambda _: self._cluster.places.shut(closed, {})):
-                self._gate.look(observation, records)
-                self._cluster.places.shut(self._gate.shut, self._gate.release.room_gib)
-                found = self._found = replace(found, is_open=True)
-            for record in records.values():
-                with around("record", record.name):
-                    record.observed.take_in(found.ranks_of(record), record.attempt.rank_id, self._clock())
-            with around("wishes"):
-                self._wishes.end_removed()
-                self._queue.forget_clients()
-                self._swap.settle(records)
-            with around("plan"):
-                actions, schedule = self._plan(found)
-                with around("swap"):
-                    self._swap.show(schedule, records)
-                for action in actions:
-                    with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
-                        self._act(action, observation)
+            self._plan_and_act(observation, steady)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
@@ -303,38 +257,70 @@ class Supervisor:
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
-            self.ledger.snapshots.show(snapshot)
+            for show in self.journal.snapshot_followers:
+                show(snapshot)
 
-    def _tell_trouble(self, before: Observation, now: Observation) -> None:
+    def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
+        """Take in the observation and start the next actions. steady: by model whose ranks no action was changing, its start."""
+        around, records = self.boundary.around, self.registry.records
+        # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
+        is_open = False
+        # Without the gate's word no node is open, to a placement in progress either.
+        closed = frozenset(node.node_id for node in observation.nodes)
+        with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
+            self._gate.look(observation, records)
+            self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
+            is_open = True
+        for record in records.values():
+            with around("observed", record.name):
+                is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
+                record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
+        with around("wishes"):
+            self._wishes.end_removed()
+            self._queue.forget_clients()
+            self._swap.settle(records)
+        with around("plan"):
+            actions, schedule = self._plan(observation, is_open)
+            with around("swap"):
+                self._swap.show(schedule, records)
+            for action in actions:
+                with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
+                    self._act(action, observation)
+
+    def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
         for node in sorted(now.no_raylet - before.no_raylet):
-            self.ledger.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
+            self.journal.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
         old, new = before.trouble, now.trouble
         if new is not None and (old is None or (old.reason, old.node) != (new.reason, new.node)):
-            self.ledger.say("cluster", None, new.message, reason=new.reason, node=new.node)
+            self.journal.say("cluster", None, new.message, reason=new.reason, node=new.node)
         elif old is not None and new is None and now is not UNSEEN:
-            self.ledger.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
+            self.journal.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
 
-    def _welcome(self, observation: Observation) -> None:
+    def _note_nodes(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
-    def _plan(self, observed: Found) -> tuple[list[Action], Schedule]:
-        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing."""
+    def _plan(self, observation: Observation, is_open: bool) -> tuple[list[Action], Schedule]:
+        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing.
+
+        is_open: the gate and the cluster know on which nodes a load may begin.
+        """
         now_s, around = self._clock(), self.boundary.around
+        strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in self.registry.records)
         facts: dict[str, ModelFacts] = {}
         for name, record in self.registry.records.items():
             with around("facts", name):
-                facts[name] = observed.facts_of(record, self.registry.config, now_s, self._watchdog.frozen)
+                facts[name] = ModelFacts.of(record, self.registry.config, now_s, self._watchdog.frozen(record))
         can_place, schedule = False, Schedule()
         with around("schedule"):
-            bar = self._gate.block_reason(observed.observation, observed.strangers)
+            bar = self._gate.block_reason(observation, strangers)
             schedule = self._swap.schedule(facts, bar)
-            can_place = observed.is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, observed.strangers, can_place, now_s, schedule), schedule
+            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
+        return plan(facts, strangers, can_place, schedule), schedule
 
     def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
@@ -364,87 +350,22 @@ class Supervisor:
                 self._effects.move(record, state)
             case Ask():
                 self._effects.start(record, "ask", self._effects.ask(record))
-            case Unwant(idle_s=idle_s):
+            case Expire(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
                 if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
                     return
-                self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
+                self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
-            case Yield(to=to):
+            case Evict(to=to):
                 self._swap.leave(record, self.registry.records[to])
-            case Drain():
-                self._effects.move(record, ModelState.DRAINING)
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)
                 elif self._endings.rests(record.name):
                     return
                 self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
-            case Rest():
-                self._effects.rest(record)
+            case MarkStopped():
+                self._effects.mark_stopped(record)
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the observation began.
-    is_open: the gate and the cluster know on which nodes a load may begin; otherwise the plan starts nothing."""
-
-    observation: Observation
-    by_model: Mapping[str, list[RankFact]]
-    strangers: tuple[RankFact, ...]
-    steady: Mapping[str, str | None]
-    is_open: bool = False
-
-    @classmethod
-    def of(cls, observation: Observation, records: Mapping[str, Record], steady: Mapping[str, str | None]) -> Found:
-        by_model: dict[str, list[RankFact]] = {}
-        for fact in observation.ranks or ():
-            by_model.setdefault(fact.handle.model, []).append(fact)
-        strangers = tuple(fact for name, ranks in by_model.items() if name not in records for fact in ranks)
-        return cls(observation, by_model, strangers, steady)
-
-    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
-        """The plan's facts about a model. frozen: see Watchdog.frozen."""
-        spec, observed = record.spec, record.observed
-        unseen = self.observation.unseen.intersection(record.attempt.nodes)
-        return ModelFacts(
-            record,
-            self.ranks_of(record),
-            unseen=bool(unseen),
-            dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
-            no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
-            halted_s=now_s - observed.halted_since_s if observed.halted_since_s is not None else 0.0,
-            deaf_s=now_s - observed.deaf_since_s if observed.deaf_since_s is not None else 0.0,
-            still_s=now_s - observed.moved_at_s,
-            silent_s=now_s - observed.told_at_s,
-            frozen=frozen(record),
-            start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
-            drain_deadline_s=config.unload_timeout_s,
-            stop_deadline_s=config.engine.stop_timeout_s + ENDS_S,
-            ttl_s=config.ttl_s(spec) if spec else 0.0,
-            stay=_stay(record, config),
-        )
-
-    def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
-        """The model's ranks. None if they are unknown: the observation failed, an action is changing them, or its only node is silent."""
-        changing = record.name not in self.steady or self.steady[record.name] != record.attempt.rank_id
-        only_node_unseen = len(record.attempt.nodes) < 2 and self.observation.unseen.intersection(record.attempt.nodes)
-        if self.observation.ranks is None or changing or only_node_unseen:
-            return None
-        return tuple(self.by_model.get(record.name, ()))
-
-
-def _stay(record: Record, config: Config) -> Stay:
-    if record.attempt.ready_since_s is None:
-        return Stay()
-    busy = record.queue.in_flight or record.queue.waiters
-    idle_at_s = float("inf") if busy else record.queue.last_used_s + config.swap_idle_s
-    least_s = config.min_residency_s
-    if record.queue.promised_at_s is not None:
-        comes_back_s = record.queue.promised_at_s + PROMISE_S
-        idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.attempt.ready_since_s)
-    until_s = min(idle_at_s, record.attempt.ready_since_s + least_s)
-    return Stay(record.attempt.ready_since_s, until_s, (record.attempt.load_s or 0.0) if record.takes_turns else 0.0)

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sparkd import metrics
-from sparkd.config.groups import Ties
 from sparkd.control.facts import ModelFacts
-from sparkd.control.journal import Ledger
+from sparkd.control.means import Means
 from sparkd.control.record import Evicted, Record
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.wait_reasons import Wait
 from sparkd.control.wishes import Wishes
-from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, Want
 
 
 class Swap:
-    """`book()` is the cluster's, `ties()` the configuration's."""
+    """Evicts models for others, and brings them back."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        book: Callable[[], MemoryBook],
-        ties: Callable[[], Ties],
-        wishes: Wishes,
-        clock: Callable[[], float],
-    ) -> None:
-        self._ledger = ledger
-        self._book = book
-        self._ties = ties
+    def __init__(self, means: Means, wishes: Wishes) -> None:
+        self._registry = means.registry
+        self._journal = means.journal
+        self._cluster = means.cluster
         self._wishes = wishes
-        self._clock = clock
+        self._clock = means.clock
 
     def schedule(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Schedule:
         """bar: see LoadGate.block_reason."""
-        return make_schedule(models, self._book(), self._ties(), self._clock(), bar)
+        return make_schedule(models, self._cluster.reservations.book(), self._registry.ties, bar)
 
     def show(self, schedule: Schedule, records: Mapping[str, Record]) -> None:
         """Note for each waiting model its queue position and reason. An eviction that no model needs any more is withdrawn."""
@@ -48,7 +39,7 @@ class Swap:
             before, record.wait = record.wait, schedule.waits.get(record.name)
             # Seconds that are left change with every look.
             if record.wait is not None and not record.wait.is_as(before):
-                self._ledger.say("waits", record.name, record.wait.message)
+                self._journal.say("waits", record.name, record.wait.message)
             if (
                 record.yields_to is not None
                 and record.name not in schedule.leave
@@ -63,7 +54,7 @@ class Swap:
         running = record.queue.in_flight
         requests = f"; its {running} request{'' if running == 1 else 's'} may finish first" if running else ""
         record.evicted = Evicted(to, record.desired.by)
-        self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
+        self._journal.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._wishes.want(record.name, Want.STOPPED, "swap")
 
@@ -84,10 +75,10 @@ class Swap:
             record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
             if has_ended and owed:
                 message = f"sparkd loads it again: {evicted.to}, for which it was evicted, was not loaded."
-                self._ledger.say("swap", record.name, message, to=evicted.to)
+                self._journal.say("swap", record.name, message, to=evicted.to)
                 self._wishes.want(record.name, Want.RUNNING, evicted.by)
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:
         """Whether a companion of it was used since then: they go after their ttl together, or not."""
-        companions = [records[other] for other in self._ties().companions_of(name) if other in records]
+        companions = [records[other] for other in self._registry.ties.companions_of(name) if other in records]
         return any(record.queue.in_flight or record.queue.waiters or record.queue.last_used_s > since_s for record in companions)

@@ -10,7 +10,7 @@ from typing import Any
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
 from sparkd.state.nouns import STARTING, ModelState, Progress
 from sparkd.state.snapshot import ModelView
@@ -18,7 +18,7 @@ from sparkd.state.snapshot import ModelView
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
-def holders(registry: Roster, lacking: Record, now_s: float) -> list[dict[str, Any]]:
+def holders(registry: Registry, lacking: Record, now_s: float) -> list[dict[str, Any]]:
     """The models that hold memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no
     name."""
     others = (record for record in registry.records.values() if record is not lacking)
@@ -53,7 +53,7 @@ def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     }
 
 
-def view(registry: Roster, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
+def view(registry: Registry, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
     spec = record.spec
     retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
     gone = record.state is ModelState.FAILED and record.observed.ranks == ()
@@ -124,4 +124,4 @@ def _without_cache(progress: Progress | None) -> Progress | None:
     if progress is None:
         return None
     refused = progress.kv is not None and progress.kv.get("phase") == "refused"
-    return replace(progress, kv_tokens=None, kv_gib=None, kv_requests=None, kv=progress.kv if refused else None)
+    return replace(progress, kv_tokens=None, kv_gib=None, kv=progress.kv if refused else None)

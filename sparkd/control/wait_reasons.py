@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkd.state.memory_book import Lack
-
 # Others come first: one is started first, or asked first and waits for room.
 STARTED_FIRST, ASKED_FIRST = "StartedFirst", "AskedFirst"
 # One model at a time is started or ended; memory of one that has ended comes back.
@@ -16,7 +14,7 @@ UNCLAIMED, STAY, PASS, LEAVE = "Unclaimed", "Stay", "Pass", "Leave"
 # In vain: what is pinned excludes it, or the end of all that may go would not do.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"
 # Nothing is loaded at all; the others of this sort are the reasons of conditions.
-RAY_STARTS, AGENT_SILENT, LEFT_BEHIND, MEMORY = "RayStarting", "AgentSilent", "LeftBehind", "Memory"
+RAY_STARTS, AGENT_SILENT, LEFT_BEHIND = "RayStarting", "AgentSilent", "LeftBehind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +23,11 @@ class Wait:
 
     reason: one of the above, or that of a condition.
     models: the models that it waits for, or that are in its way.
-    lack: the memory that it needs.
-    stay_s: for how long those models may stay.
     """
 
     reason: str
     message: str
     models: tuple[str, ...] = ()
-    lack: Lack | None = None
-    stay_s: float | None = None
 
     def is_as(self, other: Wait | None) -> bool:
         """Whether reason and models are the same. The message also tells the seconds that are left, which change."""

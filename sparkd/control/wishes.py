@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
-from sparkd.control.journal import Ledger
+from sparkd.control.means import Means
 from sparkd.control.record import Record
-from sparkd.control.registry import Roster
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, Want
 
 
 class Wishes:
-    """The only writer of desired states. wake ends the loop's pause; clock is monotonic seconds, wall is calendar seconds."""
+    """The only writer of desired states."""
 
-    def __init__(
-        self, registry: Roster, journal: Ledger, wake: asyncio.Event, clock: Callable[[], float], wall: Callable[[], float]
-    ) -> None:
-        self._registry = registry
-        self._journal = journal
-        self._wake = wake
-        self._clock = clock
-        self._wall = wall
+    def __init__(self, means: Means) -> None:
+        self._registry = means.registry
+        self._journal = means.journal
+        self._wake = means.wake
+        self._clock = means.clock
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """See Supervisor.want."""
@@ -34,7 +28,7 @@ class Wishes:
         if running and not renews:
             return running
         if renews:
-            record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
+            record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._journal.wall())
             self._journal.keep_wish(record.desired)
             self._journal.say("want", record.name, f"{want} requested by {by}.", by=by)
         if want is Want.STOPPED:
@@ -46,7 +40,7 @@ class Wishes:
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self._journal.operations.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
             if want is Want.STOPPED:
-                record.queue.forget_promise()
+                record.queue.promised_at_s = None
                 record.queue.turn_away(unloaded(record))
         self._follow(record.name, want, by)
         self._wake.set()

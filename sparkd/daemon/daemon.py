@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from sparkd import metrics
-from sparkd.admin.bandwidth import Measures
+from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.benches import Benches
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live
-from sparkd.admin.pull import Pulls
+from sparkd.admin.pulls import Pulls
 from sparkd.capacity.entry_faults import refuse_faulty
 from sparkd.cluster import membership
 from sparkd.cluster.cluster import Cluster
@@ -33,8 +33,8 @@ from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
 from sparkd.config.config import Config, ModelConfig, check_bind, load_config
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster, replaced
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry, replaced
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.first_answer import Asker
@@ -56,7 +56,7 @@ from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import ModelState, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.series import Series
-from sparkd.state.store import Store
+from sparkd.state.store import FILE, Store
 from sparkd.systemd import Systemd
 from sparkd.web.files import page_files
 from workers.host import memlock, processes
@@ -118,7 +118,7 @@ async def _serve_locked(config: Config, options: Options, systemd: Systemd, envi
     listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
     for inherited in systemd.listeners:
         _check_inherited(config, inherited.socket, environ)
-    store = Store(config.state_dir / "state.db")
+    store = Store(config.state_dir / FILE)
     try:
         with machine_lock():
             await Daemon(config, options, systemd, store, listening, environ).run()
@@ -149,10 +149,10 @@ class Daemon:
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
-        rates = RateBook(config.state_dir / "rates.json")
+        rates = RateBook(config.state_dir)
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
-        self._registry = Roster(config, store, time.monotonic, time.time, options.models)
-        self._journal = Ledger(store, time.time, self._boundary)
+        self._registry = Registry(config, store, time.monotonic, time.time, options.models)
+        self._journal = Journal(store, time.time, self._boundary)
         protocol = bounded_protocol(_limits(config))
         self._supervisor = Supervisor(
             self._registry,
@@ -166,7 +166,7 @@ class Daemon:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._jobs = Jobs(self._journal, self._boundary)
         self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._spec_of, self._names, self._present)
-        self._measures = Measures(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
+        self._measures = Bandwidth(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._requests = _request_log(config)
@@ -177,7 +177,7 @@ class Daemon:
             self._cluster,
             self._scraper,
             rates.all,
-            series=Series(config.state_dir / "state.db"),
+            series=Series(config.state_dir / FILE),
             boundary=self._boundary,
         )
         # llama-benchy, which others wrote, gets the key that opens models alone.
@@ -199,13 +199,21 @@ class Daemon:
             load=self._load,
             judge=self._judge,
             take=self._take,
-            refused=self._supervisor.tell_refused,
+            refused=self._supervisor.note_refused,
         )
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
         needs_key = not self._edge.settings.keys.open
         lan_url = _lan_url(listening[0])
-        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=needs_key, has_page=config.web, lan_url=lan_url)
+        self._console = Console(
+            self.base_url,
+            self._supervisor,
+            self._asker,
+            needs_key=needs_key,
+            has_page=config.web,
+            lan_url=lan_url,
+            models=options.models,
+        )
 
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""
@@ -434,7 +442,7 @@ class _AdminLater:
 def _request_log(config: Config) -> RequestLog:
     """A table that cannot be opened costs the record of finished requests, never the daemon's start."""
     try:
-        return RequestLog(RequestStore(config.state_dir / "state.db"), keeps=config.request_log)
+        return RequestLog(RequestStore(config.state_dir / FILE), keeps=config.request_log)
     except StateError as error:
         log.warning("finished requests are not recorded until the next start: %s", error.message)
         return RequestLog(None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
@@ -28,7 +29,11 @@ _OUR_FILES = (f"{PACKAGE_DIR}/sparkd/", f"{PACKAGE_DIR}/workers/")
 
 @dataclass(slots=True)
 class _Caught:
-    """Errors of one kind at one place. at_s: the last; logged_s: the last whose traceback was logged."""
+    """Errors of one kind at one place.
+
+    at_s: of the last
+    logged_s: of the last whose traceback was logged
+    """
 
     times: int
     at_s: float
@@ -50,7 +55,11 @@ class Boundary:
         self._foreign_logged_s: dict[str, float] = {}
 
     def caught(self, where: str, error: BaseException, model: str = "", context: str = "") -> None:
-        """Note an error. where: one word, the same for all models. context: more text for the log, without data of a user."""
+        """Note an error.
+
+        where: one word, the same for all models
+        context: more text for the log, without data of a user
+        """
         metrics.INTERNAL_ERRORS.labels(where).inc()
         lack = lack_of_machine(error)
         now_s, kind = self._clock(), (where, model, lack or type(error).__name__, lack is not None)
@@ -82,9 +91,18 @@ class Boundary:
             if machines is of_machine
         )
 
-    def around(self, where: str, model: str = "", failed: Callable[[SparkdError], None] | None = None) -> Around:
+    @contextmanager
+    def around(self, where: str, model: str = "", failed: Callable[[SparkdError], None] | None = None) -> Iterator[None]:
         """Nothing that is raised within it goes on from here. failed: hears what is told of the one model that is concerned."""
-        return Around(self, where, model, failed)
+        try:
+            yield
+        except BaseException as error:
+            if is_end(error):
+                raise
+            self.caught(where, error, model)
+            if failed is not None:
+                with self.around(where, model):
+                    failed(unexpected(error))
 
     def spawn(
         self, tasks: asyncio.TaskGroup | asyncio.AbstractEventLoop, name: str, work: Coroutine[Any, Any, object]
@@ -115,38 +133,19 @@ class Boundary:
 
     async def keep(self, where: str, work: Callable[[], Awaitable[None]]) -> None:
         """Until it returns, or this is cancelled: what ends by an error begins again after PAUSE_S."""
-        while True:
+        ended = False
+        while not ended:
             with self.around(where):
                 await work()
-                return
-            await asyncio.sleep(PAUSE_S)
+                ended = True
+            if not ended:
+                await asyncio.sleep(PAUSE_S)
 
     def _log_foreign(self, message: str, error: Exception) -> None:
         now_s, kind = self._clock(), type(error).__name__
         if now_s - self._foreign_logged_s.get(kind, float("-inf")) >= LOG_EVERY_S:
             self._foreign_logged_s[kind] = now_s
             log.warning("a library that sparkd uses made an error: %s", message, exc_info=error)
-
-
-class Around:
-    """See Boundary.around."""
-
-    __slots__ = ("_boundary", "_failed", "_model", "_where")
-
-    def __init__(self, boundary: Boundary, where: str, model: str, failed: Callable[[SparkdError], None] | None) -> None:
-        self._boundary, self._where, self._model, self._failed = boundary, where, model, failed
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is None or is_end(error):
-            return False
-        self._boundary.caught(self._where, error, self._model)
-        if self._failed is not None:
-            with self._boundary.around(self._where, self._model):
-                self._failed(unexpected(error))
-        return True
 
 
 def _is_ours(error: Exception) -> bool:

@@ -13,10 +13,9 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from sparkd.errors import SparkdError
 from workers.host import processes
@@ -33,8 +32,6 @@ KILLED_S: float = 5
 MEMORY_BYTES: int = 4 << 30
 # The exit code where the memory did not suffice.
 _NO_MEMORY = 7
-# How often a look shows that the process has ended while one that it started still holds its pipes.
-_LOOK_S = 0.5
 _MOST_LOGGED = 4000
 
 _T = TypeVar("_T")
@@ -78,64 +75,45 @@ def call(function: Callable[..., _T], *arguments: Any, time_s: float) -> _T:
 def _run(request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and stderr of the process. Nothing that it started outlives it, but what begins a session of its own."""
     try:
-        # A file, because `communicate` sends no more of its input once a first wait has ended (CPython 3.11).
-        with open(os.memfd_create("request"), "w+b") as source:
-            source.write(request)
-            source.seek(0)
+        # Files in memory: no pipe makes one wait for the other, or for a descendant that keeps it open.
+        with _file("request") as stdin, _file("answer") as stdout, _file("log") as stderr:
+            stdin.write(request)
+            stdin.seek(0)
             process = subprocess.Popen(
                 module_command(sys.executable, "sparkd.execution.bounded_call"),
-                stdin=source,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 env=program_environment(os.environ),
                 cwd="/",
                 start_new_session=True,
             )
+            try:
+                exit_code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                cure = "Try again when this machine has less to do"
+                raise NoAnswer(f"its process gave no answer within {timeout_s:g} s", cure) from None
+            finally:
+                _end(process)
+            stdout.seek(0)
+            stderr.seek(0)
+            return exit_code, stdout.read(), stderr.read()
     except OSError as error:
         cure = "Free memory or descriptors on this machine and try again"
         raise NoAnswer(f"no process can be started for it: {error.strerror}", cure) from None
-    try:
-        return _communicated(process, timeout_s)
-    except subprocess.TimeoutExpired:
-        cure = "Try again when this machine has less to do"
-        raise NoAnswer(f"its process gave no answer within {timeout_s:g} s", cure) from None
-    finally:
-        _end(process)
 
 
-def _communicated(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bytes, bytes]:
-    """Raises TimeoutExpired where the process itself goes on."""
-    deadline_s = time.monotonic() + timeout_s
-    while process.poll() is None:
-        left_s = deadline_s - time.monotonic()
-        try:
-            stdout, stderr = process.communicate(timeout=min(_LOOK_S, left_s))
-            return process.returncode, stdout, stderr
-        except subprocess.TimeoutExpired:
-            if left_s <= _LOOK_S:
-                raise
-    _kill(process)
-    try:
-        stdout, stderr = process.communicate(timeout=KILLED_S)
-    except subprocess.TimeoutExpired as held:
-        stdout, stderr = held.output or b"", held.stderr or b""
-    return process.returncode, stdout, stderr
+def _file(name: str) -> BinaryIO:
+    return open(os.memfd_create(name), "w+b")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    _kill(process)
-    # One that hangs in the kernel, as on a file server that is gone, takes no signal.
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_S)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
     """With its descendants: they are of its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    # One that hangs in the kernel, as on a file server that is gone, takes no signal.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_S)
 
 
 def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> SparkdError:

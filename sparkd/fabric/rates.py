@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparkd import metrics
+from sparkd.errors import StateError
 from sparkd.fabric.checks import BOTH_RAILS, FAIL, OK, Finding
 from sparkd.fabric.nccl_log import SOCKET, judge_rate, least_normal_gb_s
+from sparkd.state.documents import Documents
+from sparkd.state.rows import noun_of
 
 log = logging.getLogger("sparkd.measures")
 
 NCCL, GLOO = "nccl", "gloo"
-# Findings of the ranks that run which a rate has more to say about.
-_TRANSPORT = ("network", "rails", "traffic")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A measured bandwidth between the nodes a and b (their addresses in the cluster). It counts until the next measurement.
 
-    gb_s: 10^9 bytes/s of bus bandwidth.
-    network: the network that NCCL logged, None under Gloo.
-    rails: number of RDMA devices of a that NCCL was to use, 0 for sockets; idle: those that carried no data.
-    lan: over the 10GbE port.
-    real: over real links, which have an expected rate.
-    sent_bytes: sum of both nodes.
-    at_s: wall clock.
+    gb_s: 10^9 bytes/s of bus bandwidth
+    network: the network that NCCL logged, None under Gloo
+    rails: number of RDMA devices of a that NCCL was to use, 0 for sockets
+    idle: those that carried no data
+    lan: over the 10GbE port
+    real: over real links, which have an expected rate
+    sent_bytes: sum of both nodes
+    at_s: wall clock
     """
 
     a: str
@@ -70,11 +71,11 @@ class Rate:
 
 
 class RateBook:
-    """The last rate of each pair of nodes. path: the file that keeps them."""
+    """The last rate of each pair of nodes."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rates = {rate.pair: rate for rate in _read(path)}
+    def __init__(self, state_dir: Path) -> None:
+        self._kept = Documents(state_dir, "rates", partial(noun_of, Rate))
+        self._rates = {rate.pair: rate for rate in self._kept.all().values()}
         for rate in self._rates.values():
             _show(rate)
 
@@ -82,18 +83,16 @@ class RateBook:
         return list(self._rates.values())
 
     def proved(self) -> frozenset[frozenset[str]]:
-        """Pairs of nodes, by address, between which NCCL's RDMA has been proved."""
         return proofs(self._rates.values())
 
     def keep(self, rate: Rate) -> None:
+        """Keep it in place of the pair's earlier one; until the daemon ends where the database cannot be written."""
         self._rates[rate.pair] = rate
         _show(rate)
         try:
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps([asdict(measured) for measured in self._rates.values()]), encoding="utf-8")
-            os.replace(fresh, self._path)
-        except OSError as error:
-            log.warning("the measured rates could not be saved in %s: %s", self._path, error.strerror or error)
+            self._kept.put(" ".join(sorted(rate.pair)), asdict(rate))
+        except StateError as error:
+            log.warning("a measured rate is not kept: %s", error.message)
 
 
 def proofs(rates: Iterable[Rate]) -> frozenset[frozenset[str]]:
@@ -126,22 +125,6 @@ def shown(rate: Rate) -> dict[str, Any]:
     return asdict(rate) | {"idle": list(rate.idle), "normal_gb_s": rate.normal, "verdict": judged.verdict, "told": judged.evidence}
 
 
-def with_loss(proved: Iterable[Finding], rates: Iterable[Rate]) -> tuple[Finding, ...]:
-    """Findings on ranks that run; one that is not ok, of a node with a measured rate, says it."""
-    slowest: dict[str, Rate] = {}
-    for rate in sorted(rates, key=lambda proof: -proof.gb_s):
-        slowest |= {rate.a: rate, rate.b: rate}
-    findings = []
-    for proof in proved:
-        slowest_rate = slowest.get(proof.node)
-        if slowest_rate is not None and proof.verdict != OK and proof.check in _TRANSPORT:
-            other = next(end for end in (slowest_rate.b, slowest_rate.a) if end != proof.node)
-            beside = f" of {slowest_rate.normal}" if slowest_rate.normal else ""
-            proof = replace(proof, evidence=f"{proof.evidence}; {slowest_rate.gb_s:.1f}{beside} GB/s measured to {other}")
-        findings.append(proof)
-    return tuple(findings)
-
-
 def _rails(number: int) -> str:
     return f"{number} rail{'s' if number > 1 else ''}"
 
@@ -149,17 +132,6 @@ def _rails(number: int) -> str:
 def _lost(rate: Rate) -> float:
     """The missing share of the least rate that is normal."""
     return max(0.0, 1 - rate.gb_s / least_normal_gb_s(rate.rails))
-
-
-def _read(path: Path) -> list[Rate]:
-    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        # An older sparkd kept the links, too.
-        known = {field.name for field in fields(Rate)}
-        return [Rate(**{name: row[name] for name in row.keys() & known} | {"idle": tuple(row["idle"])}) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
 
 
 def _show(rate: Rate) -> None:

@@ -1,18 +1,120 @@
-"""Owns the fabric as plain JSON: nodes, cables, findings and each node's environment, out of raw readings. Never reads one, never draws."""
+"""Makes the answer about the fabric out of raw readings: nodes, cables, findings and each node's environment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from typing import Any, get_type_hints
+
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, create_model
 
 from sparkd.fabric.checks import Finding, findings, unanswered, worst
-from sparkd.fabric.environment import settings
-from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabrics_of, with_proofs
-from sparkd.fabric.links import Link, cable_findings, cables_of, expects_rdma, rails, teams, topology
+from sparkd.fabric.environment import Setting, settings
+from sparkd.fabric.interfaces import fabrics_of, with_proofs
+from sparkd.fabric.links import cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric.peers import peers
-from sparkd.fabric.rates import Rate, proofs, shown, with_loss
+from sparkd.fabric.rates import Rate, proofs, shown
 from sparkd.fabric.rates import finding as rated
+
+
+class _Answer(BaseModel):
+    """Made of the nouns of the fabric, or of such an answer again."""
+
+    model_config = ConfigDict(from_attributes=True, populate_by_name=True)
+
+
+class Interface(_Answer):
+    name: str
+    mac: str | None
+    pci: str | None
+    up: bool
+    carrier: bool | None
+    speed_mbps: int | None
+    mtu: int | None
+    addresses: list[IPv4Interface]
+    rdma: str | None = Field(None, validation_alias=AliasPath("rdma", "name"))
+    rdma_state: str | None = Field(None, validation_alias=AliasPath("rdma", "state"))
+    gid_index: int | None
+    sent_bytes: int | None = Field(None, validation_alias=AliasPath("rdma", "sent_bytes"))
+    received_bytes: int | None = Field(None, validation_alias=AliasPath("rdma", "received_bytes"))
+
+
+class FabricCage(_Answer):
+    number: int
+    label: str
+    linked: bool
+    twins: list[Interface]
+
+
+class FabricNode(_Answer):
+    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart
+    address: in the cluster
+    """
+
+    node: str
+    host: str | None
+    address: IPv4Address | None
+    cages: list[FabricCage]
+    lan: list[Interface] = Field(validation_alias="lans")
+    wifi: list[Interface] = Field(validation_alias="wifis")
+
+
+class Rail(_Answer):
+    a: str = Field(validation_alias=AliasPath("a", "name"))
+    b: str = Field(validation_alias=AliasPath("b", "name"))
+    network: IPv4Network
+    rdma: bool
+    problem: str | None
+
+
+class Cable(_Answer):
+    a: str
+    a_cage: str = Field(validation_alias=AliasPath("a_cage", "label"))
+    b: str
+    b_cage: str = Field(validation_alias=AliasPath("b_cage", "label"))
+    seen: bool
+    rails: list[Rail]
+
+
+# A measured rate, and its verdict.
+RateBody = create_model(
+    "Rate",
+    __doc__="The rate measured between two nodes.",
+    **{name: (kind, ...) for name, kind in get_type_hints(Rate).items()},  # type: ignore[call-overload]
+    normal_gb_s=(str | None, ...),
+    verdict=(str, ...),
+    told=(str, ...),
+)
+
+
+class Offered(_Answer):
+    """A machine at the other end of a cable that could join. seen: (interface, address, MAC)."""
+
+    node: str
+    cage: str
+    seen: list[tuple[str, str, str]]
+    answers: bool
+    told: str
+
+
+class TensorParallel(_Answer):
+    """Whether all nodes may share a model, why not, and which pairs may."""
+
+    all: bool
+    reason: str | None
+    pairs: list[list[str]]
+
+
+class FabricReport(_Answer):
+    nodes: list[FabricNode]
+    cables: list[Cable]
+    topology: str
+    rates: list[RateBody]  # type: ignore[valid-type]
+    offered: list[Offered]
+    tensor_parallel: TensorParallel
+    findings: list[Finding]
+    verdict: str
+    environment: dict[str, list[Setting]]
 
 
 def report(
@@ -21,10 +123,12 @@ def report(
     proved: Iterable[Mapping[str, str]] = (),
     rates: Sequence[Rate] = (),
 ) -> dict[str, Any]:
-    """readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None without an answer.
+    """A FabricReport as plain JSON.
 
-    configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
-    fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
+    readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None without an answer
+    configured: variables of sparkd.yaml's engine.env that count over what is computed
+    proved: findings on the ranks that run, of the fields of a Finding, with a node's address for its name
+    rates: what was measured between the nodes, by their addresses
     """
     fabrics = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
     fabrics = with_proofs(fabrics, proofs(rates))
@@ -37,68 +141,23 @@ def report(
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
         *map(rated, rates),
-        *with_loss((Finding(**proof) for proof in proved), rates),
+        *(Finding(**proof) for proof in proved),
     )
     together, reason = rails(nodes, rdma=rdma)
-    return {
-        "nodes": [_node(node) for node in nodes],
-        "cables": [_cable(cable) for cable in cables],
-        "topology": topology(nodes, cables),
-        "rates": [shown(rate) for rate in rates],
-        "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes, silent)],
-        "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
-        "findings": [asdict(finding) for finding in judged],
-        "verdict": worst(judged),
-        "environment": {node.node: _environment(node, nodes, rdma, configured) for node in nodes},
-    }
-
-
-def _environment(node: Fabric, nodes: Sequence[Fabric], rdma: bool, configured: Mapping[str, str] | None) -> list[dict[str, str | None]]:
-    peers = [other for other in nodes if other is not node]
-    return [asdict(setting) for setting in settings(node, peers, rdma=rdma, configured=configured)]
-
-
-def _node(node: Fabric) -> dict[str, Any]:
-    return {
-        "node": node.node,
-        "host": node.host,
-        "address": str(node.address) if node.address else None,
-        "cages": [
-            {"number": cage.number, "label": cage.label, "linked": cage.linked, "twins": [_interface(twin) for twin in cage.twins]}
-            for cage in node.cages
-        ],
-        "lan": [_interface(interface) for interface in node.lans],
-        "wifi": [_interface(interface) for interface in node.wifis],
-    }
-
-
-def _interface(interface: NetworkInterface) -> dict[str, Any]:
-    return {
-        "name": interface.name,
-        "mac": interface.mac,
-        "pci": interface.pci,
-        "up": interface.up,
-        "carrier": interface.carrier,
-        "speed_mbps": interface.speed_mbps,
-        "mtu": interface.mtu,
-        "addresses": [str(address) for address in interface.addresses],
-        "rdma": interface.rdma.name if interface.rdma else None,
-        "rdma_state": interface.rdma.state if interface.rdma else None,
-        "gid_index": interface.gid_index,
-        "sent_bytes": interface.rdma.sent_bytes if interface.rdma else None,
-        "received_bytes": interface.rdma.received_bytes if interface.rdma else None,
-    }
-
-
-def _cable(cable: Link) -> dict[str, Any]:
-    return {
-        "a": cable.a,
-        "a_cage": cable.a_cage.label,
-        "b": cable.b,
-        "b_cage": cable.b_cage.label,
-        "seen": cable.seen,
-        "rails": [
-            {"a": rail.a.name, "b": rail.b.name, "network": str(rail.network), "rdma": rail.rdma, "problem": rail.problem}
-            for rail in cable.rails
-        ],
-    }
+    answer = FabricReport.model_validate(
+        {
+            "nodes": nodes,
+            "cables": cables,
+            "topology": topology(nodes, cables),
+            "rates": [shown(rate) for rate in rates],
+            "offered": peers(nodes, silent),
+            "tensor_parallel": {"all": together, "reason": reason, "pairs": teams(nodes, 2, rdma=rdma)},
+            "findings": judged,
+            "verdict": worst(judged),
+            "environment": {
+                node.node: settings(node, [other for other in nodes if other is not node], rdma=rdma, configured=configured)
+                for node in nodes
+            },
+        }
+    )
+    return answer.model_dump(mode="json")

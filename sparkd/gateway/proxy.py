@@ -67,7 +67,7 @@ class Leases(Protocol):
     """The part of the supervisor that the gateway uses."""
 
     def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
+        self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
     ) -> AbstractAsyncContextManager[EngineLease]: ...
     def snapshot(self) -> Snapshot: ...
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from sparkd.config import yaml_file
+from sparkd.config.engine_flags import arguments
 from sparkd.config.fields import Metadata, PositiveCount, Section, Word, no_bool
-from sparkd.config.overlay import in_order, problems_of, rename_settings
+from sparkd.config.overlay import in_order, problems_of
 from sparkd.config.refusal import refuse
 from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
-from sparkd.vllm.flags import speculative_config
-from sparkd.vllm.reserved_args import trusts_code
+from sparkd.vllm.flags import parsed, speculative_config
 from workers.host import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
@@ -115,9 +115,8 @@ class RecipeFile:
 
     @property
     def arguments(self) -> list[str]:
-        """The extra_args of its settings; empty where they are no list."""
-        args = self.settings.get("extra_args")
-        return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
+        """The extra_args of its settings."""
+        return arguments(self.settings)
 
     def repositories(self) -> list[str]:
         """The model and the draft that the file names: a hub id or a path each."""
@@ -126,7 +125,7 @@ class RecipeFile:
 
     def trusting(self) -> bool:
         """Whether the recipe runs Python code that comes with a model."""
-        return bool(self.settings.get("trust_remote_code")) or trusts_code(self.arguments)
+        return bool(self.settings.get("trust_remote_code")) or parsed(self.arguments).get("trust-remote-code", False) is not False
 
 
 def is_foreign(table: Mapping[str, Any]) -> bool:
@@ -166,7 +165,6 @@ def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) 
     if is_foreign(document.values):
         cure = f"`sparkd recipes import {quote(shown)} --to FILE` makes one of sparkd's"
         return None, [ConfigProblem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]
-    rename_settings(document)
     recipe: Recipe | None = None
     try:
         recipe = Recipe.model_validate(document.values)

@@ -13,15 +13,16 @@ from typing import Any
 import yaml
 
 from sparkd.config import yaml_file
+from sparkd.config.engine_flags import arguments
 from sparkd.config.overlay import error_of
 from sparkd.errors import ConfigError
+from sparkd.recipes.dropped_settings import translated
 from sparkd.recipes.file import is_foreign
 from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without, words
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import owned_env
-from sparkd.vllm.translate import translated
 
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
@@ -184,9 +185,8 @@ def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | Non
 def parser_flags(settings: Mapping[str, Any]) -> list[str]:
     """The flags of a recipe's keys that name a parser, before its extra_args."""
     named = [(flag, settings.get(flag[2:].replace("-", "_"))) for flag in _PARSER_FLAGS]
-    args = settings.get("extra_args")
     flags = [word for flag, name in named if isinstance(name, str) and name not in (OFF, "off") for word in (flag, name)]
-    return [*flags, *(map(str, args) if isinstance(args, list | tuple) else ())]
+    return [*flags, *arguments(settings)]
 
 
 def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Parser) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         return command
     if version == "1":
         raise ConfigError("command is missing, which a recipe of eugr's needs.")
-    command, words = Command(), list[str]()
+    command, line = Command(), list[str]()
     for key, value in values.items():
         if key == "model":
             continue
@@ -266,12 +266,12 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         flag = "--" + _RENAMED.get(key, key.replace("_", "-"))
         state = value if isinstance(value, bool) else {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(str(value).lower())
         if state is True:
-            words.append(flag)
+            line.append(flag)
         elif state is False:
-            words += [f"--no-{key.replace('_', '-')}"] if key in _NEGATED else []
+            line += [f"--no-{key.replace('_', '-')}"] if key in _NEGATED else []
         else:
-            words += [flag, substituted(as_argument(value), values)]
-    read_arguments(words, command)
+            line += [flag, substituted(as_argument(value), values)]
+    read_arguments(line, command)
     notes += command.notes
     return command
 
@@ -297,8 +297,8 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     translation = translated(command.args, env)
     notes += translation.notes
     notes += [f"refused: {reason}" for reason in translation.refused]
-    drafts = value_of(translation.args, DRAFTS)
-    if drafts is not None and json_object(drafts) is None:
+    drafts = translation.flags.get(DRAFTS)
+    if isinstance(drafts, str) and json_object(drafts) is None:
         raise ConfigError(f"{SPECULATIVE} is not JSON: correct it.")
     settings = dict(command.settings)
     if isinstance(table.get("model_revision"), str):
@@ -306,9 +306,9 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
     if command.served:
         settings["served_model_name"] = command.served
     if translation.env:
-        settings["env"] = dict(translation.env)
-    if translation.args:
-        settings["extra_args"] = list(translation.args)
+        settings["env"] = translation.env
+    if translation.flags:
+        settings["extra_args"] = words(translation.flags)
     metadata = table.get("metadata") if isinstance(table.get("metadata"), Mapping) else {}
     texts = (table.get("description"), (metadata or {}).get("description"), table.get("name"))
     descriptions = [str(text).strip() for text in texts if text]

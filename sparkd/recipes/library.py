@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint.source import FOLDER_SIGNS
-from sparkd.config.yaml_file import ConfigProblem, parse
+from sparkd.config.yaml_file import ConfigProblem, Map, parse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
 
@@ -74,9 +74,9 @@ class RecipeLibrary:
         return True
 
     def registry_text(self, recipe: str) -> tuple[Registry, str, str]:
-        """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError, and StateError for a damaged registry."""
+        """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError and StateError."""
         name, _, registry = recipe.partition(AT)
-        if f"{name}-{registry}" in self.names() and registry not in (self._registries or ()):
+        if f"{name}-{registry}" in self.names() and (self._registries is None or self._registries.find(registry) is None):
             raise ConfigError(f"{registry[:64]!r} is not a registry; did you mean the recipe {name}-{registry}?")
         if self._registries is None:
             raise ConfigError(f"{recipe[:64]!r} is not a recipe here: only a configuration has registries.")
@@ -100,7 +100,9 @@ class RecipeLibrary:
 
     def settings(self, name: str | None) -> dict[str, Any]:
         """The entry keys that a recipe sets; empty for None. Raises like `find`."""
-        return {} if name is None else self.find(name).settings
+        from sparkd.config.engine_flags import with_flags_as_keys
+
+        return {} if name is None else with_flags_as_keys(Map(self.find(name).settings))[0]
 
     def _found(self, name: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
         from sparkd.recipes.file import read_recipe

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import yaml_file
-from sparkd.config.engine_flags import contradictions
-from sparkd.config.yaml_file import Document
+from sparkd.config.engine_flags import with_flags_as_keys
+from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
 
 # A key of the entry that says the same as these keys of the recipe in another way.
@@ -29,46 +29,37 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     `env` and `metadata` are merged, and its `extra_args` follow the recipe's. Each key keeps its place.
     """
     path: yaml_file.Path = ("models", name)
-    entry: dict[str, Any] = document.values["models"][name]
-    for key, message in contradictions(entry, arguments(entry)):
-        document.problems.append(document.place((*path, key)).problem(f"models.{name}.{message}", key=(*path, key)))
+    written: Map = document.values["models"][name]
+    entry, both = with_flags_as_keys(written)
+    for key in both:
+        message = f"models.{name}.{key} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
+        document.problems.append(places_in(written).get(key, Location()).problem(message, key=(*path, key)))
+    document.values["models"][name] = entry
     if not isinstance(entry.get("recipe"), str):
         return
     file, problems = book.read(entry["recipe"])
     if file is None:
-        own = document.place((*path, "recipe"))
-        located = [each if each.line else own.problem(f"models.{name}.recipe: {each.message}", key=(*path, "recipe")) for each in problems]
+        place = document.place((*path, "recipe"))
+        head, at = f"models.{name}.recipe", (*path, "recipe")
+        located = [each if each.line else place.problem(f"{head}: {each.message}", key=at) for each in problems]
         document.problems += [each for each in located if each not in document.problems]  # two models may have one recipe
         entry.setdefault("model", "unknown/unknown")  # so that the model is not said to be missing, too
         return
     replaced = {other for key, value in entry.items() if value is not None for other in _INSTEAD_OF.get(key, ())}
-    settings = {key: value for key, value in file.settings.items() if key not in replaced or key in entry}
-    merged = {"model": file.recipe.model, **settings, **entry}
+    places = {"model": file.document.place(("model",)), **places_in(file.document.values.get("settings"))}
+    recipe, _ = with_flags_as_keys(Map({"model": file.recipe.model, **file.settings}, places))
+    settings = Map({key: value for key, value in recipe.items() if key not in replaced or key in entry}, recipe.places)
+    merged = entry.over(settings)
     for key in ("env", "metadata"):
-        below, above = settings.get(key), entry.get(key)
-        if isinstance(above, list) and all(isinstance(item, str) for item in above):
-            above = dict(item.split("=", 1) for item in above if "=" in item)  # llama-swap's list of NAME=value
-        if isinstance(below, dict) and isinstance(above, dict):
-            merged[key] = {**below, **above}
-    first = arguments(settings)
-    if first and isinstance(entry.get("extra_args"), list):
-        merged["extra_args"] = [*settings["extra_args"], *entry["extra_args"]]
-        places = [document.place((*path, "extra_args", index)) for index in range(len(entry["extra_args"]))]
-        document.places |= {(*path, "extra_args", len(first) + index): place for index, place in enumerate(places)}
-        document.places |= {
-            (*path, "extra_args", index): file.document.place(("settings", "extra_args", index)) for index in range(len(first))
-        }
-    for known, place in file.document.places.items():
-        if known[0] == "settings":
-            document.places.setdefault((*path, *known[1:]), place)
-    document.places.setdefault((*path, "model"), file.document.place(("model",)))
+        below, own = settings.get(key), entry.get(key)
+        if isinstance(own, list) and all(isinstance(item, str) for item in own):
+            own = dict(item.split("=", 1) for item in own if "=" in item)  # llama-swap's list of NAME=value
+        if isinstance(below, dict) and isinstance(own, dict):
+            merged[key] = Map(own, places_in(own)).over(below)
+    below, own = settings.get("extra_args"), entry.get("extra_args")
+    if isinstance(below, list) and isinstance(own, list):
+        merged["extra_args"] = Items.joined(below, own)
     document.values["models"][name] = merged
-
-
-def arguments(settings: Mapping[str, Any]) -> list[str]:
-    """The extra_args of these keys; empty where they are no list."""
-    args = settings.get("extra_args")
-    return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
 
 
 def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> RecipeLibrary:

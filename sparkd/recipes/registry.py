@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +14,16 @@ from sparkd.errors import ConfigError, StateError
 from sparkd.nearest import nearest
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 from sparkd.recipes.admin_policy import KEYS, LOAD_FORMATS, refuse_calibration
+from sparkd.state.documents import Documents
+from sparkd.state.rows import noun_of
 from workers.host.hub_cache import is_hub_id
-from workers.host.private_files import private_folder, write_private
+from workers.host.private_files import private_folder
 
 if TYPE_CHECKING:
     from sparkd.recipes.file import RecipeFile
 
-FOLDER = "registries"
 SHOWN_COMMIT = 12
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_SUFFIX = ".json"
 # A pattern instead of a YAML parser, so that a list of hundreds of recipes is fast.
 _LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
 _COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
@@ -84,69 +82,48 @@ class Registry:
 
 
 class Registries:
-    """The registries below the state folder, a file for each."""
+    """The registries in state.db. Each is read once. Its methods raise StateError where the database cannot be used."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._folder = state_dir / FOLDER
+        self._state_dir = state_dir
+        self._kept = Documents(state_dir, "registries", partial(noun_of, Registry))
         self._read: dict[str, Registry] = {}
 
-    def names(self) -> list[str]:
-        return sorted(path.stem for path in self._folder.glob(f"*{_SUFFIX}"))
+    def all(self) -> list[Registry]:
+        """By name."""
+        return [*self._kept.all().values()]
 
-    def __contains__(self, name: object) -> bool:
-        # A folder that this user may not read counts as empty: unlike Path.is_file, `isfile` does not raise.
-        return isinstance(name, str) and NAME.fullmatch(name) is not None and os.path.isfile(self._path(name))
+    def find(self, name: str) -> Registry | None:
+        if name not in self._read and (registry := self._kept.get(name)):
+            self._read[name] = registry
+        return self._read.get(name)
 
     def get(self, name: str) -> Registry:
-        """The registry of this name. Raises ConfigError for an unknown name, StateError for a file that cannot be used."""
-        if name not in self:
-            raise ConfigError(f"{name[:64]!r} is not a registry; {self.known(name)}. `sparkd recipes add-registry URL` adds one.")
-        if name not in self._read:
-            path = self._path(name)
-            try:
-                table = json.loads(path.read_text("utf-8"))
-                # An earlier release kept more fields.
-                self._read[name] = Registry(name, table["url"], table["commit"], table["committed"], table["recipes"])
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                cure = f"`sparkd recipes remove-registry {name}`, then add it again"
-                raise StateError(f"{path} cannot be read ({error}): {cure}.") from None
-        return self._read[name]
-
-    def known(self, name: str) -> str:
-        """A part of a message: the registry most similar to `name`, and all registries."""
-        names = self.names()
+        """The registry of this name. Raises ConfigError for an unknown name."""
+        if registry := self.find(name):
+            return registry
+        names = [registry.name for registry in self.all()]
         near = nearest(name, names)
-        return f"{f'did you mean {near}? ' if near else ''}known: {', '.join(names) or 'none'}"
+        known = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(names) or 'none'}"
+        raise ConfigError(f"{name[:64]!r} is not a registry; {known}. `sparkd recipes add-registry URL` adds one.")
 
     def fetch(self, name: str, url: str) -> Registry:
         """Keep the repository's recipes at its newest commit under `name`. Raises SparkdError, and then keeps what was there."""
         from sparkd.recipes.clone import cloned  # the daemon fetches nothing
 
-        with self._writing():
-            private_folder(self._folder)
-            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=self._folder) as scratch:
-                commit, committed, recipes = cloned(url, Path(scratch))
-            registry = Registry(name, url, commit, committed, recipes)
-            write_private(self._path(name), json.dumps(asdict(registry)))
+        try:
+            private_folder(self._state_dir)
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=self._state_dir) as scratch:
+                registry = Registry(name, url, *cloned(url, Path(scratch)))
+        except OSError as error:
+            raise StateError(f"{self._state_dir}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+        self._kept.put(name, asdict(registry))
         self._read[name] = registry
         return registry
 
     def remove(self, name: str) -> None:
         """Remove the registry of this name. Raises ConfigError for an unknown name."""
-        if name not in self:
-            self.get(name)
-        with self._writing():
-            self._path(name).unlink()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StateError(f"{self._folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}{_SUFFIX}"
+        self._kept.remove(self.get(name).name)
 
 
 def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:

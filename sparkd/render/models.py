@@ -6,8 +6,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -40,18 +40,17 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Conditions beside which a load begins all the same.
 # Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
 _BARS = frozenset(
-    (
-        *("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable"),
-        *("MemoryShort", "MemoryNotReleased"),
-    )
+    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
 )
 
 
 class Line(Protocol):
-    """Where a progress line goes. step: what must differ from the last one for a line in a pipe or a journal."""
+    """Where a progress line goes.
+
+    step: what must differ from the last one for a line in a pipe or a journal.
+    """
 
     def __call__(self, text: str, step: str) -> None: ...
 
@@ -84,6 +83,20 @@ def progress(console: Console) -> Iterator[Line]:
         return
     with console.status("") as status:
         yield lambda text, step: status.update(escape(printable(text)))
+
+
+@contextmanager
+def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
+    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
+    with ExitStack() as shown:
+        lines: list[Line] = []
+
+        def show(done: int, total: int) -> None:
+            if not lines:
+                lines.append(shown.enter_context(progress(terminal(stderr=True))))
+            lines[0](f"{source}: headers of {done} of {total} files", "")
+
+        yield show
 
 
 def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, reason: str | None = None) -> str:
@@ -124,7 +137,10 @@ def bar_in(conditions: Iterable[Condition]) -> Condition | None:
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
-    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line. reason: of its failure."""
+    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line.
+
+    reason: of its failure.
+    """
     return " ".join((state, *((wait["reason"], *wait["models"]) if wait else (reason or "",))))
 
 
@@ -137,9 +153,12 @@ def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:
 
 
 def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
-    """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
+    """`sparkd ps`: what runs, starts, stops or failed; below the table, why.
+
+    wide: also how each KV cache was sized.
+    """
     now_s = time.time() if now_s is None else now_s
-    shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
+    shown = list(models)
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
@@ -229,11 +248,11 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
     table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
-    if (held := listing["held"]) is not None:
+    if held := listing["held"]:
         if held["refusal"]:
             say(console, f"vLLM refuses it: {held['refusal']}.", "red")
         else:
-            console.print(f"One GPU then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
+            console.print(f"One node then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
         if held["unloaded"]:
             parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
             console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)
@@ -241,48 +260,23 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
         say(console, note, "yellow")
 
 
-def cached(answer: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
-    """`sparkd ls --cached`: the entries, below them why some would not be used, and the sum."""
+def cached(kept: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
+    """`sparkd ls --cached`: the entries, below them why some would not be used, and the sums."""
     now_s = time.time() if now_s is None else now_s
-    rows = answer["cached"]
-    if answer["swept_bytes"]:
-        console.print(swept(answer["swept_bytes"]), markup=False)
-    if answer["writing_bytes"]:
-        fault = answer["sweep_fault"]
-        cause = f", or were left by a load that was killed and cannot be removed ({fault}): run this as sparkd's user" if fault else ""
-        say(console, f"{size(answer['writing_bytes'])} are being written{cause}.", "yellow")
-    if not rows:
-        hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
-        say(console, f"No quantized weights are kept in {answer['folder']}. {hint}")
-        return
-    columns = ("MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE")
-    table = Table(*columns, right={"SIZE", "MADE", "USED"}, folds={"FORMAT"}, spare=("MADE", "SOURCE"))
-    for row in rows:
-        slice_of = "" if row["tensor_parallel"] is None else f" {row['tensor_parallel'][0] + 1}/{row['tensor_parallel'][1]}"
-        table.add(
-            ", ".join(row["entries"]) or row["model"] or row["name"],
-            f"{row['format'] or '-'}{slice_of}{_calibrated(row)}",
-            size(row["size_bytes"]),
-            _or_dash(row["created_s"], lambda at: duration(now_s - at)),
-            duration(now_s - row["used_s"]),
-            Text("yes", style="green") if row["valid"] else Text("no", style="red"),
-            row["source"] or "-",
-        )
-    table.show(console)
-    for row in (row for row in rows if not row["valid"]):
-        say(console, f"{row['name']}: {row['fault']}", "yellow")
-    limit = "" if answer["limit_bytes"] is None else f" of {size(answer['limit_bytes'])}"
-    say(console, f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {answer['folder']}")
-
-
-def _calibrated(row: Mapping[str, Any]) -> str:
-    """Entries of one format may differ in the text over which they were calibrated."""
-    path = (row["quantize"] or {}).get("calibration")
-    return "" if path is None else f" over {path}"
-
-
-def swept(size_bytes: int) -> str:
-    return f"Leftovers of earlier loads were removed, {size(size_bytes)} freed."
+    table = Table("ENTRY", "NODE", "SIZE", "USED", "VALID", "USED BY", right={"SIZE", "USED"}, folds={"USED BY"}, spare=("USED", "NODE"))
+    for row in kept["entries"]:
+        valid = Text("yes", style="green") if row["valid"] else Text("no", style="red")
+        used = _or_dash(row["used_s"], lambda at: duration(now_s - at))
+        table.add(row["id"], row["node"], size(row["size_bytes"]), used, valid, ", ".join(row["used_by"]) or "-")
+    if kept["entries"]:
+        table.show(console)
+    else:
+        console.print("No quantized weights are kept.")
+    for row in (row for row in kept["entries"] if not row["valid"]):
+        say(console, f"{row['id']} on {row['node']}: {row['fault']}", "yellow")
+    for folder in kept["folders"]:
+        limit = "" if folder["limit_bytes"] is None else f" of {size(folder['limit_bytes'])}"
+        say(console, f"{size(folder['size_bytes'])}{limit} in {folder['path']} on {folder['node']}")
 
 
 def size(count: int) -> str:
@@ -390,7 +384,10 @@ def _amounts(progress: Mapping[str, Any]) -> list[str]:
 
 
 def _state(state: str, progress: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
-    """turn: its place among those that wait. doubted: the watchdog has asked its engine a question; where it goes, that matters more."""
+    """
+    turn: its place among those that wait.
+    doubted: the watchdog has asked its engine a question; where it goes, that matters more.
+    """
     if turn is not None or (doubted and state == "READY"):
         return Text("SUSPECT" if turn is None else f"WAITS {turn}", style="yellow")
     fraction = progress.get("fraction")

@@ -1,4 +1,4 @@
-"""How the command line shows recipes: the list, and one with what it comes to. Never reads a file."""
+"""How the command line shows recipes: the list, and one with what it comes to."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> N
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
-    from sparkd.entry.parser_choice import in_words
+    from sparkd.config.parser_choice import in_words
 
     say = _Say(console)
     say.line(f"{recipe['name']}: {recipe['description']}", style="bold")
@@ -80,8 +80,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     say.row("speculation", recipe["speculative"])
     say.head("In sparkd.yaml")
     say.line(f"  {name_of(recipe['name'].partition('@')[0])}:")
-    for key, value in recipe["choice"].items():
-        say.line(f"    {key}: {_yaml(value)}")
+    say.line(f"    recipe: {_yaml(recipe['name'])}")
     say.head("It comes to")
     for name, value in recipe["env"].items():
         say.line(f"  {name}={shlex.quote(str(value))}")
@@ -93,7 +92,6 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
         say.line(f"  kv_cache: {_yaml(recipe['spec']['kv_cache'])}")
     for pair in _pairs(recipe["flags"]):
         say.line(f"  {pair}")
-    say.block("Translated", recipe["translated"])
     say.block("Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
     say.block("Published figures", [_figure(figure) for figure in recipe["expected"]])
     say.block("Notes", recipe["notes"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparkd.errors import StateError
-from sparkd.state.store import state_errors
+from sparkd.state.store import connect, state_errors
 
 REQUESTS_KEPT = 10_000
 # Rows of one write: so many hold the supervisor's own write up for some milliseconds, and it waits 100.
@@ -89,15 +87,9 @@ class RequestStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         with state_errors(self.path, "requests"):
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-        try:
-            with state_errors(self.path, "requests"):
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.execute("PRAGMA cache_size=-256")
-                self._db.execute(_TABLE)
-        except StateError:
-            self._db.close()
-            raise
+            self._db = connect(path, timeout_s=1.0)
+            self._db.execute("PRAGMA cache_size=-256")
+            self._db.execute(_TABLE)
 
     def close(self) -> None:
         self._db.close()

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from sparkd.errors import StateError
-from sparkd.state.store import state_errors
+from sparkd.state.store import connect, state_errors
 
 SECONDS, STEP_S, STEPS = 900, 30, 2880
 # An excerpt ends with the last second where that is so new.
@@ -62,14 +61,9 @@ class Series:
         self._seconds: deque[_Second] = deque(maxlen=SECONDS)
         self._places: dict[str, int] = {}
         self._full = False
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-        try:
-            with state_errors(path, "series"):
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.execute("CREATE TABLE IF NOT EXISTS series(at_s INTEGER PRIMARY KEY, figures TEXT NOT NULL)")
-        except StateError:
-            self._db.close()
-            raise
+        with state_errors(path, "series"):
+            self._db = connect(path, timeout_s=1.0)
+            self._db.execute("CREATE TABLE IF NOT EXISTS series(at_s INTEGER PRIMARY KEY, figures TEXT NOT NULL)")
 
     def close(self) -> None:
         with self._one_at_a_time:

@@ -1,4 +1,4 @@
-"""The frozen picture of everything that the supervisor hands out. Never changes after it was made, never reaches back."""
+"""Holds the frozen picture of everything that the supervisor hands out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelView:
     doubt: why the engine is under suspicion while it is READY or DRAINING: a test question has had no answer yet
     (sparkd.control.watchdog). adopted: this daemon took over a running engine; load_s is then the duration of the engine's start, None if
     not recorded. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown.
-    origin: where the entry comes from: `file`, the configuration, or `api`, the admin API.
+    origin: where the entry comes from: `file`, the configuration; `api`, the admin API; or `serve`, the command that started the daemon.
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
     wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
     last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`.
@@ -94,9 +94,11 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at one moment. `settled` is true once the first reading, the adoption scan and the configuration were in.
+    """Everything at one moment.
 
-    engines: the memory of those that live; returning_bytes: by node, memory of engines that ended which has not come back.
+    settled: true once the first reading, the adoption scan and the configuration were in
+    engines: the memory of those that live
+    returning_bytes: by node, memory of engines that ended which has not come back
     """
 
     at_s: float

@@ -16,6 +16,7 @@ from sparkd.state.nouns import Desired, Event, Operation, RankHandle
 from sparkd.state.rows import noun_of
 from workers.host.private_files import private_file
 
+FILE = "state.db"
 SCHEMA_VERSION = 1
 # See Store: the hundreds are what another release may not be able to read.
 SCHEMA_MAJOR = 100
@@ -36,6 +37,26 @@ def state_errors(path: Path, table: str = "") -> Iterator[None]:
         raise StateError(f"The state database {place} cannot be used: {reason}. {_cure(error, path)}") from error
 
 
+def connect(path: Path, *, timeout_s: float) -> sqlite3.Connection:
+    """Open the database, which is made for this user alone where it is missing.
+
+    timeout_s: how long a write waits for another connection's.
+
+    Raises sqlite3.Error, OSError.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # SQLite gives its other files the mode of this one when it makes them.
+    private_file(path)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=timeout_s)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
 class Store:
     """One SQLite file: `wishes`, `ranks` and `history` read and write its tables. One writer: the supervisor's thread.
 
@@ -51,17 +72,12 @@ class Store:
         self.path = path
         self.wishes, self.ranks, self.history = StoredWishes(self), StoredRanks(self), History(self)
         with state_errors(path):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite gives its other files the mode of this one when it makes them.
-            private_file(path)
             for beside in (path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
                 if beside.exists():
                     private_file(beside)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.1)
+            self._db = connect(path, timeout_s=0.1)
         try:
             with state_errors(path):
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
                 self._migrate()
                 self._drop_unreadable()
         except BaseException:

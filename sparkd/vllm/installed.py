@@ -8,11 +8,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparkd.vllm.releases import Release
-from sparkd.vllm.translate import release_of
-
+# (0, 32) of 0.32.0.
+Release = tuple[int, int]
+# The release whose command line sparkd was last held against (sparkd/vllm/vllm-flags-0.32.0.txt).
+READ_OFF: Release = (0, 32)
+_RELEASE = re.compile(r"v?(\d{1,3})\.(\d{1,4})(?:[.a-z+-]|$)")
 # CPU wheels have a name of their own. Installers leave such a folder: packaging.python.org, "Recording installed projects".
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
+
+
+def release_of(version: str | None) -> Release | None:
+    """`0.32.0+cpu`, `0.18.1rc1` -> (0, 32), (0, 18); None for what is no version, such as `unknown`."""
+    match = _RELEASE.match(version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def release_in(runtime: Path | None) -> Release | None:

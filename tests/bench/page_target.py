@@ -114,7 +114,7 @@ async def serve(asked: argparse.Namespace) -> None:
 
     real = supervised(config, store, cluster, ask, time.monotonic, time.time)
     supervisor: Any = MadeUp(real, asked.loaded, list(cluster.agents))
-    controlled: Any = (supervisor, real.registry, real.ledger, cluster)
+    controlled: Any = (supervisor, real.registry, real.journal, cluster)
     scraper: Any = MadeUpScraper(asked.loaded, chance)
     live = Live(*controlled, scraper, list, series=Series(config.state_dir / "state.db"), boundary=boundary)
     limits = ClientLimits()

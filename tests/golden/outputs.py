@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from sparkd.__main__ import command_line, exit_code
 from sparkd.config.config import load_config
 from sparkd.daemon.console import Console as ServeConsole
 from sparkd.errors import SparkdError
+from sparkd.fabric.report import report
+from sparkd.render import fabric as show_fabric
 from sparkd.render import models as show
 from tests.golden import refusals, widths
 from tests.support import doctor_tree
 from tests.support.checkpoints import mixture
 from tests.support.checkpoints import write as write_model
-from tests.support.fabric_tree import scenarios, write_nodes
+from tests.support.fabric_tree import readings
 from tests.support.published_tensors import tensors_of
 
 FOLDER = Path(__file__).parent
@@ -199,13 +202,10 @@ def _doctor(folder: Path) -> str:
     return "".join(_run("doctor", "--root", root, columns=120) for root in roots)
 
 
-def _fabric(folder: Path) -> str:
-    known, texts = scenarios(), []
-    for name in ("pair-different-ports", "half-trained", "no-cable-card-absent"):
-        (folder / name).mkdir()
-        roots = [word for root in write_nodes(folder / name, known[name]["nodes"]) for word in ("--root", root)]
-        texts.append(_run("fabric", *roots, columns=120))
-    return "".join(texts) + _run("fabric", "--env", *roots, columns=120)
+def _fabric(_folder: Path) -> str:
+    reports = {name: report(readings(name)) for name in ("pair-different-ports", "half-trained", "no-cable-card-absent")}
+    texts = [_drawn(f"sparkd fabric  # {name}", partial(show_fabric.fabric, each)) for name, each in reports.items()]
+    return "".join(texts) + _drawn("sparkd fabric --env", partial(show_fabric.environment, reports["pair-different-ports"]))
 
 
 def _errors(folder: Path) -> str:
@@ -310,10 +310,8 @@ WRONG_WORDS = (
     "serve -o keys.admin=k",
     "serve --listen 127.0.0.1:1 --port 2",
     "serve --port 99999",
-    "rm m --config x",
     "ls --cached --layers m",
     "ls --quick",
-    "fabric --root /nowhere",
     "doctor --root /nowhere",
     "recipes show none",
     "incidents show ../x",

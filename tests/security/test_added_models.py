@@ -13,8 +13,8 @@ import pytest
 from sparkd.config import quantize
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.control import registry
-from sparkd.control.registry import Roster
+from sparkd.control import registry as registry_module
+from sparkd.control.registry import Registry
 from sparkd.errors import ConfigError, Conflict
 from sparkd.recipes.admin_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
@@ -141,16 +141,16 @@ def test_an_entry_over_the_admin_api_is_no_longer_than_any_that_somebody_writes(
 
 
 def test_so_many_models_are_added_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MOST_ADDED", 2)
+    monkeypatch.setattr(registry_module, "MOST_ADDED", 2)
     with closing(Store(tmp_path / "state.db")) as store:
-        roster = Roster(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
+        registry = Registry(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
         for name in ("a", "b"):
-            roster.add(name, {"model": "o/m"}, replace=False)
+            registry.add(name, {"model": "o/m"}, replace=False)
         with pytest.raises(Conflict):
-            roster.add("c", {"model": "o/m"}, replace=False)
-        assert roster.add("b", {"model": "o/n"}, replace=True) == "changed"
-        roster.remove(roster.find("b"))
-        assert roster.add("c", {"model": "o/m"}, replace=False) == "added"
+            registry.add("c", {"model": "o/m"}, replace=False)
+        assert registry.add("b", {"model": "o/n"}, replace=True) == "changed"
+        registry.remove(registry.find("b"))
+        assert registry.add("c", {"model": "o/m"}, replace=False) == "added"
 
 
 def test_adding_a_model_parses_its_entry_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,32 +162,34 @@ def test_adding_a_model_parses_its_entry_alone(tmp_path: Path, monkeypatch: pyte
 
     with closing(Store(tmp_path / "state.db")) as store:
         store.wishes.save_spec("refused", {"model": "o/m", "no_such_key": 1})
-        roster = Roster(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
+        registry = Registry(load_config(None, environ={}), store, lambda: 0.0, lambda: 0.0)
         for name in ("a", "b"):
-            roster.add(name, {"model": "o/m"}, replace=False)
-        monkeypatch.setattr(registry, "parse_model", counted)
-        roster.add("c", {"model": "o/m"}, replace=False)
-        roster.add("a", {"model": "o/n"}, replace=True)
-        roster.remove(roster.find("b"))
+            registry.add(name, {"model": "o/m"}, replace=False)
+        monkeypatch.setattr(registry_module, "parse_model", counted)
+        registry.add("c", {"model": "o/m"}, replace=False)
+        registry.add("a", {"model": "o/n"}, replace=True)
+        registry.remove(registry.find("b"))
         assert parsed == ["c", "a"]
-        assert roster.find("a").spec == parse_model("a", {"model": "o/n"}, over_admin=True)
-        assert [(each.reason, each.message[:7]) for each in roster.conditions] == [("ModelLeftOut", "refused")]
-        roster.configure(load_config(None, environ={}))
+        assert registry.find("a").spec == parse_model("a", {"model": "o/n"}, over_admin=True)
+        assert [(each.reason, each.message[:7]) for each in registry.conditions] == [("ModelLeftOut", "refused")]
+        registry.configure(load_config(None, environ={}))
         assert sorted(parsed) == ["a", "a", "c", "c", "refused"]
 
 
 def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_path: Path) -> None:
     config = load_config(None, flags={"models": {"given": {"model": "o/m"}}}, environ={})
     with closing(Store(tmp_path / "state.db")) as store:
-        told = []
+        told, origins = [], []
         for of_serve in ((), ("given",)):
-            roster = Roster(config, store, lambda: 0.0, lambda: 0.0, of_serve)
+            registry = Registry(config, store, lambda: 0.0, lambda: 0.0, of_serve)
             with pytest.raises(Conflict) as removed:
-                roster.check_added("given")
+                registry.check_added("given")
             with pytest.raises(Conflict) as changed:
-                roster.judged("given", {"model": "o/n"})
+                registry.judged("given", {"model": "o/n"})
+            origins.append(registry.find("given").origin)
             told.append([("configuration file" in each.value.message) for each in (removed, changed)])
         assert told == [[True, True], [False, False]]
+        assert origins == ["file", "serve"]
 
 
 def test_a_model_that_is_added_has_its_own_keys_judged_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,7 @@ def book(tmp_path: Path, request: pytest.FixtureRequest) -> RecipeLibrary:
 def test_a_recipe_that_trusts_code_is_taken_as_it_pins_it(book: RecipeLibrary) -> None:
     spec = parse_model("m", {"recipe": "trusting", "max_num_seqs": 4, "extra_args": ["--enforce-eager"]}, over_admin=True, book=book)
 
-    assert spec.model == "good/model" and spec.trusts_code()
+    assert spec.model == "good/model" and spec.trust_remote_code
 
 
 @pytest.mark.parametrize("key, value", [("model", "evil/model"), ("revision", "evil"), ("model", "good/model")])
@@ -259,9 +261,9 @@ def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_
         store.wishes.save_spec("endless", {"model": "o/m", "extra_args": ["--seed=1"] * (MOST_ARGUMENTS + 1)})
         store.wishes.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
 
-        roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
+        registry = Registry(config, store, lambda: 0.0, lambda: 0.0)
 
-    assert set(roster.records) == {"tuned"}
+    assert set(registry.records) == {"tuned"}
     assert all(name in caplog.text for name in ("elsewhere", "loud", "endless", "overridden"))
     assert "evil" not in caplog.text
 

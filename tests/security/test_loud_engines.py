@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import ConfigError
 from sparkd.state.store import Store
 from sparkd.vllm.logging_args import loud
@@ -58,12 +58,12 @@ def test_the_files_own_is_told_by_check_log_and_condition(where: str, tmp_path: 
 
     config = load_config(file, flags={"state_dir": str(tmp_path)}, environ={})
     with closing(Store(tmp_path / "state.db")) as store:
-        roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
-        assert [condition.reason for condition in roster.conditions] == ["LogsAnswers"]
+        registry = Registry(config, store, lambda: 0.0, lambda: 0.0)
+        assert [condition.reason for condition in registry.conditions] == ["LogsAnswers"]
         warned = caplog.text.count("VLLM_LOGGING_LEVEL")
-        roster.configure(config)
+        registry.configure(config)
         assert warned and caplog.text.count("VLLM_LOGGING_LEVEL") == warned
 
         quiet = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
-        roster.configure(quiet)
-        assert roster.conditions == []
+        registry.configure(quiet)
+        assert registry.conditions == []

@@ -18,7 +18,6 @@ import pytest
 from sparkd.capacity.launch import rank_fields
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import ConfigError
-from sparkd.vllm.translate import Translation
 from tests.support.late import Late
 from workers.rank.command import NO_HOST, build_command, build_environment
 from workers.rank.spec import RankSpec
@@ -212,7 +211,7 @@ def test_a_file_is_read_only_where_a_folder_is_named(tmp_path: Path) -> None:
 def engine(*flags: str, **keys: Any) -> RankSpec:
     config = load_config(None, environ={})
     spec = parse_model("m", {"model": "o/m", "extra_args": flags, **keys}, over_admin=False)
-    fields = rank_fields(config, spec, "cpu", "tests.stub", Translation(flags, {}), None)
+    fields = rank_fields(config, spec, "cpu", "tests.stub", None)
     more = {"rank_id": "r", "generation": 1, "node_id": "n", "rank": 0, "run_dir": "/r", "log_path": "/l", "config_hash": "h"}
     made = RankSpec.from_dict(fields | more | {"runtime": "/usr/bin/python3", "env": dict(spec.environment(config.engine))})
     return RankSpec.from_dict(json.loads(json.dumps(made.to_dict())))

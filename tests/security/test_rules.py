@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import sparkd
 import workers
 from sparkd.config.config import load_config
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.errors import SparkdError
 from sparkd.state.store import Store
 from workers.quantization.recipe import MAX_RULES, Format, FormatRule, QuantizationRecipe
@@ -53,9 +53,9 @@ def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, cap
         store.wishes.save_spec("globs", {"model": "o/m", "quantize": {"layers": {"*a*b": "fp8"}}})
         store.wishes.save_spec("odd", {"model": "o/m", "quantize": {"layers": {"re:(a+)+b": "fp8"}}})
 
-        roster = Roster(load_config(None, flags={"state_dir": str(tmp_path)}, environ={}), store, lambda: 0.0, lambda: 0.0)
+        registry = Registry(load_config(None, flags={"state_dir": str(tmp_path)}, environ={}), store, lambda: 0.0, lambda: 0.0)
 
-    assert set(roster.records) == {"globs"}
+    assert set(registry.records) == {"globs"}
     assert "odd" in caplog.text
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin import pull
+from sparkd.admin import pulls
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli import export
-from sparkd.cli.quantized import Chosen
+from sparkd.cli.export import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes
@@ -63,7 +63,7 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/admin/pull.py": 1,
+    "sparkd/admin/pulls.py": 1,
     "sparkd/bench/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/recipes/clone.py": 1,
@@ -151,7 +151,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pull._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
+        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:

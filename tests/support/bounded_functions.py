@@ -28,9 +28,9 @@ def take(nbytes: int) -> int:
     return len(bytearray(nbytes))
 
 
-def with_descendant(path: str, number: int, own_session: bool) -> str:
-    """Start a process that holds this one's pipes, write its id to the file, and send this process the signal."""
-    descendant = subprocess.Popen(["sleep", "3600"], start_new_session=own_session)
+def with_descendant(path: str, number: int) -> str:
+    """Start a process that holds this one's output, write its id to the file, and send this process the signal."""
+    descendant = subprocess.Popen(["sleep", "3600"])
     Path(path).write_text(str(descendant.pid))
     os.kill(os.getpid(), number)
     return "answer"

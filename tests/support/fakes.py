@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.admin.operator import Operator
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config, ModelConfig, load_config
 from sparkd.control.effects import AskFunction
-from sparkd.control.journal import Ledger
-from sparkd.control.registry import Roster
+from sparkd.control.journal import Journal
+from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
@@ -58,7 +58,7 @@ class FakeCluster:
     """Ranks live in `ranks`; what is started, adopted and destroyed is recorded in `log`."""
 
     def __init__(self) -> None:
-        self.engines = self.siting = self.places = self.models = self
+        self.launcher = self.placer = self.reservations = self.models = self
         self.ranks: dict[str, RankFact] | None = {}
         self.reading: Reading | None = READING
         self.connected = True
@@ -250,13 +250,18 @@ class Scene:
     def take_over(self) -> None:
         """The next daemon begins over what runs; of this one nothing is heard any more."""
         tasks, before = self.supervisor.tasks.group, self.supervisor
-        self.supervisor = supervised(self.config, self.store, self.cluster, before._effects._ask, self.clock, before.ledger.wall)
+        self.supervisor = supervised(self.config, self.store, self.cluster, before._effects._ask, self.clock, before.journal.wall)
         self.supervisor.tasks.group = tasks
 
     @property
     def operator(self) -> Operator:
         """What the admin API does besides wishing."""
-        return Operator(self.supervisor.want, self.supervisor.registry, self.supervisor.ledger, self.cluster)  # type: ignore[arg-type]
+        return Operator(self.supervisor.want, self.supervisor.registry, self.supervisor.journal, self.cluster)  # type: ignore[arg-type]
+
+    def limit_wait(self, model: str, wait_s: float) -> None:
+        """From now on, requests wait so long for the model's load: the wait_for_load_s of its entry."""
+        record = self.supervisor.registry.find(model)
+        record.spec = record.spec and record.spec.model_copy(update={"wait_for_load_s": wait_s})
 
     def state(self, model: str = "m") -> str:
         return self.supervisor.snapshot().models[model].state.value
@@ -271,7 +276,7 @@ def supervised(
     wall: Callable[[], float],
 ) -> Supervisor:
     boundary = Boundary(clock)
-    registry, journal = Roster(config, store, clock, wall), Ledger(store, wall, boundary)
+    registry, journal = Registry(config, store, clock, wall), Journal(store, wall, boundary)
     return Supervisor(registry, journal, cluster, ask=ask, clock=clock, rng=random.Random(1), boundary=boundary)
 
 

@@ -18,8 +18,8 @@ LOADS = [
 ]
 
 
-def write_benches(folder: Path) -> None:
-    store = BenchStore(folder)
+def write_benches(state_dir: Path) -> None:
+    store = BenchStore(state_dir)
     for number, (bench_id, faster, power) in enumerate(zip(BENCHES, (1.0, 1.1, 1.0), (1.0, 1.2, 1.0), strict=True)):
         store.write(_result(bench_id, BEGAN_S + number * HOUR_S, faster, power, fails=number == 2))
 

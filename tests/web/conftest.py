@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         made.wait_for("quick", "READY")
         made.wait_for("crash", "FAILED")
         assert made.chat("quick", "What is the capital of France?").status_code == 200
-        write_benches(made.state_dir / "bench")
+        write_benches(made.state_dir)
         yield made
 
 

@@ -15,6 +15,7 @@ import yaml
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from sparkd.__main__ import exit_code
+from sparkd.bench.result import BenchStore
 from sparkd.checkpoint.source import name_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
@@ -32,7 +33,7 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "model-live": (("models", "quick", "live"), "figcaption:has-text('KV cache use')"),
     "model-load": (("models", "quick", "load"), ".waterfall rect"),
     "model-settings": (("models", "quick", "settings"), "role=table[name='Settings'] >> tbody tr"),
-    "model-layers": (("models", "quick", "layers"), "text=One GPU then holds"),
+    "model-layers": (("models", "quick", "layers"), "text=One node then holds"),
     "model-log": (("models", "quick", "log"), ".log div"),
     "model-failed": (("models", "crash", "load"), ".error"),
     "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),
@@ -134,6 +135,8 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
 
 def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
     page = tab.page
+    # No vLLM is started beside the tests.
+    page.route("**/admin/v1/plan", lambda route: route.continue_(post_data={**route.request.post_data_json, "quick": True}))
     tab.open("plan")
     page.get_by_label("Model", exact=True).fill("quick")
     page.get_by_label("Context, tokens").fill("2K")
@@ -150,6 +153,26 @@ def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
         page.get_by_role("button", name="Plan", exact=True).click()
     expect(at_field(page, "Format")).to_have_text(answered.value.json()["error"]["message"])
     page.get_by_label("Format").fill("")
+
+
+def test_a_plan_is_drawn_again_once_vllm_has_answered(tab: Tab, served: DaemonProcess) -> None:
+    page = tab.page
+    guess = served.client.post("/admin/v1/plan", json={"model": "quick", "quick": True}).json()
+    plans = iter([{**guess, "operation": "p1"}, {**guess, "notes": ["vLLM has answered."]}])
+    held: list[Route] = []
+    page.route("**/admin/v1/plan", lambda route: route.fulfill(json=next(plans)))
+    page.route("**/admin/v1/operations/p1?*", lambda route: held.append(route))  # playwright marks a function of ours
+    tab.open("plan")
+    page.get_by_label("Model", exact=True).fill("quick")
+    with page.expect_request("**/admin/v1/operations/p1?*"):
+        page.get_by_role("button", name="Plan", exact=True).click()
+    progress, answer = page.get_by_role("status").filter(has_text="asks vLLM"), page.get_by_role("region", name="Answer")
+    expect(progress).to_be_visible()
+    expect(answer.get_by_role("table", name="What fits")).to_be_visible()
+    expect(answer).not_to_contain_text("vLLM has answered.")
+    held.pop().fulfill(json={"state": "SUCCEEDED"})
+    expect(answer).to_contain_text("vLLM has answered.")
+    expect(progress).to_have_count(0)
 
 
 def at_field(page: Page, label: str) -> Locator:
@@ -224,6 +247,12 @@ def test_a_recipe_is_one_before_the_list_of_recipes_has_come(tab: Tab, served: D
     expect(page.get_by_label("Key", exact=True)).to_have_value("recipe")
     expect(page.get_by_label("Value", exact=True)).to_have_value("gpt-oss-120b")
     tab.picture("models-add-recipe")
+
+
+def test_a_name_that_no_model_has_gets_one_sentence_and_no_tabs(tab: Tab) -> None:
+    tab.open("models", "nobody")
+    expect(tab.page.get_by_role("alert").filter(has_text="no model of this name")).to_be_visible()
+    expect(tab.page.get_by_role("navigation", name="Parts of nobody")).to_have_count(0)
 
 
 def test_a_load_is_followed_from_its_button_to_its_waterfall(tab: Tab, served: DaemonProcess) -> None:
@@ -368,12 +397,13 @@ def test_a_request_is_seen_and_cancelled(tab: Tab, served: DaemonProcess) -> Non
 
 def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
-    for result in (served.state_dir / "bench").glob("*.json"):
-        result.unlink()
+    store = BenchStore(served.state_dir)
+    for result in store.all():
+        store.remove(result.id)
     tab.open("bench")
     expect(page.get_by_text("Nothing was measured yet.")).to_be_visible()
     expect(page.get_by_label("Profile", exact=True)).to_have_value("quick")
-    write_benches(served.state_dir / "bench")
+    write_benches(served.state_dir)
     page.get_by_role("button", name="Look again").click()
     slower, faster, broken = BENCHES
     expect(row(page, "Earlier benches", slower)).to_contain_text("6 of 6")
@@ -435,7 +465,7 @@ def test_earlier_benches_are_opened_compared_and_removed(tab: Tab, served: Daemo
     expect(page.get_by_role("heading", name="Bench", exact=True)).to_be_visible()
     expect(row(page, "Earlier benches", slower)).to_be_visible()
     expect(row(page, "Earlier benches", broken)).to_have_count(0)
-    assert not (served.state_dir / "bench" / f"{broken}.json").exists()
+    assert broken not in [result.id for result in store.all()]
     assert tab.refused == []
 
 

@@ -2,27 +2,21 @@
 
 A program of its own, `python -m workers.agent.ray_probe HOST:PORT`, since Ray's import stays in its process's memory. The token comes
 by RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}, "agent"}, the last the version
-of the agent that the head's daemon has, null where none tells it; with `--clock` also "ahead_s", by which this clock is ahead of the
-head's, null where no daemon of its tells the time; or {"refused": "token"}, {"refused": "silent", "why"}.
+of the agent that the head's daemon has, null where none tells it; or {"refused": "token"}, {"refused": "silent", "why"}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 ANSWER_TIMEOUT_S = 10
-# By how much two nodes' clocks may differ. Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a
-# hub and whoever reads two logs.
-CLOCK_S = 5.0
-# Where the head's daemon writes its time, every two seconds; a value that has just changed is of this moment.
-CLOCK_KEY, AGENT_KEY, KEYS_NAMESPACE = b"clock", b"agent", b"sparkd"
-CLOCK_WAIT_S, CLOCK_LOOK_S = 5.0, 0.1
+# Where the head's daemon writes its agent's version.
+AGENT_KEY, KEYS_NAMESPACE = b"agent", b"sparkd"
 
 
-def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
+def probe(address: str) -> dict[str, Any]:
     """See above; blocks for some ANSWER_TIMEOUT_S at most. Keys and namespaces of the head's store are those of Ray 2.60.
 
     (ray/_common/usage/usage_lib.py, put_cluster_metadata; ray/_private/node.py, session_name.)
@@ -36,7 +30,6 @@ def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
         versions = json.loads(head.internal_kv_get(b"CLUSTER_METADATA", b"cluster", ANSWER_TIMEOUT_S) or b"{}")
         session = head.internal_kv_get(b"session_name", b"session", ANSWER_TIMEOUT_S) or b""
         agent = head.internal_kv_get(AGENT_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
-        ahead = {"ahead_s": _ahead_s(head)} if clock else {}
     except AuthenticationError:
         return {"refused": "token"}
     except (RpcError, RaySystemError, ConnectionError, RuntimeError, ValueError) as error:
@@ -48,18 +41,8 @@ def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
         "agent": None if agent is None else agent.decode(),
         # 0 is ALIVE of GcsNodeInfo.GcsNodeState (src/ray/protobuf/gcs.proto).
         "nodes": {node.node_manager_address: dict(node.labels) for node in nodes.values() if node.state == 0},
-    } | ahead
-
-
-def _ahead_s(head: Any) -> float | None:
-    first, until_s = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S), time.monotonic() + CLOCK_WAIT_S
-    while first is not None and time.monotonic() < until_s:
-        clock = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
-        if clock != first:
-            return time.time() - float(clock)
-        time.sleep(CLOCK_LOOK_S)
-    return None
+    }
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(probe(sys.argv[1], clock="--clock" in sys.argv)) + "\n")
+    sys.stdout.write(json.dumps(probe(sys.argv[1])) + "\n")

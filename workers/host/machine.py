@@ -1,4 +1,7 @@
-"""Reads facts of a node besides its memory: its name, its uptime, and the free space on a folder's disk."""
+"""Reads facts of a node besides its memory: its name, its uptime, and the free space on a folder's disk.
+
+psutil's boot time moves with the clock, and the uptime would move with it.
+"""
 
 from __future__ import annotations
 

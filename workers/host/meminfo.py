@@ -1,4 +1,7 @@
-"""Reads the machine's memory and its pressure into plain numbers, control groups' limits included. Never judges them."""
+"""Reads the machine's memory and its pressure into plain numbers, control groups' limits included.
+
+psutil has neither the lines by which the driver's memory is found, nor CMA, pressure or control groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads a node's network, from /sys and by `ip` (addresses, routes, neighbours), into plain JSON. Never judges or changes it.
+"""Reads a node's network, from /sys and by `ip` (addresses, routes, neighbours), into plain JSON.
+
+psutil has neither routes nor neighbours nor RDMA ports, and its counters of an interface stay near 0 under RoCE.
 
 Under a root path other than / the answers of `ip` are read from files of that folder, so that a folder can stand for a node.
 """

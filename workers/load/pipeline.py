@@ -275,7 +275,7 @@ class Pipeline:
         largest = amax_each(matrices)
         self._nonfinite.note([weight.made_from for weight in weights], largest)
         form = quantizer(weights[0].format)
-        if weights[0].format.weight_name != "nvfp4":
+        if not weights[0].format.family.has_divisor:
             return form.quantize(matrices)
         shared = global_scale(largest.view(units, -1).amax(1, keepdim=True)).expand(-1, len(weights) // units)
         parts = form.quantize(matrices, global_scale=shared.reshape(-1))
@@ -331,7 +331,7 @@ class Pipeline:
                 needed.append((planned, part))
         largest = [amax(part) for _, part in needed]
         shared = None
-        if needed and plan.unit.weights[0].format.weight_name == "nvfp4":  # all weights that vLLM fuses share its second-level scale
+        if needed and plan.unit.weights[0].format.family.has_divisor:  # all weights that vLLM fuses share its second-level scale
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (planned, part), most in zip(needed, largest, strict=True):
             weight = plan.unit.weights[planned.number]

@@ -167,7 +167,7 @@ def _covering(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | N
     if not covered:
         return None
     # Rows and columns that share a scale are quantized together (compressed-tensors' group and block sizes).
-    row_step, col_step = (128, 128) if form.name == "fp8_block" else (1, form.group or 1)
+    row_step, col_step = form.scale_sides
     r0, r1 = min(region.row_start for region in covered), max(region.row_stop for region in covered)
     c0, c1 = min(region.col_start for region in covered), max(region.col_stop for region in covered)
     return MatrixRegion(

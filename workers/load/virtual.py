@@ -235,8 +235,8 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
 
 
 def _group(weight: Weight) -> str:
-    """The key of a weight's unit. Fused modules share one NVFP4 scale, and the halves of a packed expert are read together."""
-    if weight.format.weight_name != "nvfp4" and weight.source.row_count is None:
+    """The key of a weight's unit. Fused modules share one second-level scale, and the halves of a packed expert are read together."""
+    if not weight.format.family.has_divisor and weight.source.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
     return f"{parent}.{_LEADER.get(last, last)}"
@@ -261,7 +261,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
             tensor=ref.name,
             cure=_LEAVE_OUT if form is DEQUANTIZED else f"Keep it as it is: add {module!r} to `keep`",
         )
-    quantizer(form).check(ref.name, *ref.shape, file=ref.path)
+    form.check(ref.name, *ref.shape, file=ref.path)
     scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
     if scale is not None:
         refuse_codes(scale)
@@ -320,7 +320,7 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
 
     weights = [weight_of(packed_weight) for packed_weight in packed_weights(ref, packed, checkpoint)]
     for weight in weights[:2]:
-        quantizer(form).check(weight.module, *weight.source.shape, file=ref.path)
+        form.check(weight.module, *weight.source.shape, file=ref.path)
     return weights
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from workers.quantization.formats import ERRORS, refused
+from workers.quantization.formats import ERRORS, FORMATS, refused
 from workers.quantization.units import BF16, FormatUnit, UnitList
 
 # Each kind of format is a set of kernels that the engine compiles and captures.
@@ -23,16 +23,13 @@ _GIB = 1 << 30
 # KL to BF16 (nats) for each unit of squared relative error: the median of each class over SmolLM2-135M. Medians, because the first and
 # the last layers are much more sensitive: means choose worse. Experts stand for a whole MLP.
 SENSITIVITIES: Mapping[str, float] = {"q_proj": 0.30, "o_proj": 0.054, "gate_proj": 0.24, "down_proj": 0.14}
-# KL to BF16 for each unit of squared relative error, nvfp4 = 1: the same model wholly in each format. By relative error alone int4-g32
-# would be as good as nvfp4.
-ERROR_WEIGHTS: Mapping[str, float] = {"nvfp4": 1.0, "nf4": 1.0, "int4": 1.4, "mxfp4": 1.2, "fp8": 0.65}
 
 
 def cost(unit: FormatUnit, spelling: str) -> float:
     """The expected KL of a model with this unit alone in a format: the error of Gaussian weights, times the sensitivity of its class."""
     if spelling == BF16:
         return 0.0
-    return ERRORS[spelling] ** 2 * ERROR_WEIGHTS[spelling.partition("-")[0]] * _sensitivity(unit)
+    return ERRORS[spelling] ** 2 * (FORMATS[spelling].family.error_cost or 0.0) * _sensitivity(unit)
 
 
 def _sensitivity(unit: FormatUnit) -> float:

@@ -1,7 +1,6 @@
 """A recipe: which weight of a checkpoint gets which format. Imports no torch.
 
-`quantize:` is a format (nvfp4, nvfp4-a4, mxfp4, int4-g32, int4-g64, int4-g128, nf4-g32 to nf4-g512, fp8, fp8-block, bf16; int4 is
-int4-g128, nf4 is nf4-g64) or a mapping:
+`quantize:` is a format (formats.SPELLINGS; int4 is int4-g128, nf4 is nf4-g64) or a mapping:
 
     format: nvfp4              # of every weight that no rule names; bf16 (its own precision) where this is left out
     group_size: 64             # of every int4 and nf4 that does not say its own

@@ -6,24 +6,20 @@ A unit is what `group_of` joins: the parts of a matrix that vLLM fuses, or all e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sparkd.checkpoint import Checkpoint, TensorRef, towers_of
+from sparkd.checkpoint import Checkpoint, towers_of
 from sparkd.checkpoint import tensor_class as class_of_tensor
-from workers.quantization.formats import SPELLINGS, Format
+from workers.quantization.formats import FORMATS
 from workers.quantization.fusion import group_of
-from workers.quantization.packed import packed_of, packed_weights
-from workers.quantization.packed_scale import packed_module_of
+from workers.quantization.outcome import outcome_of, shapes_of
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16 = "bf16"
 # fp8-block has the bytes and the error of fp8, and suits fewer weights; nvfp4-a4 has the bytes of nvfp4, and a larger error.
-CANDIDATES = tuple(spelling for spelling in SPELLINGS if spelling not in (BF16, "fp8-block", "nvfp4-a4"))
-_FORMATS = {spelling: Format.parse(spelling) for spelling in CANDIDATES}
+_CANDIDATES = {spelling: form for spelling, form in FORMATS.items() if form.family.error_cost is not None}
 _EVERY = QuantizationRecipe.parse("fp8")
-# The last part of names beside an FP8 weight, which go with it into a new format.
-_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -80,10 +76,11 @@ def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _na
     sums: dict[str, _Sum] = {}
     kept_bytes = 0
     for name, tensor in checkpoint.tensors.items():
-        module = _module(name, formats)
-        if module is None:
+        outcome = outcome_of(name, formats, checkpoint.tensors)
+        if outcome is None or outcome.format.keeps:
             kept_bytes += tensor.nbytes * count(name)
             continue
+        module = outcome.module
         weight = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
         kind = class_of_tensor(weight.name, weight.shape, towers)
         unit_sum = sums.setdefault(group_of(module, kind), _Sum(kind, {}, {}))
@@ -91,20 +88,9 @@ def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _na
         if name != weight.name:
             continue
         unit_sum.modules[_numberless(module)] = None
-        for shape in _shapes(tensor, checkpoint):
-            unit_sum.shapes[shape] = unit_sum.shapes.get(shape, 0) + count(name)
+        for shape, times in shapes_of(tensor, checkpoint).items():
+            unit_sum.shapes[shape] = unit_sum.shapes.get(shape, 0) + times * count(name)
     return UnitList(tuple(FormatUnit(key, one.kind, tuple(one.modules), _sizes(one, ranks)) for key, one in sums.items()), kept_bytes)
-
-
-def _module(name: str, formats: Iterable[str]) -> str | None:
-    """The module of a tensor that gets another format with it: its weight, or a scale beside that."""
-    stem, _, last = name.rpartition(".")
-    if last in ("weight", *_SCALES) and stem in formats:
-        return stem
-    if name in formats:
-        return name
-    packed = packed_module_of(name) if "scale" in last else None
-    return packed if packed is not None and packed in formats else None
 
 
 def _numberless(module: str) -> str:
@@ -114,23 +100,8 @@ def _numberless(module: str) -> str:
     return f"{before}.experts.0.{rest}" if mark and number.isdigit() else module
 
 
-def _shapes(tensor: TensorRef, checkpoint: Checkpoint) -> Iterable[tuple[int, int]]:
-    """[N, K] of each matrix of a tensor, as vLLM multiplies them."""
-    if len(tensor.shape) == 2:
-        rows, columns = tensor.shape
-        return [(rows, columns)]
-    packed = packed_of(tensor.name)
-    if packed is None:
-        raise ValueError(f"{tensor.name} holds no experts that can be told apart.")  # assign gives it no format
-    _, rows, columns = tensor.shape
-    return [
-        (one.row_count or (columns if one.transposed else rows), rows if one.transposed else columns)
-        for one in packed_weights(tensor, packed, checkpoint)
-    ]
-
-
 def _sizes(one: _Sum, ranks: int) -> dict[str, int]:
-    fits = {spelling: form for spelling, form in _FORMATS.items() if all(k % ((form.group or 1) * ranks) == 0 for _, k in one.shapes)}
+    fits = {spelling: form for spelling, form in _CANDIDATES.items() if all(k % ((form.group or 1) * ranks) == 0 for _, k in one.shapes)}
     sizes = {spelling: sum(times * form.nbytes(n, k) for (n, k), times in one.shapes.items()) for spelling, form in fits.items()}
     # A format that saves nothing of an FP8 source is none to choose.
     return {BF16: one.stored} | {spelling: size for spelling, size in sizes.items() if size < one.stored}

@@ -24,8 +24,7 @@ from sparkd.errors import EngineError
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, answer_of
 from sparkd.vllm.ask.cache import environment, keep, kept, neighbours
 from sparkd.vllm.flags import speculative_config, without
-from sparkd.vllm.installed import full_version_in
-from sparkd.vllm.translate import release_of, translated
+from sparkd.vllm.installed import full_version_in, release_of
 from workers.host import regular_file
 from workers.host.interpreter import inherited_environment
 from workers.vllm.ask.model_question import FILES, conversation
@@ -228,9 +227,8 @@ def _texts_in(folder: Path) -> dict[str, bytes]:
 
 def _engine(question: ModelQuestion, runtime: InquiryRuntime) -> tuple[list[str], dict[str, str]]:
     """(flags, variables) that matter to the answer. The variables include those that an engine on this node would inherit."""
-    spelled = translated(question.args, question.env)
-    args = without(spelled.args, *_FRONT_END)
-    env = inherited_environment({**(os.environ if runtime.away is None else {}), **spelled.env})
+    args = without(question.args, *_FRONT_END)
+    env = inherited_environment({**(os.environ if runtime.away is None else {}), **question.env})
     return args, {name: value for name, value in env.items() if name.startswith(_VARIABLES)}
 
 

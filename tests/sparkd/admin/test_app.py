@@ -19,6 +19,7 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.admin import app as admin
 from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
 from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
@@ -36,6 +37,7 @@ from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
 from tests.support.fakes import Scene
 from tests.support.registries import keep_registry
+from tests.support.waiting import HUNG_S
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
@@ -83,10 +85,10 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
-        jobs = Jobs(made.supervisor.ledger, made.supervisor.boundary)
+        jobs = Jobs(made.supervisor.journal, made.supervisor.boundary)
         made.supervisor.tasks.group.create_task(jobs.run())
         await asyncio.sleep(0)
-        controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster)
+        controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster)
         app = admin_app(*controlled, replace(parts or Parts(), jobs=jobs))
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
@@ -181,8 +183,24 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         nodes = await made.ask("GET", "/nodes")
         assert ([node["node"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
-        made.scene.supervisor.want("m", Want.RUNNING, "admin")
-        assert await made.ask("GET", "/decision") == {"actions": [{"action": "Place", "model": "m"}]}
+
+
+async def test_a_node_that_does_not_answer_delays_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[asyncio.Future[dict[str, Any]]] = []
+
+    async def look() -> dict[str, Any]:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.fabric = look  # type: ignore[method-assign]
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", 0.0)
+        assert [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)] == [[], []]
+        # The next watcher gets what the look says at last, and starts no other.
+        monkeypatch.setattr(admin, "PEERS_TIMEOUT_S", HUNG_S)
+        looks[0].set_result(readings("cable-to-a-stranger"))
+        offered = [(await made.ask("GET", "/nodes"))["offered"] for _ in range(2)]
+        assert [[machine["node"] for machine in each] for each in offered] == [["spark-1"]] * 2 and len(looks) == 1
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
@@ -224,12 +242,13 @@ async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.Mon
     folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
     async with admin_of(tmp_path) as made:
         # In a process of its own.
-        found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
+        asked = {"model": str(folder), "hardware": "spark", "max_model_len": 64, "quick": True}
+        found = await made.ask("POST", "/plan", 200, json=asked)
         assert (found["architecture"], found["choice"]["config"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         monkeypatch.setattr(plan_for_node, "_answer_of_process", plan_for_node._answer)
-        assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
+        assert (await made.ask("POST", "/plan", 200, json={"model": str(folder), "quick": True}))["hardware"]["name"] == "node"
         made.scene.cluster.links = {2: "a and b: no cable"}
-        options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "hardware": "node"}))["options"]
+        options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "quick": True}))["options"]
         assert {one["reason"] for one in options if (one["tensor_parallel"], one["format"]) == (2, "as stored")} == {"a and b: no cable"}
 
 
@@ -290,7 +309,7 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
 
 async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        operation = made.scene.supervisor.ledger.operations.open("pull", "m", "admin")
+        operation = made.scene.supervisor.journal.operations.open("pull", "m", "admin")
         assert (await made.refused("DELETE", f"/operations/{operation.id}", 409))["code"] == "conflict"
         assert made.scene.supervisor.snapshot().models["m"].want is Want.STOPPED
 
@@ -384,9 +403,9 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
             return ModelUnusable("The folder /y is empty, so it holds no model: check the path.")
 
         monkeypatch.setattr(scene.cluster, "unusable", look)
-        before = scene.supervisor.ledger.feed.written
+        before = scene.supervisor.journal.feed.written
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
-        assert scene.supervisor.ledger.feed.written == before
+        assert scene.supervisor.journal.feed.written == before
         await made.refused("PUT", "/models/new", 422, json={"spec": {"model": "/y"}})
         assert seen == [("new", {"m"}, {})] * 2
         assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.wishes.desired() == {}
@@ -515,7 +534,7 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
 
 
 async def test_the_plan_of_a_model_that_runs_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda *_: {"notes": ["its own"]})
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda _: {"notes": ["its own"], "vllm": {"unanswered": 0}})
     async with admin_of(tmp_path) as made:
         ask = {"model": "m", "hardware": "spark"}
         assert (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"] == ["its own"]
@@ -538,8 +557,9 @@ async def test_the_daemon_decides_what_a_name_means(tmp_path: Path, monkeypatch:
             ("o/Mine", "mine", {"model": "o/Mine"}),
             (str(folder), "tiny", {"model": str(folder)}),
         ):
-            assert await made.ask("GET", "/entry", 200, params={"source": source}) == {"name": name, "spec": spec, "known": None}
-        planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark"})
+            meant = await made.ask("GET", "/entry", 200, params={"source": source})
+            assert {"quantize", "ttl"} <= set(meant.pop("keys")) and meant == {"name": name, "spec": spec, "known": None}
+        planned = await made.ask("POST", "/plan", 200, json={"model": "mine", "hardware": "spark", "quick": True})
         assert (planned["architecture"], planned["choice"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.refused("POST", "/plan", 422, json={"model": "mine@nope"}))["code"] == "invalid_config"
 
@@ -685,7 +705,7 @@ async def test_the_event_stream_has_what_was_and_what_comes(tmp_path: Path) -> N
 async def test_a_client_that_comes_back_misses_nothing(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for number in range(50):
-            made.scene.supervisor.ledger.say("note", None, f"event {number}")
+            made.scene.supervisor.journal.say("note", None, f"event {number}")
         everything = (await made.ask("GET", "/events?limit=1000"))["events"]
         seen = everything[4]["seq"]
         for query, headers in (("?limit=7", {"last_event_id": str(seen)}), (f"?limit=7&after={seen}", {})):
@@ -740,7 +760,7 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         open_requests = made.edge._open_requests
         task = asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"}))
         await returned.wait()
-        made.scene.supervisor.ledger.say("note", None, "it goes on")
+        made.scene.supervisor.journal.say("note", None, "it goes on")
         await soon(lambda: stream.text.count("it goes on"))
         assert (stream.status, stream.headers[b"cache-control"]) == (200, b"no-cache") and stream.headers[b"x-request-id"]
         assert client.when_gone is not None and not task.done()
@@ -811,7 +831,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/decision", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
@@ -834,10 +854,10 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Refusal"}
             answers = [answer for status, answer in operation["responses"].items() if status.isdigit()]
-            assert len(answers) == 1 and answers[0]["content"]["application/json"]["schema"], "each answer has a type"
+            assert answers and all(answer["content"]["application/json"]["schema"] for answer in answers), "each answer has a type"
             if body := operation.get("requestBody"):
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} of bodies.py has no extra="forbid"'
+                assert raw["components"]["schemas"][name]["additionalProperties"] is False, f'{name} has no extra="forbid"'
         streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
         assert len(streams) == 3, "the log, the events, and the page's"
         assert raw["security"] == [{"bearer": []}, {"key": []}, {}]
@@ -909,7 +929,7 @@ def test_no_body_makes_it_fail(tmp_path: Path) -> None:
 
     try:
         send()
-        for path in ("/status", "/operations", "/events", "/decision", "/openapi.json"):
+        for path in ("/status", "/operations", "/events", "/openapi.json"):
             assert sender.ask("GET", path) == 200
     finally:
         sender.close()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ import pytest
 
 from sparkd.admin import bandwidth
 from sparkd.admin.app import PREFIX, Parts, admin_app
-from sparkd.admin.bandwidth import MOST_BYTES, Measures
+from sparkd.admin.bandwidth import MOST_BYTES, Bandwidth
 from sparkd.admin.jobs import Jobs
 from sparkd.config.config import load_config
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import FAIL, OK, WARN
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.rates import Rate, RateBook, finding
-from sparkd.fabric.readings import FabricNodes
 from sparkd.fabric.report import report
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.state.nouns import Operation, OperationState
@@ -88,20 +88,20 @@ class Scene:
     def __init__(self, folder: Path, supervised: Supervised, nodes: FakeNodes, **settings: Any) -> None:
         self.nodes = nodes
         self.supervised = supervised
-        self.path = folder / "rates.json"
+        self.folder = folder
         self.config = load_config(None, flags={"state_dir": str(folder / "own"), **settings}, environ={})
         self.store = Store(folder / "own.db")
-        self.ledger = Ledger(self.store, lambda: 5.0)
-        self.jobs = Jobs(self.ledger, Boundary(time.monotonic))
+        self.journal = Journal(self.store, lambda: 5.0)
+        self.jobs = Jobs(self.journal, Boundary(time.monotonic))
         self.measures = self.again()
 
-    def again(self) -> Measures:
-        rates = RateBook(self.path)
-        return Measures(self.nodes, self.ledger, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
+    def again(self) -> Bandwidth:
+        rates = RateBook(self.folder)
+        return Bandwidth(self.nodes, self.journal, self.jobs, lambda: self.config, self.supervised.supervisor.snapshot, rates, lambda: 5.0)
 
     async def ended(self, operation: Operation) -> Operation:
-        await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING)
-        return self.ledger.operations.find(operation.id)
+        await eventually(lambda: self.journal.operations.find(operation.id).state is not OperationState.RUNNING)
+        return self.journal.operations.find(operation.id)
 
 
 @asynccontextmanager
@@ -130,7 +130,7 @@ def pair() -> FakeNodes:
 async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_everything_started_is_ended(tmp_path: Path) -> None:
     async with scene(tmp_path, None, **{"engine.env": {"NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"}}) as made:
         ended = await made.ended(await made.measures.start([A, B]))
-        (event,) = [one for one in made.ledger.events(0, 100) if one.kind == "measure"]
+        (event,) = [one for one in made.journal.events(0, 100) if one.kind == "measure"]
 
         told = f"{A} - {B}: 21.5 GB/s over 2 rails, 20 to 24 is normal"
         assert (ended.kind, ended.model, ended.state, ended.message) == ("measure", f"{A} - {B}", OperationState.SUCCEEDED, told)
@@ -171,14 +171,6 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         ]
 
 
-async def test_a_rate_of_an_older_sparkd_which_kept_its_links_counts(tmp_path: Path) -> None:
-    async with scene(tmp_path) as made:
-        made.path.write_text(json.dumps([asdict(GOOD) | {"links": ["enp1s0f0np0"], "sockets": []}]))
-        assert made.again().rates.all() == [GOOD]
-        made.path.write_text("[{}]")
-        assert made.again().rates.all() == []
-
-
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         await make_ready(made.supervised)
@@ -216,7 +208,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
     async with scene(tmp_path) as made:
         made.nodes.waits = True
         supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
-        app = admin_app(supervisor, supervisor.registry, supervisor.ledger, cluster, Parts(measures=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
+        app = admin_app(supervisor, supervisor.registry, supervisor.journal, cluster, Parts(measures=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")
@@ -228,7 +220,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
             assert len(made.nodes.of("end_job")) == 2
             made.nodes.waits = False
             done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
-            await made.ended(made.ledger.operations.find(done["operation"]))
+            await made.ended(made.journal.operations.find(done["operation"]))
             made.supervised.cluster.readings = {node: dict(raw) for node, raw in made.nodes.readings.items()}
             shown = (await client.get("/fabric")).json()
             assert [(one["a"], one["b"], one["gb_s"], one["told"]) for one in shown["rates"]] == [

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from sparkd.admin.bench_facts import UNITS, check_lendable, driver_of, published_of, rates_of
-from sparkd.bench.figures import read
+from sparkd.bench.figures import answer_metric
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
 from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_here
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
-from sparkd.control.registry import Roster
+from sparkd.control.registry import Registry
 from sparkd.recipes.library import RecipeLibrary
 from tests.support.bench_example import example
 
@@ -39,9 +39,9 @@ def test_a_checkpoint_on_a_hub_is_looked_at_in_another_process(monkeypatch: pyte
 
     monkeypatch.setattr(bounded_read, "call", called)
     spec = ModelConfig(name="m", model="owner/name", env={"HF_HOME": "/cache"})
-    registry = SimpleNamespace(config=Config(), find=lambda *_, **__: SimpleNamespace(spec=spec))
+    registry = SimpleNamespace(config=Config(), spec=lambda _: spec)
 
-    check_lendable(cast(Roster, registry), "m")
+    check_lendable(cast(Registry, registry), "m")
 
     ((read, source, revision, environ),) = apart
     assert (read, source, revision, environ["HF_HOME"]) == (checkpoint_here, "owner/name", None, "/cache")
@@ -59,7 +59,7 @@ def test_the_figures_of_a_recipe_have_their_source() -> None:
 def test_a_bench_shows_the_rate_of_the_memory_only_where_each_token_reads_the_weights() -> None:
     result = example(depths=(0,)).model_copy(update={"predicted": Predicted(active_bytes=1 << 30), "loads": []})
     result = result.model_copy(update={"subject": result.subject.model_copy(update={"nodes": ["a"]})})
-    decode = read("tg", result.cells[0])
+    decode = answer_metric(result.cells[0], "tg_throughput")
     plain = result.cells[0].model_copy(update={"engine": EngineFigures()})
     drafted = result.cells[0].model_copy(update={"engine": EngineFigures(drafted_tokens=5)})
     two_nodes = result.subject.model_copy(update={"nodes": ["a", "b"]})

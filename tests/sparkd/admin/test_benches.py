@@ -66,7 +66,7 @@ async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
 
     async with stage(tmp_path, models={}) as scene, asyncio.TaskGroup() as tasks:
         registry = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path), lent=())
-        jobs = Jobs(scene.supervisor.ledger, scene.supervisor.boundary)
+        jobs = Jobs(scene.supervisor.journal, scene.supervisor.boundary)
         benches = Benches(scene.supervisor, cast(Any, registry), jobs, "http://x", ("", ""))
         benches.store.write(EARLIER)
         monkeypatch.setattr(BenchStore, "write", held)

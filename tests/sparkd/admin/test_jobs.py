@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.admin.jobs import Jobs, Tell
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Operation, OperationState, Progress
@@ -22,8 +22,8 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "state.db")
-        self.ledger = Ledger(self.store, lambda: 5.0)
-        self.jobs = Jobs(self.ledger, Boundary(lambda: 0.0))
+        self.journal = Journal(self.store, lambda: 5.0)
+        self.jobs = Jobs(self.journal, Boundary(lambda: 0.0))
         self.error: BaseException | None = None
         self.began, self.may_end, self.cleans, self.may_clean = (asyncio.Event() for _ in range(4))
         self.cleaned = 0
@@ -42,7 +42,7 @@ class Scene:
             self.cleaned += 1
 
     def find(self, operation: Operation) -> Operation:
-        return self.ledger.operations.find(operation.id)
+        return self.journal.operations.find(operation.id)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ async def test_jobs_begin_after_the_daemon_and_end_with_it(tmp_path: Path) -> No
     made = Scene(tmp_path)
     with pytest.raises(ClusterError):
         made.jobs.start("pull", "m", never)
-    assert made.ledger.operations.all({}) == {}
+    assert made.journal.operations.all({}) == {}
 
     running = asyncio.create_task(made.jobs.run())
     await asyncio.sleep(0)

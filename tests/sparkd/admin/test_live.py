@@ -72,7 +72,7 @@ class Shown:
         made.cluster.fabric = self._fabric  # type: ignore[attr-defined]
         made.cluster.everywhere = self._everywhere  # type: ignore[attr-defined,method-assign]
         supervisor = made.supervisor
-        parts: Any = (supervisor, supervisor.registry, supervisor.ledger, made.cluster, self.scraper, list)
+        parts: Any = (supervisor, supervisor.registry, supervisor.journal, made.cluster, self.scraper, list)
         self.live = Live(*parts, series=Series(path), boundary=Boundary(FakeClock()))
 
     async def _fabric(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 class Served:
     def __init__(self, made: Any, path: Path) -> None:
         supervisor = made.supervisor
-        controlled: Any = (supervisor, supervisor.registry, supervisor.ledger, made.cluster)
+        controlled: Any = (supervisor, supervisor.registry, supervisor.journal, made.cluster)
         self.live = Live(*controlled, FakeScraper(), list, series=Series(path), boundary=Boundary(FakeClock()))  # type: ignore[arg-type]
         self.app = admin_app(*controlled, Parts(live=self.live))
         self.edge = Edge(supervisor, admin=self.app, live=lambda: (True, {}), ready=lambda: (True, {}))

@@ -55,13 +55,13 @@ async def test_settings_as_configured_and_as_resolved(tmp_path: Path, folder: Pa
         assert settings["resolved"]["max_model_len"] == 64
         assert "priority" in settings["resolved"]
         assert "hf_secret" not in json.dumps(settings)
-        assert settings["ranks"] == []
+        assert settings["ranks"] == [] and "runtime" not in settings["keys"]
 
 
 async def test_settings_of_a_recipe_come_back_as_they_were_given(tmp_path: Path) -> None:
     recipe = "description: d\nmodel: o/mine\nsources: {s: s}\nsettings: {max_num_seqs: 8, env: {NCCL_DEBUG: INFO, NCCL_IB_TC: 3}}\n"
     (tmp_path / "mine.yaml").write_text(recipe)
-    models = {"filed": {"recipe": "mine", "tensor_parallel_size": 1}}
+    models = {"filed": {"recipe": "mine", "tensor_parallel": 1}}
     async with admin_of(tmp_path, recipes_dir=str(tmp_path), models=models) as admin:
         filed = await admin.ask("GET", "/models/filed/settings")
         assert filed["configured"] == {"recipe": "mine", "tensor_parallel": 1}

@@ -12,7 +12,6 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.app import PREFIX
-from sparkd.state.nouns import Want
 from sparkd.state.store import Store
 from tests.sparkd.admin.test_app import TINY, Admin, admin_of
 from tests.sparkd.control.test_supervisor import UP, make_ready
@@ -80,22 +79,13 @@ async def test_no_get_changes_anything(tmp_path: Path, moment: str) -> None:
                 scene.cluster.ranks[rank_id] = replace(fact, progress=UP, cpu_s=99.0, halted=True)
         paths = await reads(made, operation)
 
-        answers = (await made.ask("GET", "/decision"), await made.ask("GET", "/models"))
+        answer = await made.ask("GET", "/models")
         before = picture((scene.supervisor, scene.cluster))
         for path in paths:
             response = await made.client.get(PREFIX + path)
             assert response.status_code in (200, 404, 422, 503), response.text
             assert picture((scene.supervisor, scene.cluster)) == before, path
-        assert (await made.ask("GET", "/decision"), await made.ask("GET", "/models")) == answers
-
-
-async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> None:
-    """Before: a rank that was started after that look counted as one that had vanished."""
-    async with admin_of(tmp_path) as made:
-        made.scene.supervisor.want("m", Want.RUNNING, "admin")
-        await made.scene.tick()
-        assert made.scene.state() == "LOADING"
-        assert await made.ask("GET", "/decision") == {"actions": []}
+        assert await made.ask("GET", "/models") == answer
 
 
 READ_VERBS = (

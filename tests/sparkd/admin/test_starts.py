@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from sparkd.admin.page_answers import StartAnswer
-from sparkd.admin.starts import Starts
+from sparkd.admin.starts import ModelStart, Starts
 from sparkd.state.nouns import ModelState, Progress
 from sparkd.state.snapshot import Snapshot
 from tests.sparkd.control.test_plan import HANDLE
@@ -29,14 +27,12 @@ class Seen:
         self.starts.look(Snapshot(at_s, True, False, 0.0, {"m": shown}, (), {}))
 
     @property
-    def answer(self) -> dict[str, Any]:
-        answer = self.starts.of("m")
-        StartAnswer.model_validate(answer)
-        return answer
+    def answer(self) -> ModelStart:
+        return self.starts.of("m")
 
     @property
     def phases(self) -> list[tuple[str, float, float | None]]:
-        return [(phase["name"], phase["begin_s"], phase["seconds"]) for phase in self.answer["phases"]]
+        return [(phase.name, phase.begin_s, phase.seconds) for phase in self.answer.phases]
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def seen() -> Seen:
 
 
 def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_at(seen: Seen) -> None:
-    assert (seen.answer["began_s"], seen.phases) == (None, [])
+    assert (seen.answer.began_s, seen.phases) == (None, [])
     seen.look(100.0, S.PLANNED)
     seen.look(104.0, S.LOADING)
     assert seen.phases == [("memory back", 0.0, 3.0), ("engine", 3.0, None)]
@@ -55,10 +51,10 @@ def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_a
         *(("memory back", 0.0, 3.0), ("engine", 3.0, 2.0), ("quantize", 5.0, 20.0), ("compile", 25.0, 10.0)),
         *(("rehearse", 35.0, 5.0), ("graphs", 40.0, 5.0), ("first answer", 45.0, 2.0)),
     ]
-    assert (seen.answer["began_s"], seen.answer["seconds"], seen.answer["ended"]) == (100.0, 47.0, "READY")
-    quantize = seen.answer["phases"][2]
-    assert (quantize["bytes"], quantize["bytes_per_s"]) == (60_000, 3000.0)
-    assert [seen.starts.of("m", rate)["disk_bytes_per_s"] for rate in (None, 4e9)] == [3000.0, 4e9]
+    assert (seen.answer.began_s, seen.answer.seconds, seen.answer.ended) == (100.0, 47.0, "READY")
+    quantize = seen.answer.phases[2]
+    assert (quantize.bytes, quantize.bytes_per_s) == (60_000, 3000.0)
+    assert [seen.starts.of("m", rate).disk_bytes_per_s for rate in (None, 4e9)] == [3000.0, 4e9]
 
 
 @pytest.mark.parametrize(
@@ -88,19 +84,19 @@ def test_a_loader_that_quantizes_reads_meanwhile(seen: Seen) -> None:
 
 def test_a_start_that_a_new_daemon_takes_over_began_with_its_engine(seen: Seen) -> None:
     seen.look(120.0, S.LOADING, replace(STARTED, began_s={"checkpoint": 105.0}))
-    assert (seen.answer["began_s"], seen.phases) == (103.0, [("engine", 0.0, 2.0), ("quantize", 2.0, None)])
+    assert (seen.answer.began_s, seen.phases) == (103.0, [("engine", 0.0, 2.0), ("quantize", 2.0, None)])
 
 
 @pytest.mark.parametrize(("state", "ended"), [(S.FAILED, "FAILED"), (S.STOPPING, "STOPPED")])
 def test_a_start_that_comes_to_nothing(seen: Seen, state: ModelState, ended: str) -> None:
     seen.look(103.0, S.LOADING)
     seen.look(113.0, state)
-    assert (seen.answer["ended"], seen.answer["seconds"], seen.phases) == (ended, 10.0, [("engine", 0.0, 10.0)])
+    assert (seen.answer.ended, seen.answer.seconds, seen.phases) == (ended, 10.0, [("engine", 0.0, 10.0)])
     seen.look(120.0, S.PLANNED)
-    assert (seen.answer["began_s"], seen.phases) == (120.0, [("memory back", 0.0, None)])
+    assert (seen.answer.began_s, seen.phases) == (120.0, [("memory back", 0.0, None)])
 
 
 def test_a_model_that_was_removed_is_forgotten(seen: Seen) -> None:
     seen.look(103.0, S.LOADING)
     seen.starts.look(Snapshot(104.0, True, False, 0.0, {}, (), {}))
-    assert seen.answer["phases"] == []
+    assert seen.phases == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell, text_label
@@ -35,41 +33,32 @@ def test_phases_of_requests_that_overlap() -> None:
     for number, first_s, end_s in ((0, 12.0, 20.0), (1, 14.0, 18.0)):
         requests.take(event("request_first_token", number, first_s))
         requests.take(event("request_end", number, end_s, total_tokens=4, prompt_tokens=24, error=""))
-    assert (requests.span(), requests.prompts(), requests.outputs()) == ((10.0, 20.0), [(10.0, 14.0)], [(14.0, 20.0)])
+    assert (requests.span(), requests.prompts(), requests.running()) == ((10.0, 20.0), [(10.0, 14.0)], [(10.0, 20.0)])
     assert (requests.output_tokens, requests.prompt_tokens, requests.run, requests.errors) == (8, 48, 1, [])
 
 
-def test_a_prompt_in_the_midst_of_answers_cuts_them() -> None:
+def test_a_prompt_in_the_midst_of_an_answer_is_a_time_of_its_own() -> None:
     requests = benchy.MeasuredRequests()
     for number, begin_s, first_s, end_s in ((0, 0.0, 1.0, 10.0), (1, 4.0, 5.0, 8.0)):
         requests.take(event("request_start", number, begin_s))
         requests.take(event("request_first_token", number, first_s))
         requests.take(event("request_end", number, end_s, error="it broke" if number else ""))
-    assert requests.outputs() == [(1.0, 4.0), (5.0, 10.0)]
+    assert (requests.prompts(), requests.running()) == ([(0.0, 1.0), (4.0, 5.0)], [(0.0, 10.0)])
     assert requests.errors == ["it broke"]
 
 
-def test_the_text_is_the_same_each_time_and_no_part_comes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    text, name = benchy.chosen_text()
+def test_the_text_is_the_same_each_time_and_no_part_comes_twice() -> None:
+    text = benchy.made_up()
     assert text == benchy.made_up() and len(text.split()) == benchy.WORDS
     parts = [text[at : at + 200] for at in range(0, len(text) - 200, 200)]
     assert len(set(parts)) == len(parts)
-    assert name == text_label(benchy.MADE_UP, text)
-
-
-def test_a_text_of_the_users_own(tmp_path: Path) -> None:
-    text, name = benchy.chosen_text("one two three", "count.txt")
-    address = benchy.kept_text(tmp_path, text)
-    (kept,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
-    assert kept.read_text() == text == "one two three"
-    assert address.startswith("file:") and name == f"count.txt ({address[5:17]})"
 
 
 def test_a_text_is_found_again_by_the_name_that_a_result_has(tmp_path: Path) -> None:
     text = "One line\r\nand another, über alles\n"
     for kept in ("another", text):
-        benchy.kept_text(tmp_path, kept)
+        address = benchy.kept_text(tmp_path, text_label("text", kept), kept)
+    assert address == f"file:{text_label('', text)[2:-1]}"
     assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", text)) == (text, "my (first) text")
     assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", f"{text}.")) is None
     assert benchy.text_of_earlier(tmp_path, "random tokens") is None
@@ -77,7 +66,7 @@ def test_a_text_is_found_again_by_the_name_that_a_result_has(tmp_path: Path) -> 
 
 def test_a_text_stays_as_long_as_a_result_that_names_it(tmp_path: Path) -> None:
     for kept in ("one", "another"):
-        benchy.kept_text(tmp_path, kept)
+        benchy.kept_text(tmp_path, text_label("text", kept), kept)
     benchy.forget_texts(tmp_path, [None, "random tokens", text_label("my (first) text", "one")])
     (left,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
     assert left.read_text() == "one"

@@ -58,7 +58,7 @@ async def test_an_engine_without_an_answer_has_no_counters() -> None:
 
 
 def test_a_job_shows_no_key() -> None:
-    job = Job(folder="/x", bench="b", base_url="http://127.0.0.1:4000", admin_key=KEY, key=KEY, work=LoadBench())  # type: ignore[arg-type]
+    job = Job(state_dir="/x", bench="b", base_url="http://127.0.0.1:4000", admin_key=KEY, key=KEY, work=LoadBench())  # type: ignore[arg-type]
     assert KEY not in repr(job) and Job.model_validate_json(job.model_dump_json()) == job
 
 

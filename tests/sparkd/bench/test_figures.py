@@ -2,33 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.bench.figures import Metric, arena_name, labels, metric, percentile
+from sparkd.bench.figures import Metric, arena_name, metric
 from tests.support.bench_example import example
 
 BASE = example(depths=(0,), concurrencies=(1,), failed=())
-
-
-# By numpy.percentile(values, 100 * share).
-@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.95, 9.25), (1, 10)])
-def test_percentiles_are_numpys(share: float, value: float) -> None:
-    assert percentile([10, 2, 1, 5], share) == pytest.approx(value)
-    assert percentile([7], share) == 7
 
 
 def test_a_metric_is_read_or_none() -> None:
     assert metric({"a": {"mean": 2, "std": 0.5, "values": [1, "x", None, 3]}}, "a") == Metric(2.0, 0.5, (1.0, 3.0))
     for row in (None, {}, {"a": None}, {"a": 3}, {"a": {"mean": True}}, {"a": {"mean": float("inf")}}):
         assert metric(row, "a") is None
-
-
-def test_labels_tell_results_apart() -> None:
-    other = example("fp8", depths=(0,), concurrencies=(1,), failed=())
-    later = BASE.model_copy(update={"started_s": BASE.started_s + 86400})
-
-    assert labels([BASE]) == ["qwen3.5-35b-a3b nvfp4"]
-    assert labels([BASE, other]) == ["nvfp4", "fp8"]
-    assert len({*labels([BASE, later])}) == 2
-    assert len({*labels([BASE, BASE, BASE])}) == 3
 
 
 @pytest.mark.parametrize(("source", "name"), [("Qwen/Qwen3", "Qwen/Qwen3"), ("/models/qwen", "m"), ("qwen", "m")])

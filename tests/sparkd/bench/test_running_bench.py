@@ -1,4 +1,4 @@
-"""Why an engine failed during a bench, in one line: out of the daemon's events, and of the memory guard's incidents."""
+"""Why an engine failed during a bench, in one line out of the daemon's events."""
 
 from __future__ import annotations
 
@@ -16,24 +16,16 @@ from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.gateway.rates import Sample
 from tests.support.waiting import HUNG_S
 
-START = "m-1-0a1b2c3d"
-INCIDENT = f"20261126-101500-{START}"
-OTHERS = [("m-10-aa", "20261127-m-10-aa"), (f"{START}x", "20261128-x")]
-
 
 class BenchedDaemon:
-    """A daemon's events and incidents. alive: whether the engine gives counters. looks: how often it was asked."""
+    """A daemon's events. alive: whether the engine gives counters. looks: how often it was asked."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        # The guard writes the second time that it is asked, for the engine's second rank.
-        self.incidents = [OTHERS, [*OTHERS, (f"{START}-r1", INCIDENT)]]
         self.alive, self.looks = True, 0
         self.then: Callable[[], object] = lambda: None
 
     async def get(self, path: str, after: int = 0, limit: int = 1) -> dict[str, Any]:
-        if path == "/incidents":
-            return {"incidents": [{"rank_id": rank, "id": incident} for rank, incident in self.incidents.pop(0)]}
         newer = [event for event in self.events if event["seq"] > after]
         return {"events": newer[:limit] if after else newer[-limit:]}
 
@@ -48,7 +40,7 @@ class BenchedDaemon:
 
     def fail(self, reason: str, model: str = "m") -> None:
         seq = len(self.events) + 1
-        self.events.append({"seq": seq, "kind": "failed", "model": model, "data": {"reason": reason, "start": START}})
+        self.events.append({"seq": seq, "kind": "failed", "model": model, "message": f"{reason}: It\nended."})
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +71,6 @@ async def test_the_reason_of_the_newest_failure_since_then(bench: RunningBench, 
     daemon.fail("RankHangs", "other")
     line = await bench.engine_failure("m", since_seq)
     assert line is not None and "EngineExited" in line and line == one_line(line)
-
-
-async def test_an_incident_of_the_engines_start_is_awaited_and_named(bench: RunningBench, daemon: BenchedDaemon) -> None:
-    daemon.fail("MemoryGuard")
-    line = await bench.engine_failure("m", 0)
-    assert line is not None and INCIDENT in line and daemon.incidents == []
 
 
 async def test_a_death_is_awaited_that_the_supervisor_has_not_seen(bench: RunningBench, daemon: BenchedDaemon) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.bench import figures, tables
+from sparkd.bench import tables
+from sparkd.bench.figures import answer_metric
 from sparkd.bench.result import BenchResult, LoadRow, Phase, Predicted
 from tests.support.bench_example import example
 
@@ -57,7 +58,7 @@ def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
         LoadRow(way="cached", seconds=25.0),
     ]
     result = example(depths=(0, 32768)).model_copy(update={"predicted": said, "loads": loads})
-    decode = figures.read("tg", result.cells[0])
+    decode = answer_metric(result.cells[0], "tg_throughput")
 
     assert decode is not None
     # The cached load has no phases, so nothing is measured for its prediction.

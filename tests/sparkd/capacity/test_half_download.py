@@ -59,10 +59,6 @@ def with_another_tensor(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def with_another_layer(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
-
-
 def in_one_file(folder: Path, tensors: list[Tensor], **config: object) -> None:
     without(folder, *SHARDS, INDEX)
     for path in write(folder.with_name("one"), {**CONFIG, **config}, tensors).iterdir():
@@ -75,7 +71,6 @@ BROKEN: dict[str, Break] = {
     "a shard is cut off": lambda folder: cut(folder, SHARDS[1], 100_000),
     "a shard is a pointer": lambda folder: (folder / SHARDS[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n"),
     "no weights": lambda folder: without(folder, *SHARDS, INDEX),
-    "a layer is missing": with_another_layer,
 }
 
 

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from sparkd.capacity.estimate import token_bytes
-from sparkd.capacity.kv_cache import KvCost, Serving, stages_of
+from sparkd.capacity.kv_cache import KvCost, Serving
 from sparkd.checkpoint.shape import Attention, Shape, shape_of
 from sparkd.units import GIB
 from tests.support.accounts import kv_cost
@@ -55,16 +53,6 @@ def test_a_model_without_a_cache_needs_none() -> None:
     for found in (kv_cost(of([None] * 4), Serving(4096)), kv_cost(shape("gemma-4-12b-it-assistant"), Serving(2048))):
         assert (found.per_request, found.least, found.block_tokens) == (0, 0, 0)
         assert found.requests(0) == float("inf") and found.tokens(GIB) == 0
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "sizes"),
-    [(8, 1, [8]), (8, 2, [4, 4]), (9, 2, [5, 4]), (10, 4, [2, 3, 3, 2]), (61, 3, [20, 21, 20]), (2, 3, [1, 1, 0])],
-)
-def test_the_stages_of_a_pipeline(layers: int, stages: int, sizes: list[int]) -> None:
-    placed = stages_of(layers, stages)
-
-    assert placed == sorted(placed) and [placed.count(stage) for stage in range(stages)] == sizes
 
 
 def test_a_pipeline_has_the_blocks_of_its_share() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from sparkd.capacity.plan_for_node import FILE, learn, learned_rates, with_learned_rates
-from sparkd.errors import StateError
+from sparkd.capacity.plan_for_node import learn, learned_rates, with_learned_rates
 from sparkd.hardware import SPARK
 
 
@@ -15,21 +12,6 @@ def test_a_later_bench_replaces_its_own_rates(tmp_path: Path) -> None:
     learn(tmp_path, {"bandwidth_bytes_s": 1e11, "disk_bytes_s": 1e9})
     learn(tmp_path, {"disk_bytes_s": 2e9})
     assert learned_rates(tmp_path) == {"bandwidth_bytes_s": 1e11, "disk_bytes_s": 2e9}
-
-
-def test_nothing_learned_writes_nothing(tmp_path: Path) -> None:
-    learn(tmp_path, {})
-    assert learned_rates(tmp_path) == {} and not (tmp_path / FILE).exists()
-
-
-def test_a_broken_file_is_as_none(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{")
-    assert learned_rates(tmp_path) == {}
-
-
-def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=FILE):
-        learn(tmp_path / "none", {"disk_bytes_s": 1e9})
 
 
 def test_a_plan_takes_them_in_place_of_the_data_sheet() -> None:

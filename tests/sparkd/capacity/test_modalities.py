@@ -69,7 +69,7 @@ def test_a_rule_that_names_a_part_changes_it() -> None:
         ({"moe.gate_proj.weight": (8, 512, 512), "moe.down_proj.weight": (8, 512, 512)}, 4 * 2 * 8 * 512 * 512 * 2),
         # DBRX: one matrix for all of them, and no module.
         ({"ffn.experts.mlp.w1": (4096, 512)}, 4 * 4096 * 512 * 2),
-        ({"mlp.experts.gate_up_proj": (8, 512, 512), "mlp.experts.gate_up_proj_bias": (128, 512)}, 0),
+        ({"mlp.experts.gate_up_proj": (8, 256, 512), "mlp.experts.gate_up_proj_bias": (128, 512)}, 0),
     ],
 )
 def test_experts_that_no_format_changes_are_named_at_the_top_of_a_plan(

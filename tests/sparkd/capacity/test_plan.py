@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,19 +19,21 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
+from sparkd.admin.planner import Planning
 from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
 from sparkd.capacity import plan as plans
-from sparkd.capacity.account import machine
 from sparkd.capacity.launch import OWN
+from sparkd.capacity.plan_for_node import PlanOrder
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.parser_choice import with_parsers
+from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
-from sparkd.fabric.readings import FabricNodes
-from sparkd.hardware import JIT_CAPS, SPARK
+from sparkd.fabric.fabric_nodes import FabricNodes
+from sparkd.hardware import JIT_CAPS, SPARK, machine
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import Value, parsed, speculative_config
@@ -95,9 +98,8 @@ class Agents(FakeAgents):
         return "group"
 
 
-class Runtime:
-    def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        return asked(interpreter).to_dict() | {"platform": "cuda"}
+def facts(interpreter: str = sys.executable) -> Mapping[str, Any]:
+    return asked(interpreter).to_dict() | {"platform": "cuda"}
 
 
 async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> list[RankSpec]:
@@ -106,10 +108,11 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     async def read(_node: str) -> Any:
         raise AssertionError("a rank alone asks for no cables")
 
-    need = requirement_of(pinned(spec, config), config, Runtime(), FREE / GIB, FREE / GIB, ways)
+    need = requirement_of(pinned(spec, config), config, facts(), FREE / GIB, FREE / GIB, ways)
+    parsed, _ = with_parsers(need.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
-    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
+    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, parsed, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
@@ -177,7 +180,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "tool_call_parser": "hermes",
         "reasoning_parser": "qwen3",
         "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
-        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
+        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "CUTE_DSL_ARCH": "sm_121a"},
     },
     "drafting": {"extra_args": ["--speculative-config", NGRAM], "max_model_len": 4096, "kv_cache": {"sequences": 2}},
     "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
@@ -269,7 +272,7 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     file.write_text(json.dumps({"models": {"m": entry}}))
     chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
     config = load_config(file, environ={})
-    need = requirement_of(config.models["m"], config, Runtime(), most, most)
+    need = requirement_of(config.models["m"], config, facts(), most, most)
     why = too_large(need, most, "a node")
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
     assert why is not None and len(reasons) == 1 and why.startswith(reasons[0])
@@ -318,12 +321,9 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            question = PlanRequest.model_validate(asked)
-            self._say(
-                plan_for_node._answer(
-                    question, plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model), {}, config
-                )
-            )
+            question = Planning.model_validate(asked).request()
+            here, spec = plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model)
+            self._say({**plan_for_node._answer(PlanOrder(question, here, spec, {}, config)), "operation": None, "href": None})
 
         def _say(self, body: dict[str, Any]) -> None:
             told["gate"].wait()
@@ -431,7 +431,8 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
 
     async def nodes(**asked: Any) -> int:
         question = PlanRequest(**asked)
-        found = await plan_for_node.planned_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
+        order = await plan_for_node.order_here(question, config.lookup(question.model), unlinked, config, in_sight=2)
+        found = await plan_for_node.planned_here(order)
         if question.hardware == "node":
             assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
         return int(found["asked"]["nodes"])
@@ -475,7 +476,7 @@ def test_auto_is_what_the_daemon_decides(
     file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="auto", max_model_len="auto")
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
-        decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
+        decided = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
@@ -541,7 +542,7 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     config = load_config(file, environ={})
     question = PlanRequest(model="m", hardware="spark")
-    found = plan_for_node._answer(question, SPARK, config.lookup("m"), {}, config)
+    found = plan_for_node._answer(PlanOrder(question, SPARK, config.lookup("m"), {}, config))
     here = plan(capsys, "m", "--config", file)
     assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
     assert json.loads(json.dumps(found)) == here

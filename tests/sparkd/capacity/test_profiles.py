@@ -10,13 +10,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Evidence
 from sparkd.capacity.launch import rank_fields
-from sparkd.capacity.requirement import said_to
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
 from sparkd.config.model import ModelConfig
+from sparkd.hardware import machine
 from sparkd.units import GIB
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write
@@ -44,7 +43,7 @@ def spec_of(model: str, **more: Any) -> ModelConfig:
 def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: int = 0, vllm: str = "0.32.0", device: str = "") -> Config:
     """As a worker keeps what it has found, which the daemon has started so."""
     config = Config(state_dir=state)
-    fields = rank_fields(config, spec, "cuda", "vllm.entrypoints.openai.api_server", said_to(spec, config, vllm), vllm)
+    fields = rank_fields(config, spec, "cuda", "vllm.entrypoints.openai.api_server", vllm)
     settings = CacheSettings(**fields["kv_cache"])
     held = folder_of(spec.model, spec.revision, spec.environment(config.engine))
     about = {"checkpoint": checkpoint_of(str(held)), "world": [*ways, rank], "config": settings.engine, "device": device}

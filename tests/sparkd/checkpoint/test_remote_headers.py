@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import constants
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.plan_for_node import entry_here
+from sparkd.capacity.plan_for_node import PlanOrder, entry_here
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.checkpoint import Checkpoint, hub, read_checkpoint, remote_headers
 from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
@@ -31,7 +31,6 @@ from sparkd.hardware import SPARK
 from tests.support.architectures import write_qwen3_moe
 from tests.support.checkpoints import header_of, layered, write_folder, write_shard
 from tests.support.facts import lacking
-from tests.support.fakes import FakeCluster
 from tests.support.hub_server import COMMIT, SIGNATURE, Repository, serving
 from tests.support.published_stored import FP8_BLOCK
 from tests.support.waiting import HUNG_S, eventually
@@ -376,18 +375,18 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     may_end, running = threading.Event(), list[str]()
 
-    def answered(question: PlanRequest, *_: object) -> dict[str, Any]:
-        running.append(question.model)
+    def answered(order: PlanOrder) -> dict[str, Any]:
+        running.append(order.request.model)
         may_end.wait()
-        return {"model": question.model}
+        return {"model": order.request.model}
 
     monkeypatch.setattr(plan_for_node, "_answer_of_process", answered)
     monkeypatch.setattr(plan_for_node, "_PLANS", Threads("plan", 2, 4))
     asking = []
     try:
         for number in range(20):
-            question = PlanRequest(model=f"owner/{number}", hardware="spark")
-            asking.append(asyncio.create_task(plan_for_node.planned_here(question, None, FakeCluster().unlinked, Config())))
+            order = PlanOrder(PlanRequest(model=f"owner/{number}"), SPARK, None, {}, Config())
+            asking.append(asyncio.create_task(plan_for_node.planned_here(order)))
             await eventually(lambda number=number: len(running) == min(number + 1, 2))
         await eventually(lambda: sum(task.done() for task in asking) == 16)
 
@@ -406,7 +405,8 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(plan_for_node, "LIMIT_S", 0.0)
 
+    order = PlanOrder(PlanRequest(model=ID), SPARK, None, {}, Config())
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        await plan_for_node.planned_here(PlanRequest(model=ID), None, FakeCluster().unlinked, Config())
+        await plan_for_node.planned_here(order)
     with pytest.raises(Unavailable, match=f"{ID}: .* 0 s"):
-        plan_for_node._answer(PlanRequest(model=ID), SPARK, None, {}, Config())
+        plan_for_node._answer(order)

@@ -1,4 +1,4 @@
-"""`sparkd fabric` as it is typed: folders that stand for nodes, this machine, a daemon; what it draws, answers as JSON, and refuses."""
+"""`sparkd fabric` as it is typed: what it draws, answers as JSON, and refuses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from sparkd.admin.client import Client
 from sparkd.errors import Unavailable
 from sparkd.fabric.report import report
 from sparkd.render import fabric
-from tests.support.fabric_tree import readings, scenarios, write_nodes
+from tests.support.fabric_tree import readings
 
-SCENARIOS = scenarios()
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/cluster.md").read_text()
-
-
-def roots(folder: Path, name: str) -> list[str]:
-    return [word for root in write_nodes(folder, SCENARIOS[name]["nodes"]) for word in ("--root", str(root))]
 
 
 def drawn(found: dict[str, Any], columns: int, *, env: bool = False, encoding: str = "utf-8") -> str:
@@ -45,8 +40,11 @@ def report_of(name: str) -> dict[str, Any]:
     ("name", "code"),
     [("pair-different-ports", 0), ("half-trained", 1)],
 )
-def test_the_exit_code_tells_whether_something_fails(name: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["--json", "fabric", *roots(tmp_path, name)]) == code
+def test_the_exit_code_tells_whether_something_fails(
+    name: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparkd.admin.client.Client.get", lambda client, path: report_of(name))
+    assert exit_code(["--json", "fabric"]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["verdict"] == "fail") is bool(code)
     assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment", "offered", "rates"}
@@ -56,8 +54,9 @@ def test_the_picture_of_a_pair_is_the_readme_s() -> None:
     assert f"```\n{drawn(report_of('twin-without-address'), 110)}```" in DOCUMENT
 
 
-def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["fabric", "--env", *roots(tmp_path, "pair-different-ports")]) == 0
+def test_the_environment_is_what_a_shell_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sparkd.admin.client.Client.get", lambda client, path: report_of("pair-different-ports"))
+    assert exit_code(["fabric", "--env"]) == 0
     text = capsys.readouterr().out
     (first, second) = text.split("# spark-2")
     done = subprocess.run(["sh", "-ec", f"{first}\necho $NCCL_IB_HCA $VLLM_HOST_IP"], capture_output=True, text=True, check=True)
@@ -71,7 +70,7 @@ class Daemon:
     """A client whose operation ends in `end` once its progress was asked for."""
 
     def __init__(self, end: str, message: str) -> None:
-        self.operation = {"id": "op", "state": "RUNNING", "message": "measuring", "progress": None}
+        self.operation = {"id": "op", "kind": "measure", "state": "RUNNING", "message": "measuring", "progress": None}
         self.end = {"state": end, "message": message}
         self.asked: list[tuple[str, object]] = []
         self.found = report_of("pair-different-ports")
@@ -110,7 +109,7 @@ def test_a_measurement_is_asked_for_by_name_and_shown_beside_what_is_normal(
     assert "Measured  spark-1 - spark-2  21.50 GB/s (20 to 24 is normal)  IB, 19" in capsys.readouterr().out
 
     code, daemon = measured(monkeypatch, "all", "--timeout", "0")
-    assert (code, [path for path, _ in daemon.asked]) == (7, ["/fabric/measure", "/operations/op"])
+    assert (code, [path for path, _ in daemon.asked]) == (7, ["/fabric/measure"])
     assert (measured(monkeypatch, "spark-1")[0], measured(monkeypatch, "all", end="CANCELLED")[0]) == (2, 5)
     assert measured(monkeypatch, "all", end="FAILED", message="They do not meet.")[0] == 4
     assert "error: They do not meet." in capsys.readouterr().err

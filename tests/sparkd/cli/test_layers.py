@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity.layers import LayerListing, listing
+from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.checkpoint import SourceQuantization
 from sparkd.checkpoint.source import snapshot_of
-from sparkd.cli import named_entry
+from sparkd.cli import config_file
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
@@ -39,11 +39,11 @@ def rows(found: LayerListing) -> list[tuple[Any, ...]]:
 @pytest.fixture(autouse=True)
 def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
+    monkeypatch.setattr(config_file, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
 
 
 def test_alike_tensors_are_one_row() -> None:
-    found = listing(checkpoint_of(DENSE), QuantizationRecipe.parse({"format": "nvfp4", "layers": {"layers.1.mlp": "fp8"}}))
+    found = layers_of(checkpoint_of(DENSE), QuantizationRecipe.parse({"format": "nvfp4", "layers": {"layers.1.mlp": "fp8"}}))
 
     count, norm, half = 256 * 384, 384 * 2, 256 * 384 * 2
     assert rows(found) == [
@@ -60,7 +60,7 @@ def test_alike_tensors_are_one_row() -> None:
 
 def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:
     single = layered(2, {f"mlp.experts.{e}.{name}_proj.weight": W for e in range(3) for name in ("gate", "up")})
-    assert [row[:3] for row in rows(listing(checkpoint_of(single), QuantizationRecipe.parse("mxfp4")))] == [
+    assert [row[:3] for row in rows(layers_of(checkpoint_of(single), QuantizationRecipe.parse("mxfp4")))] == [
         ("model.layers.*.mlp.experts.*.gate_proj.weight", "expert", 6),
         ("model.layers.*.mlp.experts.*.up_proj.weight", "expert", 6),
     ]
@@ -69,7 +69,7 @@ def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:
     for config in ({"hidden_size": 384}, {"text_config": {"hidden_size": 384}}):
         for shapes in (((3, 512, 384), (3, 384, 256)), ((3, 384, 512), (3, 256, 384))):
             packed = layered(1, dict(zip(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), shapes, strict=True)))
-            assert [row[-1] for row in rows(listing(checkpoint_of(packed, config), QuantizationRecipe.parse("fp8")))] == [gate, down]
+            assert [row[-1] for row in rows(layers_of(checkpoint_of(packed, config), QuantizationRecipe.parse("fp8")))] == [gate, down]
 
 
 def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
@@ -77,7 +77,7 @@ def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
         2, {"self_attn.o_proj.weight_scale_inv": (2, 3)}, dtype="F32"
     )
     source = checkpoint_of(tensors, quantization=SourceQuantization("fp8_block"))
-    found, plain = listing(source, QuantizationRecipe.parse("int4")), listing(source, QuantizationRecipe.parse("bf16"))
+    found, plain = layers_of(source, QuantizationRecipe.parse("int4")), layers_of(source, QuantizationRecipe.parse("bf16"))
 
     assert [(row[0].rpartition(".")[2], row[-2], row[-1]) for row in rows(found)] == [
         ("weight", "int4-g128", 2 * (256 * 192 + 2 * 256 * 3 + 16)),
@@ -89,7 +89,7 @@ def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
 
 def test_columns_that_do_not_divide_are_told() -> None:
     made = checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576), "mlp.up_proj.weight": (64, 512)}))
-    found = listing(made, QuantizationRecipe.parse("int4"))
+    found = layers_of(made, QuantizationRecipe.parse("int4"))
 
     (note,) = found.notes
     assert lacking(note, "int4-g128", "128 columns", "576", "3 weights", "int4-g64", "int4-g32") == []
@@ -97,7 +97,7 @@ def test_columns_that_do_not_divide_are_told() -> None:
     assert [(layer.format, layer.refused, layer.result_bytes is None) for layer in found.layers] == [
         (None, "int4-g128", True), ("int4-g128", None, False)
     ]  # fmt: skip
-    assert found.result_bytes is None and listing(made, QuantizationRecipe.parse("int4-g64")).result_bytes is not None
+    assert found.result_bytes is None and layers_of(made, QuantizationRecipe.parse("int4-g64")).result_bytes is not None
 
 
 # Where MODEL lies
@@ -156,7 +156,7 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
     assert formats(find("small", "int4", config=config)) == {"int4-g128"}
     assert formats(find("plain", config=config)) == {None}
     assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", config)
+    monkeypatch.setattr(config_file, "CONFIG_PATH", config)
     assert formats(find("small")) == {"nvfp4", "fp8"}
     with pytest.raises(ConfigError, match=rf"\bother in {config}\b"):
         find("other")
@@ -177,7 +177,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sparkd.yaml").write_text(f"models: {{small: {{model: {model}, quantize: nvfp4}}}}\n")
-    monkeypatch.setattr(named_entry, "CONFIG_PATH", tmp_path / "sparkd.yaml")
+    monkeypatch.setattr(config_file, "CONFIG_PATH", tmp_path / "sparkd.yaml")
     assert formats(find("small")) == {"nvfp4"}
     # As for another user; tests may run as root, who reads anything.
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))

@@ -22,7 +22,7 @@ from sparkd import __main__, errors
 from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.admin.client import admin_key, base_url, refusal
 from sparkd.checkpoint.source import name_of, source_of
-from sparkd.cli import serve
+from sparkd.cli import config_file, serve
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.render import models as show
 from tests.support.daemon_process import ROOT, free_port
@@ -130,6 +130,35 @@ def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
     assert exit_code(["--url", answers.url, "run", "nope/nope", "-p", "hi"]) == 8
     assert [path for command, path, _ in answers.seen if command == "DELETE"] == ["/admin/v1/models/nope"] * forgotten
     assert ("sparkd unload nope" in capsys.readouterr().err) is not forgotten
+
+
+def kept(name: str, *used_by: str, kind: str = "quantized", node: str = "a") -> dict[str, Any]:
+    row = {"kind": kind, "id": f"{name}-0123456789abcdef", "name": name.replace("-", " ", 1), "node": node, "used_by": used_by}
+    return {**row, "size_bytes": 2 << 20, "used_s": 5.0, "valid": True, "fault": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "removed"),
+    [("mine", ["tiny-nvfp4"] * 2), ("gpt", ["tiny-nvfp4"] * 2), ("/models/Tiny", ["tiny-nvfp4", "tiny-fp8"] * 2), ("else", [])],
+)
+def test_quantized_weights_are_listed_and_removed_on_all_nodes(
+    answers: Answers, capsys: pytest.CaptureFixture[str], model: str, removed: list[str]
+) -> None:
+    """Of a configured model those in its own format, of a folder all."""
+    entries = [kept(name, "mine", node=node) for node in "ab" for name in ("tiny-nvfp4", "tiny-fp8")]
+    views = [{"name": "mine", "aliases": ["gpt"], "quantize": {"format": "nvfp4"}}]
+    folder = {"kind": "quantized", "path": "/q", "node": "a", "size_bytes": 4 << 20, "limit_bytes": 1 << 30}
+    answers.by_path = {"/disk": [{"entries": [*entries, kept("tiny", kind="hub")], "folders": [folder]}], "/models": [{"models": views}]}
+    answers.say(200, {"id": "x", "node": "a", "freed_bytes": 2 << 20})
+
+    assert exit_code(["--url", answers.url, "ls", "--cached"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 6 and out.endswith("4.0 MiB of 1.00 GiB in /q on a\n")
+    assert exit_code(["--url", answers.url, "rm", "--cached", model]) == (0 if removed else 5)
+    gone = [path for command, path, _ in answers.seen if command == "DELETE"]
+    chosen = [entry for entry in entries if entry["id"].rpartition("-")[0] in removed]
+    assert gone == [f"/admin/v1/disk/quantized/{entry['id']}?node={entry['node']}" for entry in chosen]
+    assert capsys.readouterr().out.count("2.0 MiB freed") == len(removed)
 
 
 def test_what_goes_wrong_is_an_object_with_json(
@@ -334,13 +363,13 @@ def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
 
 def test_the_systems_file_is_used_only_when_nothing_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sparkd.yaml"
-    monkeypatch.setattr(serve, "CONFIG_PATH", file)
-    assert serve.config_path(None, {}, alone=True) is None
+    monkeypatch.setattr(config_file, "CONFIG_PATH", file)
+    assert config_file.config_path(None, {}, alone=True) is None
     file.touch()
-    assert serve.config_path(None, {}, alone=True) == file
-    assert serve.config_path(None, {}, alone=False) is None
-    assert serve.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
-    assert serve.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
+    assert config_file.config_path(None, {}, alone=True) == file
+    assert config_file.config_path(None, {}, alone=False) is None
+    assert config_file.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
+    assert config_file.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
 
 
 def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

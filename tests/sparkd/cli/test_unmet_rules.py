@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.layers import listing
+from sparkd.capacity.layers import layers_of
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config
@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_rule_that_matches_no_weight_is_named_by_check_plan_and_listing(model: Path, tmp_path: Path) -> None:
-    (sentence,) = listing(read_checkpoint(str(model)), QuantizationRecipe.parse(MISTYPED)).notes
+    (sentence,) = layers_of(read_checkpoint(str(model)), QuantizationRecipe.parse(MISTYPED)).notes
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"models:\n  m:\n    model: {model}\n    quantize: {MISTYPED}\n")
     config = load_config(file, environ={})

@@ -77,9 +77,6 @@ class FakeLink:
     async def refresh(self) -> set[str]:
         return set()
 
-    async def tell_time(self) -> None:
-        return
-
     async def call(self, node_ip: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         self.calls += 1
         if self.error:

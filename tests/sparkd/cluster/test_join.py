@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import io
 import json
@@ -23,7 +22,7 @@ from sparkd import __version__
 from sparkd.__main__ import exit_code
 from sparkd.cli import join
 from sparkd.cluster import head_probe, machine_lock, membership
-from sparkd.cluster.head_probe import Head, ask_head, clock_doubt, find_head
+from sparkd.cluster.head_probe import Head, ask_head, find_head
 from sparkd.cluster.join_route import route_to
 from sparkd.cluster.node_paths import rank_folders
 from sparkd.cluster.ray_head import RayHead, RayOptions
@@ -31,15 +30,12 @@ from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import Config, load_config
 from sparkd.daemon import logs
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
-from sparkd.fabric import peer_cache
 from sparkd.fabric.interfaces import Fabric, fabric_of
-from sparkd.fabric.peer_cache import KEPT_S, Offers
 from sparkd.fabric.peers import peers
 from sparkd.fabric.report import report
 from sparkd.render import fabric
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
-from tests.support.fakes import FakeClock
 from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S
 from workers.agent.actor import Agent
@@ -150,22 +146,6 @@ def test_a_head_that_does_not_fit_names_both_values(
     with pytest.raises(RayUnavailable) as caught:
         ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
     assert lacking(caught.value.message, *words) == []
-
-
-@pytest.mark.parametrize(
-    ("told", "facts"),
-    [
-        (answer(ahead_s=4.0), []),
-        (answer(ahead_s=61.4), ["61 s ahead", "`timedatectl set-ntp true`"]),
-    ],
-)
-def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
-    told: dict[str, Any], facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_probe, "probe_head", lambda *_: told)
-
-    doubt = clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11"))
-    assert (doubt is not None, lacking(doubt, *facts)) == (bool(facts), [])
 
 
 # What is kept
@@ -324,7 +304,7 @@ def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.Captu
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is reached, takes the token and fits; this node's network is that of a fixture."""
     monkeypatch.setattr(head_probe, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
-    monkeypatch.setattr(head_probe, "ask_head", lambda head, path, node_ip: 61.0)
+    monkeypatch.setattr(head_probe, "ask_head", lambda head, path, node_ip: None)
     monkeypatch.setattr(join, "_fabric", lambda: nodes_of("pair-different-ports")[0])
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
 
@@ -442,28 +422,6 @@ def test_twins_are_one_peer_and_a_switch_shows_many() -> None:
 
     many = peers(nodes_of("one-cable-port-1", spark_1=met((a, "10.0.0.2", "aa"), (a, "10.0.0.3", "cc"))))
     assert [[mac for *_, mac in peer.seen] for peer in many] == [["aa"], ["cc"]]
-
-
-async def test_offers_are_kept_for_some_seconds() -> None:
-    clock, asked = FakeClock(), []
-
-    async def look() -> dict[str, Any]:
-        asked.append(clock.now_s)
-        return {"offered": [{"told": f"look {len(asked)}"}]}
-
-    kept = Offers(look, clock)
-    assert [(await kept.now())[0]["told"] for _ in range(2)] == ["look 1"] * 2
-    clock.now_s += KEPT_S
-    assert (await kept.now())[0]["told"] == "look 2"
-
-
-async def test_a_node_that_does_not_answer_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_cache, "LOOK_TIMEOUT_S", 0.0)
-
-    async def look() -> dict[str, Any]:
-        return await asyncio.get_running_loop().create_future()
-
-    assert await Offers(look).now() == []
 
 
 def test_nodes_as_they_are_shown() -> None:

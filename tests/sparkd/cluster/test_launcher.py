@@ -13,7 +13,7 @@ from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, parse_model
 from sparkd.errors import AgentLost, RankError
-from sparkd.fabric.readings import FabricNodes
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.state.nouns import Progress, RankFact
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking

@@ -61,10 +61,12 @@ class FakeFabric:
         self.linked = linked
         self.asked: list[bool] = []
 
-    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool, linked: bool) -> tuple[tuple[str, ...], str]:
         self.asked.append(rdma)
         found = tuple(node for node in nodes if node in self.linked)
-        return (found[:size], "") if len(found) >= size else ((), "no cable. Plug one in")
+        if len(found) < size and linked:
+            return (), "no cable. Plug one in"
+        return (found if len(found) >= size else tuple(nodes))[:size], ""
 
 
 VLLM = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0", "packages": "p"}
@@ -86,14 +88,15 @@ class Scene:
         self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": platform}, environ={})
         self.fabric = FakeFabric(linked)
         self.link = FakeLink()
-        self.places = Reservations(A, lambda: offered)
+        self.reservations = Reservations(A, lambda: offered)
         self.here = Runtime()
-        self.siting = Placer(lambda: self.config, self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        seams: Any = (self.link, self.fabric, self.reservations, lambda interpreter: self.here.runtime(interpreter))
+        self.placer = Placer(lambda: self.config, *seams, lambda: list(offered), int(offered[A]))
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
         keys = {key: value for key, value in keys.items() if value is not None}
-        return await self.siting.place(parse_model("m", {"model": model, **keys}, over_admin=False))
+        return await self.placer.place(parse_model("m", {"model": model, **keys}, over_admin=False))
 
     async def refused(self, model: str, **keys: Any) -> str:
         with pytest.raises(DoesNotFit) as caught:
@@ -136,7 +139,7 @@ async def test_what_one_node_holds_stays_on_one(model: str, tmp_path: Path) -> N
     found = await scene.place(model)
 
     assert (found.nodes, found.tensor, found.pipeline) == ((A,), 1, 1)
-    assert (scene.places.reserved_gib(A), scene.places.reserved_gib(B)) == (found.memory_gib, 0)
+    assert (scene.reservations.reserved_gib(A), scene.reservations.reserved_gib(B)) == (found.memory_gib, 0)
 
 
 async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(model: str, tmp_path: Path) -> None:
@@ -144,10 +147,10 @@ async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(m
     scene.here.trouble = RankError("The runtime cannot be run.")
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.32.0")
-    scene.places.release("m")
+    scene.reservations.release("m")
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
-    scene.places.release("m")
-    scene.places.shut(frozenset({B}), {})
+    scene.reservations.release("m")
+    scene.reservations.shut(frozenset({B}), {})
     assert (await scene.place(model)).nodes == (C,)
 
 
@@ -155,8 +158,8 @@ async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: 
     scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
     scene.link.runtimes = {B: VLLM | {"vllm": "0.33.0"}}
     assert (await scene.place(model)).vllm == "0.32.0", "there is room here"
-    scene.places.release("m")
-    scene.places.shut(frozenset({A}), {})
+    scene.reservations.release("m")
+    scene.reservations.shut(frozenset({A}), {})
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
 
@@ -184,22 +187,22 @@ async def test_where_no_node_has_the_runtime_this_one_says_why(model: str, tmp_p
 
 async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.places.shut(frozenset({A}), {})
+    scene.reservations.shut(frozenset({A}), {})
     assert (await scene.place(model)).nodes == (B,)
-    scene.places.release("m")
-    scene.places.shut(frozenset({A, B}), {})
+    scene.reservations.release("m")
+    scene.reservations.shut(frozenset({A, B}), {})
     assert lacking(await scene.refused(model), f"{A} or {B}", "`sparkd status`") == []
 
 
 async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.places.shut(frozenset(), {A: 1.0})
+    scene.reservations.shut(frozenset(), {A: 1.0})
     assert (await scene.place(model)).nodes == (B,)
-    scene.places.release("m")
-    scene.places.shut(frozenset(), {A: 20.0, B: 1.0})
+    scene.reservations.release("m")
+    scene.reservations.shut(frozenset(), {A: 20.0, B: 1.0})
     assert (await scene.place(model)).nodes == (A,)
-    scene.places.release("m")
-    scene.places.shut(frozenset(), {A: 1.0, B: 1.0})
+    scene.reservations.release("m")
+    scene.reservations.shut(frozenset(), {A: 1.0, B: 1.0})
     with pytest.raises(MemoryReturns) as caught:
         await scene.place(model)
     assert (caught.value.nodes, caught.value.gib > 1) == (1, True)
@@ -219,7 +222,7 @@ async def test_what_an_engine_would_end_over_is_refused_before_one_starts(
     with pytest.raises(kind) as caught:
         await scene.place(model_of(tmp_path / "m", inner=INNER - 64), **keys)
     assert (type(caught.value), lacking(caught.value.message, "m", *told)) == (kind, [])
-    assert kind.__name__ in LASTING and scene.places.book().held == {}
+    assert kind.__name__ in LASTING and scene.reservations.book().held == {}
 
 
 @pytest.mark.parametrize(
@@ -253,8 +256,8 @@ async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: s
 
     assert (found.nodes, found.tensor, found.pipeline) == ((A, B), 2, 1)
     assert found.memory_gib < alone - 1
-    assert scene.places.book().held == {"m": ((A, found.memory_gib), (B, found.memory_gib))}
-    assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [found.memory_gib, found.memory_gib, 0]
+    assert scene.reservations.book().held == {"m": ((A, found.memory_gib), (B, found.memory_gib))}
+    assert [scene.reservations.reserved_gib(node) for node in (A, B, C)] == [found.memory_gib, found.memory_gib, 0]
 
 
 async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp_path: Path) -> None:
@@ -278,7 +281,7 @@ async def test_a_node_that_cannot_share_a_model_keeps_it_from_no_node_that_holds
     getattr(scene.link, which).add(B)
     found = await scene.place(model, **asked)
     assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, dict)
-    scene.places.release("m")
+    scene.reservations.release("m")
     with pytest.raises((RankError, AgentLost), match=B):
         await scene.place(model, **asked, tensor_parallel=2)
 
@@ -291,9 +294,9 @@ async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(mod
     asked = {"quantize": "auto", "kv_margin_gib": 0}
     assert (await scene.place(model, **asked)).nodes == (A, B)
     gone = offered.pop(B)
-    scene.places.release("m")
+    scene.reservations.release("m")
     assert (await scene.place(model, **asked)).nodes == (A,)
-    scene.places.release("m")
+    scene.reservations.release("m")
     assert lacking(await scene.refused(model), "GiB") == []
     assert lacking(await scene.refused(model, tensor_parallel=2), "2 nodes", "1") == []
     offered[B] = gone
@@ -314,8 +317,9 @@ async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_break
 
 async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:
     odd = model_of(tmp_path / "odd", heads=44)
-    alone = (await Scene(tmp_path, {A: 30.0}).place(odd)).memory_gib
-    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd)
+    cache = {"tokens": 100_000}
+    alone = (await Scene(tmp_path, {A: 30.0}).place(odd, kv_cache=cache)).memory_gib
+    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd, kv_cache=cache)
 
     assert (found.tensor, found.pipeline, len(found.nodes)) == (1, 3, 3)
 
@@ -323,7 +327,7 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
 def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
-    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, Runtime(), 4) == [(2, 2), (1, 4)]
+    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, VLLM, 4) == [(2, 2), (1, 4)]
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
@@ -348,10 +352,10 @@ async def test_rdma_is_asked_of_gpus_unless_the_operator_wants_sockets(
 
 async def test_a_team_does_not_take_what_others_hold(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
-    scene.places.hold("other", 18, [B])
+    scene.reservations.hold("other", 18, [B])
 
     assert (await scene.place(model, tensor_parallel=2)).nodes == (A, C)
-    scene.places.hold("more", 18, [C])
+    scene.reservations.hold("more", 18, [C])
     told = await scene.refused(model, tensor_parallel=2)
     assert lacking(told, "2 nodes", "GiB", "more", "other") == []
 
@@ -384,7 +388,7 @@ async def test_an_engine_that_asks_for_no_key_is_served_on_the_daemons_node_only
 ) -> None:
     """The other node has room. It waits for room here, and a model that ends on the other node makes none for it."""
     scene = Scene(tmp_path, {A: 20.0, B: 40.0})
-    scene.places.hold("other", 19, [A])
+    scene.reservations.hold("other", 19, [A])
     if nodes:
         assert (await scene.place(model, entrypoint=entrypoint, memory_gib=9)).nodes == nodes
         return
@@ -392,9 +396,9 @@ async def test_an_engine_that_asks_for_no_key_is_served_on_the_daemons_node_only
         await scene.place(model, entrypoint=entrypoint, memory_gib=9)
     lack = Lack(caught.value.gib, caught.value.nodes, caught.value.only)
 
-    assert (lack, scene.places.reserved_gib(A)) == (Lack(9, 1, A), 19)
-    assert (scene.places.book().has_room("m", lack), scene.places.book().has_room("m", lack, {"other"})) == (False, True)
-    scene.places.release("other")
+    assert (lack, scene.reservations.reserved_gib(A)) == (Lack(9, 1, A), 19)
+    assert (scene.reservations.book().has_room("m", lack), scene.reservations.book().has_room("m", lack, {"other"})) == (False, True)
+    scene.reservations.release("other")
     assert (await scene.place(model, entrypoint=entrypoint, memory_gib=9)).nodes == (A,)
 
 
@@ -408,9 +412,9 @@ async def test_an_engine_that_asks_for_no_key_and_is_too_large_for_the_daemons_n
 async def test_an_engine_that_asks_for_no_key_has_its_first_rank_on_the_daemons_node(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
     assert (await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)).nodes == (A, B)
-    scene.places.release("m")
-    scene.places.hold("other", 19, [A])
+    scene.reservations.release("m")
+    scene.reservations.hold("other", 19, [A])
     with pytest.raises(RankError, match=FOREIGN):
         await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)
-    assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [19, 0, 0]
+    assert [scene.reservations.reserved_gib(node) for node in (A, B, C)] == [19, 0, 0]
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)

@@ -91,6 +91,7 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
         ("model: o/a, sampling: {temprature: 1}", ["models.a.sampling.temprature", "temperature"]),
         ("modl: o/a", ["models.a.modl", "model"]),
         ("model: o/a, cmd: x", ["models.a.cmd", "docs/configuration.md"]),
+        ("model: o/a, profile: single-user", ["models.a.profile", "max_num_seqs", "docs/upgrading.md"]),
     ],
 )
 def test_one_cause_is_told_once(complain, entry: str, facts: list[str]) -> None:
@@ -134,7 +135,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
         ("models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]", 4, ["models.a.quantize", "layers[0]", "'fp9'"]),
         (
             "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load-format=auto]",
-            *(5, ["models.a", "'--load-format' and quantize", "exclude"]),
+            *(6, ["models.a", "load_format and quantize", "exclude"]),
         ),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a/../b: {model: o/a}}", 1, ["models", "'a/../b'", "name"]),

@@ -37,7 +37,7 @@ def test_every_value_knows_its_line() -> None:
 
     assert document.values == {"a": {"b": ["x", "y"]}, "7": "z"}
     lines = {("a",): 2, ("a", "b"): 3, ("a", "b", 0): 3, ("a", "b", 1): 4, ("7",): 5}
-    assert document.places == {path: Location("f.yaml", line) for path, line in lines.items()}
+    assert {path: document.place(path) for path in lines} == {path: Location("f.yaml", line) for path, line in lines.items()}
     assert document.place(("a", "b", 1, "x", 2)).line == 4
 
 

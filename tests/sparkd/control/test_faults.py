@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import pytest
 
-from sparkd.admin.readings import fabric_of, log_of
+from sparkd.admin.fabric import fabric_of
+from sparkd.admin.streams import log_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Placer
-from sparkd.control.plan import Backoff
+from sparkd.config.config import BackoffSettings
 from sparkd.metrics import REGISTRY
 from sparkd.state.nouns import Progress, RankFact, RankHandle, Want
 from sparkd.state.store import History, Store, StoredRanks, StoredWishes
@@ -58,7 +59,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(0.0, 0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
 
 
 def errors() -> float:
@@ -182,7 +183,7 @@ async def use(made: Scene) -> None:
     for do in (
         lambda: operator.add("new", raw),
         lambda: operator.remove("new"),
-        lambda: supervisor.ledger.events(0, 10),
+        lambda: supervisor.journal.events(0, 10),
         lambda: operator.operation(supervisor.want("m", Want.RUNNING, "admin").id),
     ):
         with suppress(Exception, asyncio.CancelledError):

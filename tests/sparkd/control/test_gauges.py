@@ -105,19 +105,13 @@ def test_how_the_kv_cache_was_sized_while_there_is_one() -> None:
             assert shown(f"sparkd_model_kv_cache_{name}", model="m") == {}, "an engine that is gone has none"
 
 
-def test_loads_failures_and_restarts_count() -> None:
+def test_failures_count_by_reason() -> None:
     gauges.show(snapshot(view("m")))
-    gauges.loaded("m", 12.0, adopted=False)
-    gauges.loaded("m", 0.1, adopted=True)
     gauges.failed("m", "EngineExited")
     gauges.failed("m", "EngineExited")
     gauges.failed("m", "DoesNotFit")
-    gauges.restarted("m")
 
-    loads = shown("sparkd_model_load_seconds", model="m")
-    assert (loads["_count"], loads["_sum"]) == (1.0, 12.0), "an adoption is no load"
     assert shown("sparkd_model_failures", model="m") == {"_total EngineExited": 2.0, "_total DoesNotFit": 1.0}
-    assert shown("sparkd_model_restarts", model="m") == {"_total": 1.0}
 
 
 def test_a_node_to_the_byte() -> None:
@@ -157,9 +151,9 @@ def test_what_is_gone_leaves_no_series() -> None:
     before = without_the_process()
     told = Progress(bytes_done=1, bytes_total=1, units_done=1, units_total=1, read_bytes=1, cache_bytes=1, kv={"tokens": 1})
     gauges.show(snapshot(view("m", progress=told), view("other"), nodes=(NODE,)))
-    gauges.loaded("m", 1.0, adopted=False)
+    metrics.MODEL_LOAD_SECONDS.labels("m").observe(1.0)
     gauges.failed("m", "EngineExited")
-    gauges.restarted("m")
+    metrics.MODEL_RESTARTS.labels("m").inc()
     gauges.show(snapshot(view("other"), nodes=(NODE,)))
     assert b'model="m"' not in metrics.text()
     assert shown("sparkd_model_state", model="other")["READY"] == 1.0

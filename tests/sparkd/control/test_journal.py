@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.store import Store
 from tests.sparkd.control.test_plan import HANDLE
@@ -47,31 +47,31 @@ def other(store: Store) -> Iterator[Other]:
 
 
 def test_what_another_writer_held_up_is_saved_before_the_condition_ends(store: Store, other: Other) -> None:
-    ledger = Ledger(store, FakeClock())
-    ledger.keep_handle(HANDLE)
+    journal = Journal(store, FakeClock())
+    journal.keep_handle(HANDLE)
     other.begin()
-    ledger.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
-    ledger.keep_wish(WISH)
-    ledger.keep_answered(HANDLE.rank_id, 3.0)
-    ledger.forget_handle(HANDLE.rank_id)
+    journal.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    journal.keep_wish(WISH)
+    journal.keep_answered(HANDLE.rank_id, 3.0)
+    journal.forget_handle(HANDLE.rank_id)
     other.end()
-    ledger.say("note", None, "An event that is written saves nothing else.")
-    assert ledger.trouble is not None and ledger.trouble.reason == "StateNotSaved"
+    journal.say("note", None, "An event that is written saves nothing else.")
+    assert journal.trouble is not None and journal.trouble.reason == "StateNotSaved"
 
-    ledger.keep_wish(Desired("k", Want.RUNNING, 1, "admin", 0.0))
+    journal.keep_wish(Desired("k", Want.RUNNING, 1, "admin", 0.0))
 
-    assert ledger.trouble is None
+    assert journal.trouble is None
     assert (store.wishes.desired()["m"], set(store.wishes.desired())) == (WISH, {"m", "k"})
     assert (store.ranks.handles(), store.ranks.answered(HANDLE.rank_id)) == ({}, None)
 
 
 def test_an_older_wish_never_replaces_a_newer(store: Store, other: Other) -> None:
-    ledger = Ledger(store, FakeClock())
+    journal = Journal(store, FakeClock())
     other.begin()
-    ledger.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    journal.keep_wish(Desired("m", Want.RUNNING, 1, "admin", 0.0))
     other.end()
-    ledger.keep_wish(WISH)
-    ledger.save_rest()
+    journal.keep_wish(WISH)
+    journal.save_rest()
     assert store.wishes.desired() == {"m": WISH}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.operations import OperationBook
+from sparkd.control.operations import Operations
 from sparkd.control.record import Record
 from sparkd.state.nouns import Desired, OperationState, Want
 from sparkd.state.store import History, Store
@@ -20,8 +20,8 @@ def history(tmp_path: Path) -> Iterator[History]:
     store.close()
 
 
-def book(history: History) -> OperationBook:
-    return OperationBook(history, lambda _table, _key, write: write(), lambda: 1.0)
+def book(history: History) -> Operations:
+    return Operations(history, lambda _table, _key, write: write(), lambda: 1.0)
 
 
 @pytest.mark.parametrize(("want", "state"), [(Want.RUNNING, OperationState.RUNNING), (Want.STOPPED, OperationState.CANCELLED)])
@@ -52,7 +52,7 @@ def test_after_a_clock_was_set_back_the_newest_are_kept(history: History, monkey
         monkeypatch.setattr(f"sparkd.{module}.OPERATIONS_KEPT", 3)
     begun = []
     for wall_s in (9e9, 9e9, 9e9, 1e9, 2e9):
-        made = OperationBook(history, lambda _table, _key, write: write(), lambda wall_s=wall_s: wall_s)  # type: ignore[misc]
+        made = Operations(history, lambda _table, _key, write: write(), lambda wall_s=wall_s: wall_s)  # type: ignore[misc]
         begun.append(made.open("pull", "m", "admin").id)
         made.close(begun[-1], OperationState.SUCCEEDED, "done")
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import DEAF_S, Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.config.config import BackoffSettings
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
 from tests.support.facts import lacking
 from tests.support.model_facts import changed, facts_of
@@ -105,40 +106,40 @@ TABLE = {
     "and is asked seldom": (running(S.LOADING, ALIVE, last_asked_s=NOW_S - 4), []),
     # ready
     "a ready model is left alone": (running(S.READY, UP), []),
-    "an idle one is unwanted after its ttl": (running(S.READY, UP, ttl_s=5.0), [Unwant("m", 5.0)]),
+    "an idle one is unwanted after its ttl": (running(S.READY, UP, ttl_s=5.0), [Expire("m", 5.0)]),
     "not while a request is in flight": (running(S.READY, UP, ttl_s=5.0, in_flight=1), []),
     "not while a request waits": (running(S.READY, UP, ttl_s=5.0, queued=1), []),
     "ttl 0 is never": (running(S.READY, UP, ttl_s=0.0, last_used_s=-1e9), []),
-    "a changed configuration drains first": (running(S.READY, CHANGED, in_flight=2), [Drain("m")]),
+    "a changed configuration drains first": (running(S.READY, CHANGED, in_flight=2), [Move("m", S.DRAINING)]),
     "a changed configuration stops an idle engine": (running(S.READY, CHANGED), [Stop("m")]),
     "a changed configuration ends a load": (running(S.LOADING, CHANGED), [Stop("m")]),
     "wanted again while draining": (running(S.DRAINING, UP, in_flight=1), [Move("m", S.READY)]),
     "wanted again while stopping: first the stop": (running(S.STOPPING, UP), [Stop("m")]),
-    "wanted again once it is stopped": (running(S.STOPPING), [Rest("m")]),
+    "wanted again once it is stopped": (running(S.STOPPING), [MarkStopped("m")]),
     # towards stopped
     "an idle engine is stopped at once": (stopped(S.READY, UP), [Stop("m")]),
-    "a busy one is drained": (stopped(S.READY, UP, in_flight=1), [Drain("m")]),
+    "a busy one is drained": (stopped(S.READY, UP, in_flight=1), [Move("m", S.DRAINING)]),
     "draining waits": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 59), []),
     "not for ever": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 60), [Stop("m")]),
     "drained": (stopped(S.DRAINING, UP), [Stop("m")]),
     "a load is cancelled": (stopped(S.LOADING, ALIVE), [Stop("m")]),
     "a placement is cancelled": (changed(STOPPED, state=S.PLANNED), [Stop("m")]),
     "stopping goes on until nothing is left": (stopped(S.STOPPING, DEAD), [Stop("m")]),
-    "then it rests": (stopped(S.STOPPING), [Rest("m")]),
-    "a failed one rests at once": (changed(STOPPED, state=S.FAILED), [Rest("m")]),
+    "then it rests": (stopped(S.STOPPING), [MarkStopped("m")]),
+    "a failed one rests at once": (changed(STOPPED, state=S.FAILED), [MarkStopped("m")]),
     "a failed one with remains is stopped first": (stopped(S.FAILED, ALIVE), [Stop("m")]),
 }
 
 
 @pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
 def test_plan_of_one_model(facts: ModelFacts, expected: list[object]) -> None:
-    assert plan({"m": facts}, (), True, NOW_S) == expected
+    assert plan({"m": facts}, (), True) == expected
 
 
 @pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
 @pytest.mark.parametrize("exit_code", [0, 1, -9, None])
 def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code: int | None) -> None:
-    (action,) = plan({"m": running(state, replace(DEAD, exit_code=exit_code))}, (), True, NOW_S)
+    (action,) = plan({"m": running(state, replace(DEAD, exit_code=exit_code))}, (), True)
 
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited"
@@ -157,18 +158,18 @@ def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code
 def test_of_an_engine_that_lost_its_core_no_exit_code_is_told(error: str | None) -> None:
     """The shim saw its API server end in order."""
     fact = replace(DEAD, exit_code=0, progress=Progress(server_up=True, lost="its engine core was lost", last_error=error))
-    (action,) = plan({"m": running(S.READY, fact)}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.READY, fact)}, (), True)
     told = "The engine ended by itself (its engine core was lost). See `sparkd logs m`."
     assert action == Fail("m", "EngineExited", told)
     why = replace(fact.progress, last_error="RuntimeError: CUDA error: an illegal memory access")
-    (action,) = plan({"m": running(S.READY, replace(fact, progress=why))}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.READY, replace(fact, progress=why))}, (), True)
     assert isinstance(action, Fail) and lacking(action.message, "lost", "RuntimeError: CUDA error: an illegal memory access") == []
 
 
 def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
     fact = replace(DEAD, exit_code=1, progress=Progress(last_error="ValueError: no room"))
 
-    (action,) = plan({"m": running(S.LOADING, fact)}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.LOADING, fact)}, (), True)
 
     assert isinstance(action, Fail)
     assert "ValueError: no room" in action.message
@@ -177,15 +178,15 @@ def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
 @pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
 def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
     failed = Progress(phase="loading", failure="a.safetensors: it is cut off: fetch it again", last_error="RuntimeError: engine")
-    (action,) = plan({"m": running(S.LOADING, replace(fact, progress=failed))}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.LOADING, replace(fact, progress=failed))}, (), True)
     assert isinstance(action, Fail) and (action.model, action.reason) == ("m", "LoadFailed")
     assert action.message.startswith(failed.failure or "-") and lacking(action.message, "`sparkd logs m`") == []
 
     lasting = replace(fact, progress=replace(failed, failure_lasts=True))
-    (action,) = plan({"m": running(S.LOADING, lasting)}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.LOADING, lasting)}, (), True)
     assert isinstance(action, Fail) and action.reason == "LoadRefused"
 
-    (action,) = plan({"m": running(S.READY, replace(DEAD, progress=replace(failed, server_up=True)))}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.READY, replace(DEAD, progress=replace(failed, server_up=True)))}, (), True)
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited", "it served after that"
 
@@ -193,17 +194,17 @@ def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
 @pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
 def test_why_a_cache_was_refused_is_what_its_worker_says(fact: RankFact) -> None:
     refused = Progress(phase="sizing", kv={"phase": "refused", "why": "3 GiB are needed and 1 GiB is left."}, last_error="ValueError: no")
-    (action,) = plan({"m": running(S.SIZING, replace(fact, progress=refused))}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.SIZING, replace(fact, progress=refused))}, (), True)
     assert action == Fail("m", "KvCacheDoesNotFit", "3 GiB are needed and 1 GiB is left. See `sparkd logs m`.")
 
     for later in (replace(refused, server_up=True), replace(refused, kv={"phase": "ready"})):
-        (action,) = plan({"m": running(S.READY, replace(DEAD, progress=later))}, (), True, NOW_S)
+        (action,) = plan({"m": running(S.READY, replace(DEAD, progress=later))}, (), True)
         assert isinstance(action, Fail)
         assert action.reason == "EngineExited"
 
 
 def test_a_rank_without_any_trace_is_a_failure() -> None:
-    (action,) = plan({"m": running(S.READY)}, (), True, NOW_S)
+    (action,) = plan({"m": running(S.READY)}, (), True)
 
     assert isinstance(action, Fail)
     assert action.reason == "RankLost"
@@ -212,11 +213,11 @@ def test_a_rank_without_any_trace_is_a_failure() -> None:
 def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60, last_asked_s=NOW_S)
 
-    assert plan({"m": changed(facts, still_s=59.0)}, (), True, NOW_S) == []
+    assert plan({"m": changed(facts, still_s=59.0)}, (), True) == []
     latest = changed(facts, still_s=0.0, attempt_since_s=NOW_S - 180)
-    assert plan({"m": changed(latest, silent_s=299.0)}, (), True, NOW_S) == []
+    assert plan({"m": changed(latest, silent_s=299.0)}, (), True) == []
     for late in (changed(facts, still_s=60.0), changed(latest, silent_s=300.0)):
-        (action,) = plan({"m": late}, (), True, NOW_S)
+        (action,) = plan({"m": late}, (), True)
         assert isinstance(action, Fail) and action.reason == "StartTimeout"
 
 
@@ -225,7 +226,7 @@ def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> N
     [(S.READY, 9.9, None, False), (S.READY, 10.0, None, True), (S.READY, 60.0, "stop", False), (S.LOADING, 60.0, None, False)],
 )
 def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dark_s: float, busy: str | None, fails: bool) -> None:
-    found = plan({"m": changed(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True, NOW_S)
+    found = plan({"m": changed(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True)
 
     assert [action.reason for action in found if isinstance(action, Fail)] == (["NodeLost"] if fails else [])
     assert len(found) == fails
@@ -234,7 +235,7 @@ def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dar
 def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60)
 
-    (action,) = plan({"m": facts}, (), True, NOW_S)
+    (action,) = plan({"m": facts}, (), True)
 
     assert isinstance(action, Fail)
     assert action.reason == "StartTimeout"
@@ -243,13 +244,13 @@ def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> N
 def test_only_one_model_starts_at_a_time_and_one_that_is_waited_for_goes_first() -> None:
     models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", queued=3)}
 
-    assert plan(models, (), True, NOW_S) == [Place("b")]
+    assert plan(models, (), True) == [Place("b")]
 
 
 def test_nothing_is_placed_while_another_model_loads() -> None:
     models = {"a": changed(RUNNING, name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 
-    assert plan(models, (), True, NOW_S) == []
+    assert plan(models, (), True) == []
 
 
 # Ways in which an engine may yet take memory that another would count as free.
@@ -277,30 +278,30 @@ def test_two_engines_never_size_from_the_same_free_memory(other: ModelFacts | No
     strangers, wanted = (ALIVE,) if other is None else (), {"b": changed(RUNNING, name="b", queued=3)}
     for name in ("a", "c"):
         beside = {} if other is None else {name: changed(other, name=name, last_asked_s=NOW_S)}
-        assert not [action for action in plan(wanted | beside, strangers, True, NOW_S) if isinstance(action, Place)]
-        assert plan(wanted | {name: changed(running(S.READY, UP), name=name)}, (), True, NOW_S) == [Place("b")]
+        assert not [action for action in plan(wanted | beside, strangers, True) if isinstance(action, Place)]
+        assert plan(wanted | {name: changed(running(S.READY, UP), name=name)}, (), True) == [Place("b")]
 
 
 def test_a_load_does_not_keep_others_from_stopping() -> None:
     models = {"a": changed(stopped(S.READY, UP), name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
 
-    assert plan(models, (), True, NOW_S) == [Stop("a")]
+    assert plan(models, (), True) == [Stop("a")]
 
 
 def test_nothing_is_placed_while_ray_is_away_but_adoption_goes_on() -> None:
     models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", ranks=(ALIVE,))}
 
-    assert plan(models, (), False, NOW_S) == [Adopt("b", "r1")]
+    assert plan(models, (), False) == [Adopt("b", "r1")]
 
 
 def test_strangers_are_destroyed() -> None:
-    (action,) = plan({}, (ALIVE,), True, NOW_S)
+    (action,) = plan({}, (ALIVE,), True)
     assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")
 
 
 @pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300), (1025, 300), (10**9, 300)])
 def test_backoff_doubles_up_to_its_cap_within_its_jitter(failures: int, base_s: float) -> None:
-    delays = [Backoff().delay_s(failures, random.Random(seed)) for seed in range(200)]
+    delays = [BackoffSettings().delay_s(failures, random.Random(seed)) for seed in range(200)]
 
     assert min(delays) >= base_s * 0.75
     assert max(delays) <= base_s * 1.25

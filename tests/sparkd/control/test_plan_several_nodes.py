@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Place, Rest, Stop, plan
+from sparkd.control.plan import Adopt, Ask, Destroy, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import ModelState, Progress, RankFact, Want
 from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
@@ -29,7 +29,7 @@ def team(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
 
 
 def failed(*ranks: RankFact, state: ModelState = S.READY, **changes: object) -> tuple[str, str]:
-    (action,) = plan({"m": team(state, *ranks, **changes)}, (), True, NOW_S)
+    (action,) = plan({"m": team(state, *ranks, **changes)}, (), True)
     assert isinstance(action, Fail), action
     return action.reason, action.message
 
@@ -52,7 +52,7 @@ TABLE = {
     ),
     "nor is it stopped for good": (changed(team(S.STOPPING, unseen=True), want=Want.STOPPED), []),
     "what is seen of it is": (changed(team(S.STOPPING, UP, unseen=True), want=Want.STOPPED), [Stop("m")]),
-    "a node that comes back finds no other start": (changed(team(S.STOPPING), want=Want.STOPPED), [Rest("m")]),
+    "a node that comes back finds no other start": (changed(team(S.STOPPING), want=Want.STOPPED), [MarkStopped("m")]),
     "then it starts again": (changed(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
     "a stale rank is fenced": (team(S.READY, UP, SIZED, STALE), [Destroy("r0", "m", "it is not the present rank of its model")]),
     "whole, it is adopted": (changed(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
@@ -68,7 +68,7 @@ TABLE = {
 
 @pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
 def test_plan_of_a_model_with_two_ranks(facts: ModelFacts, expected: list[object]) -> None:
-    assert plan({"m": facts}, (), True, NOW_S) == expected
+    assert plan({"m": facts}, (), True) == expected
 
 
 def test_a_rank_that_is_gone_fails_all() -> None:
@@ -126,11 +126,11 @@ def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> N
     reason, message = failed(UP, HELD, state=state, halted_s=1.0)
     assert (reason, message.startswith("Rank 1 on o ")) == ("RankHangs", True)
     assert failed(UP, state=state, unseen=True, dark_s=6.0)[0] == "NodeLost"
-    reason, message = failed(UP, state=state, unseen=True, no_raylet="o")
+    reason, message = failed(UP, state=state, unseen=True, no_raylet="o", executor="ray")
     assert (reason, "on o " in message, "`executor: ray`" in message) == ("NodeLost", True, True)
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
     alone = changed(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
-    assert plan({"m": alone}, (), True, NOW_S) == [Fail("m", "EngineFrozen", "Nothing moves.")]
+    assert plan({"m": alone}, (), True) == [Fail("m", "EngineFrozen", "Nothing moves.")]
 
 
 def test_a_question_under_way_does_not_hide_a_dead_rank() -> None:
@@ -145,7 +145,7 @@ def test_a_loader_that_fails_on_any_rank_fails_all_with_its_sentence() -> None:
 
 
 def test_strangers_are_destroyed_start_by_start() -> None:
-    (action,) = plan({}, (FIRST, SECOND), True, NOW_S)
+    (action,) = plan({}, (FIRST, SECOND), True)
     assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")
 
 
@@ -175,7 +175,7 @@ def test_the_hash_of_any_rank_counts() -> None:
     changed = replace(SIZED, handle=replace(SIZED.handle, config_hash="f" * 16))
 
     assert HASH != "f" * 16
-    assert plan({"m": team(S.READY, UP, changed)}, (), True, NOW_S) == [Stop("m")]
+    assert plan({"m": team(S.READY, UP, changed)}, (), True) == [Stop("m")]
 
 
 def test_of_several_loaders_that_fail_the_first_speaks() -> None:

@@ -19,7 +19,6 @@ from sparkd.state.store import Store
 from tests.support.fakes import FakeClock, Loop, supervised
 from tests.support.machine_cluster import UP, MachineCluster
 
-WAIT_S = 300.0
 MODELS: dict[str, dict[str, Any]] = {
     "a": {"memory_gib": 12, "ttl": 200},
     "b": {"memory_gib": 12, "priority": 20},
@@ -61,9 +60,9 @@ class Client:
         self.inside = False
         self.task: asyncio.Task[None] | None = None
 
-    async def run(self, supervisor: Supervisor, wait_s: float) -> None:
+    async def run(self, supervisor: Supervisor) -> None:
         try:
-            async with supervisor.lease(self.model, wait_s=wait_s):
+            async with supervisor.lease(self.model):
                 self.inside = True
                 await self.over.wait()
         except SparkdError as error:
@@ -83,10 +82,10 @@ class Machine(RuleBasedStateMachine):
         self.answers = True
         self.changed: dict[str, dict[str, Any]] = {}
 
-    @initialize(exclude=st.booleans(), accompany=st.booleans(), residency_s=st.sampled_from([0, 60]))
-    def begin(self, exclude: bool, accompany: bool, residency_s: int) -> None:
+    @initialize(exclude=st.booleans(), accompany=st.booleans(), residency_s=st.sampled_from([0, 60]), wait_s=st.sampled_from([5, 300]))
+    def begin(self, exclude: bool, accompany: bool, residency_s: int, wait_s: int) -> None:
         self.groups = {"groups.exclude": [["b", "d"]] if exclude else [], "groups.accompany": [["a", "d"]] if accompany else []}
-        self.residency_s = residency_s
+        self.waits = {"min_residency_s": residency_s, "wait_for_load_s": wait_s}
         self._start()
 
     def _config(self) -> Config:
@@ -94,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         models = {name: {"model": str(folder)} | keys | self.changed.get(name, {}) for name, keys in MODELS.items()}
         models = {name: keys for name, keys in models.items() if not keys.pop("gone", False)}
         groups = {} if len(models) < len(MODELS) else self.groups
-        flags = {"state_dir": str(folder), "min_residency_s": self.residency_s, "backoff.jitter": 0, "models": models}
+        flags = {"state_dir": str(folder), "backoff.jitter": 0, "models": models} | self.waits
         return load_config(None, flags=flags | groups, environ={})
 
     def _start(self) -> None:
@@ -132,10 +131,10 @@ class Machine(RuleBasedStateMachine):
         if record is not None and record.spec is not None:
             self.supervisor.want(name, want, by)
 
-    @rule(name=NAMES, wait_s=st.sampled_from([5.0, WAIT_S]))
-    def ask(self, name: str, wait_s: float) -> None:
+    @rule(name=NAMES)
+    def ask(self, name: str) -> None:
         client = Client(name)
-        client.task = self.loop.create_task(client.run(self.supervisor, wait_s))
+        client.task = self.loop.create_task(client.run(self.supervisor))
         self.clients.append(client)
         self.loop.run_until_complete(_settle())
 

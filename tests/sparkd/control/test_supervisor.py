@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.readings import log_of
+from sparkd.admin.streams import log_of
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
-from sparkd.config.config import parse_model
+from sparkd.config.config import BackoffSettings, parse_model
 from sparkd.config.model import ModelConfig
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.control.looks import LOOK_AGAIN_S
-from sparkd.control.plan import Backoff
 from sparkd.control.record import Attempt, Record
 from sparkd.errors import (
     BadRequest,
@@ -92,7 +91,7 @@ async def test_of_an_engine_that_has_failed_there_is_no_cache_and_no_load(phase:
     async with stage(tmp_path) as made:
         await make_ready(made)
         kv = {"phase": phase, "tokens": 100}
-        made.cluster.show(progress=replace(UP, kv_tokens=100, kv_gib=1.0, kv_requests=2.0, weights_gib=3.0, kv=kv))
+        made.cluster.show(progress=replace(UP, kv_tokens=100, kv_gib=1.0, weights_gib=3.0, kv=kv))
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert view.progress is not None and view.progress.kv_tokens == 100 and view.load_s is not None
@@ -102,7 +101,7 @@ async def test_of_an_engine_that_has_failed_there_is_no_cache_and_no_load(phase:
         view = made.supervisor.snapshot().models["m"]
         told = view.progress
         assert (view.state, view.load_s) == ("FAILED", None) and told is not None
-        assert (told.kv_tokens, told.kv_gib, told.kv_requests, told.weights_gib) == (None, None, None, 3.0)
+        assert (told.kv_tokens, told.kv_gib, told.weights_gib) == (None, None, 3.0)
         assert told.kv == (kv if phase == "refused" else None)
 
 
@@ -245,7 +244,8 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
 
 
 async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:
-    async with made.supervisor.lease("m", wait_s=0.0, need=RequestNeeds("/v1/chat/completions", GENERATE, tools)):
+    made.limit_wait("m", 0.0)
+    async with made.supervisor.lease("m", need=RequestNeeds("/v1/chat/completions", GENERATE, tools)):
         pass
 
 
@@ -500,8 +500,8 @@ async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_requ
         assert await waiting == "m"
 
 
-async def enter(made: Scene, name: str, wait_s: float | None = None) -> str:
-    async with made.supervisor.lease(name, wait_s=wait_s) as lease:
+async def enter(made: Scene, name: str) -> str:
+    async with made.supervisor.lease(name) as lease:
         return lease.model
 
 
@@ -643,8 +643,9 @@ async def test_a_wait_that_is_too_long_ends_in_503_with_a_loading_object(tmp_pat
         await made.tick()
         made.cluster.show(progress=Progress(phase="loading", fraction=0.5, eta_s=12.3))
         await made.tick()
+        made.limit_wait("m", 0.0)
         with pytest.raises(ModelLoading) as raised:
-            await enter(made, "m", wait_s=0.0)
+            await enter(made, "m")
 
         assert raised.value.loading == {"model": "m", "state": "LOADING", "node": "n", "progress": 0.5, "eta_seconds": 12.3}
         assert raised.value.headers() == {"retry-after": "13"}
@@ -707,8 +708,9 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         made.cluster.show(progress=Progress(phase="loading", fraction=0.5))
         await made.tick()
         if why == "somebody was told to come back":
+            made.limit_wait("m", 0.0)
             with pytest.raises(ModelLoading):
-                await enter(made, "m", wait_s=0.0)
+                await enter(made, "m")
         elif why == "an operator wishes it":
             made.supervisor.want("m", Want.RUNNING, "admin")
         else:
@@ -747,7 +749,7 @@ def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(eta_s: f
     async def go() -> None:
         async with stage(tmp_path) as made:
             loop.clock = made.clock
-            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            waiting = asyncio.create_task(enter(made, "m"))
             await made.tick(2)
             for second in range(322):
                 made.cluster.show(progress=Progress("loading", eta_s=eta_s, bytes_done=second))
@@ -771,7 +773,7 @@ def test_nobody_waits_for_ever_for_a_load_that_is_always_about_to_end(tmp_path: 
     async def go() -> None:
         async with stage(tmp_path) as made:
             loop.clock = made.clock
-            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            waiting = asyncio.create_task(enter(made, "m"))
             await made.tick(2)
             for second in range(300 + int(KEPT_S) + int(KEEP_EVERY_S)):
                 made.cluster.show(progress=Progress("loading", eta_s=1.0, bytes_done=second))
@@ -859,7 +861,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         async def look(spec: Any) -> ModelUnusable | None:
             return unusable(spec.model, vllm=True)
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
         assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
@@ -894,7 +896,7 @@ class Looks:
 async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_meanwhile(tmp_path: Path) -> None:
     models = {name: {"model": f"owner/{name}", "preload": False} for name in ("m", "n")}
     async with stage(tmp_path, models=models, max_queued_requests=20) as made:
-        looks = made.supervisor._queue._unusable = Looks(ModelUnusable("There is no such model."))
+        looks = made.cluster.unusable = Looks(ModelUnusable("There is no such model."))
         asking = [asyncio.create_task(enter(made, "m" if number % 2 else "n")) for number in range(20)]
         await soon(lambda: looks.count == 2)
 
@@ -919,7 +921,7 @@ async def test_files_are_looked_at_for_a_model_that_is_away_only(tmp_path: Path)
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick(2)
         assert made.state() == "LOADING"
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await made.settle()
         assert not asking.done() and looks.count == 0
@@ -949,7 +951,7 @@ async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_pa
 
 async def test_who_is_looked_at_while_the_daemon_begins_to_end_is_turned_away(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        looks = made.supervisor._queue._unusable = Looks()
+        looks = made.cluster.unusable = Looks()
         asking = asyncio.create_task(enter(made, "m"))
         await soon(lambda: looks.count)
         made.supervisor.drain()
@@ -987,10 +989,10 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
             looked.set()
             await look_on.wait()
 
-        made.supervisor._queue._unusable = look
+        made.cluster.unusable = look
         asking = asyncio.create_task(enter(made, "m"))
         await looked.wait()
-        made.supervisor._queue._unusable = made.cluster.unusable
+        del made.cluster.unusable
         await make_ready(made)
         look_on.set()
         await asking
@@ -1107,15 +1109,15 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
 async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await made.tick()
-        ledger = made.supervisor.ledger
-        begun = ledger.feed.behind_newest(0)
+        journal = made.supervisor.journal
+        begun = journal.feed.behind_newest(0)
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 1 s ago.")
         await made.tick()
         made.cluster.trouble = Condition("RayUnavailable", "Ray has ended, 2 s ago.")
         await made.tick()
         made.cluster.trouble, made.cluster.no_raylet = None, frozenset({"o"})
         await made.tick(2)
-        cluster = [event for event in ledger.events(begun, 50) if event.kind == "cluster"]
+        cluster = [event for event in journal.events(begun, 50) if event.kind == "cluster"]
         assert [(event.data.get("reason"), event.data.get("node")) for event in cluster] == [
             ("RayUnavailable", None),
             (None, "o"),
@@ -1125,13 +1127,13 @@ async def test_a_condition_of_the_cluster_and_a_raylet_that_ended_are_events(tmp
 
 async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        ledger = made.supervisor.ledger
-        waiting = [asyncio.create_task(ledger.feed.wait_for_more(ledger.feed.written)) for _ in range(2)]
+        journal = made.supervisor.journal
+        waiting = [asyncio.create_task(journal.feed.wait_for_more(journal.feed.written)) for _ in range(2)]
         await asyncio.sleep(0)
-        begun = ledger.feed.behind_newest(0)
+        begun = journal.feed.behind_newest(0)
         await make_ready(made)
         await asyncio.gather(*waiting)
-        seen, _ = await ledger.feed.slice_of_events(begun, 50)
+        seen, _ = await journal.feed.slice_of_events(begun, 50)
 
         assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
         assert [event.seq for event in seen] == sorted(event.seq for event in seen)
@@ -1327,7 +1329,7 @@ async def test_an_error_that_nobody_expects_fails_its_model_alone_until_the_next
 async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    class Recorded(Backoff):
+    class Recorded(BackoffSettings):
         def delay_s(self, failures: int, rng: random.Random) -> float:
             tries.append(failures)
             return 0.0
@@ -1352,7 +1354,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
 async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
 ) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", Backoff(600.0, 600.0, jitter=0.0))
+    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=600, max_s=600, jitter=0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.cluster.immortal = True

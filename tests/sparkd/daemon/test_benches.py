@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.bench.benchy import chosen_text
+from sparkd.bench.benchy import MADE_UP, made_up
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import text_label
 from tests.support.daemon_process import ROOT
@@ -124,13 +124,13 @@ def test_cells_are_measured_and_counted(stage: Stage, whole: dict[str, Any]) -> 
         assert (row["prompt_size"], row["concurrency"], row["context_size"]) == (32, place["concurrency"], place["depth"])
         assert row["tg_throughput"]["mean"] > 0
         requests = place["concurrency"] * len(cell["rows"])
-        assert cell["output_tokens"] == tokens * requests
+        assert (cell["output_tokens"], cell["others_tokens"]) == (tokens * requests, 0)
     assert (whole["subject"]["model"], whole["state"], whole["tool"][:12]) == ("quick", "done", "llama-benchy")
     assert "canary" not in json.dumps(whole)
     (row,) = (row for row in stage.get("/admin/v1/bench")["benches"] if row["id"] == whole["id"])
     assert (row["done"], row["cells"]) == (4, 4)
-    text, name = chosen_text()
-    assert whole["text"] == name
+    text = made_up()
+    assert whole["text"] == text_label(MADE_UP, text)
     assert {path.read_text() for path in (stage.state_dir / "bench" / ".cache" / "llama-benchy").glob("*.txt")} >= {text}
 
 

@@ -183,12 +183,12 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
 
 async def test_only_the_new_entries_of_ready_models_would_restart_an_engine(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        roster, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
-        assert replaced(roster, changed) == [], "nothing runs"
+        registry, changed = made.supervisor.registry, of(made, m={"quantize": "nf4"}, other={})
+        assert replaced(registry, changed) == [], "nothing runs"
         await make_ready(made)
-        assert replaced(roster, changed) == [changed.models["m"]]
-        assert replaced(roster, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
-        assert replaced(roster, of(made, other={})) == [], "it goes without a restart"
+        assert replaced(registry, changed) == [changed.models["m"]]
+        assert replaced(registry, of(made, m={"aliases": ["gpt-4o"], "ttl": 7})) == [], "its engine does not see that"
+        assert replaced(registry, of(made, other={})) == [], "it goes without a restart"
 
 
 async def test_a_ready_model_that_was_added_would_restart_for_its_engine_s_settings(tmp_path: Path) -> None:
@@ -220,10 +220,10 @@ async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        made.supervisor.tell_refused("sparkd.yaml:3: modles is unknown.")
+        made.supervisor.note_refused("sparkd.yaml:3: modles is unknown.")
         (condition,) = made.supervisor.snapshot().conditions
         assert condition.reason == "ConfigRefused" and "sparkd.yaml:3: modles is unknown." in condition.message
-        made.supervisor.tell_refused(None)
+        made.supervisor.note_refused(None)
         assert made.supervisor.snapshot().conditions == ()
         assert [(event.kind, event.model) for event in made.store.history.events()] == [("config", None)]
 

@@ -21,13 +21,14 @@ from sparkd.doctor import memory, storage, system
 from sparkd.doctor.fixes import fixes_of
 from sparkd.doctor.report import examined, report
 from sparkd.errors import Unavailable
+from sparkd.fabric.report import report as fabric_report
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import view
 from tests.support.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
 from tests.support.fabric_tree import scenarios, write_nodes
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S
-from workers.host import bounded_child, disk_rate, inspection
+from workers.host import bounded_child, disk_rate, inspection, network
 
 GIB_KIB = 1 << 20
 DRIVER = "NVRM version: NVIDIA UNIX {0}Kernel Module for aarch64  {1}  Release Build\n"
@@ -281,14 +282,18 @@ def test_the_verb_looks_at_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("verb", "as_json"), [("doctor", False), ("doctor", True), ("fabric", True), ("fabric --env", False)])
-def test_a_hosts_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, as_json: bool) -> None:
+def test_a_hosts_name_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, as_json: bool
+) -> None:
     roots = write_nodes(tmp_path, scenarios()["pair-two-cables"]["nodes"]) if verb != "doctor" else [write(tmp_path / "a")]
     for number, root in enumerate(roots):
         (root / "etc").mkdir(exist_ok=True)
         (root / "etc/hostname").write_text(f"{number}\x1b]0;owned\x07\x1b[2J\x9b31m\x00 [/] [bold]x\nsecond line\n")
 
-    folders = [word for root in roots for word in ("--root", str(root))]
-    assert exit_code([*(["--json"] if as_json else []), *verb.split(), *folders]) in (0, 1)
+    linked = fabric_report({str(raw["host"]): raw for raw in map(network.sample, roots)})
+    monkeypatch.setattr("sparkd.admin.client.Client.get", lambda client, path: linked)
+    words = verb.split() if verb != "doctor" else [verb, "--root", str(roots[0])]
+    assert exit_code([*(["--json"] if as_json else []), *words]) in (0, 1)
     out, err = capsys.readouterr()
     assert not STEERS.search(out + err)
     assert "owned" in out and "second line" not in out

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Interface
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.fabric.checks import findings, worst
-from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabric_of, rdma_mtu, traffic
+from sparkd.fabric.interfaces import Fabric, NetworkInterface, fabric_of, rdma_mtu, traffic, with_proofs
 from sparkd.fabric.links import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric.report import report
 from tests.support.fabric_tree import expected_of, readings, scenarios, write_nodes
@@ -195,7 +196,8 @@ def test_tensor_parallelism_over_a_ring_needs_a_proof_and_over_two_of_it_does_no
     assert rails(ring)[0] is False and "NCCL test" in rails(ring)[1]
     assert rails(ring, ring_proved=True) == (True, "")
     assert rails(ring[:2]) == (True, "")
-    assert teams(ring, 3, ring_proved=True) == (("spark-1", "spark-2", "spark-3"),)
+    passed = {frozenset(pair) for pair in combinations([node.node for node in ring], 2)}
+    assert teams([*with_proofs({node.node: node for node in ring}, passed).values()], 3) == (("spark-1", "spark-2", "spark-3"),)
     assert topology(ring[1:], cables_of(ring[1:])) == "pair"
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.admin.readings import fabric_of
+from sparkd.admin.fabric import fabric_of
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import parse
-from sparkd.fabric.readings import FabricNodes
-from sparkd.fabric.transport import moved, proof
+from sparkd.fabric.transport import proof
 from sparkd.state.nouns import RankHandle, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.support.fabric_tree import readings
-from tests.support.facts import lacking
 from tests.support.fakes import Scene
 from workers.agent.actor import Agent
 from workers.rank.lifecycle import nccl_lines
@@ -107,54 +105,6 @@ async def test_sockets_on_a_node_that_cannot_be_read_are_not_called_well() -> No
     assert (WARN, A, "network", told) in await proved({A: "[0] NCCL INFO Using network Socket\n", B: ""}, "no-ip-command")
 
 
-def grown(raw: Mapping[str, Any], **moved_bytes: int) -> dict[str, Any]:
-    """A reading some time later."""
-    ports = [one | {"sent_bytes": one["sent_bytes"] + moved_bytes.get(one["name"], 0)} for one in raw["rdma"]]
-    return {**raw, "rdma": ports}
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "verdict", "cure"),
-    [
-        (40_000_000, 38_000_000, OK, ""),
-        (40_000_000, 90_000, WARN, "roceP2p1s0f1 lies idle (13.9 of 20 to 24 GB/s)"),
-        (900_000, 0, OK, ""),
-        (9_000, 0, FAIL, "Its ranks "),
-    ],
-)
-def test_the_ports_counters_tell_whether_both_twins_carry_the_first_chat(first: int, second: int, verdict: str, cure: str) -> None:
-    before = dict(zip((A, B), readings("pair-different-ports").values(), strict=True))
-    after = before | {A: grown(before[A], rocep1s0f1=first, roceP2p1s0f1=second), B: grown(before[B], rocep1s0f0=first, roceP2p1s0f0=first)}
-    found = moved([handle(A), handle(B)], before, after, {})
-    (ours,) = [one for one in found if one.node == A]
-
-    assert (ours.verdict, ours.check, ours.about) == (verdict, "traffic", "NCCL of m")
-    assert lacking(ours.evidence, f"rocep1s0f1 {first / 1e6:.2f} MB", f"roceP2p1s0f1 {second / 1e6:.2f} MB") == []
-    assert ours.cure.startswith(cure)
-
-
-def test_counters_say_nothing_of_sockets_nor_of_a_node_that_cannot_be_read() -> None:
-    before = dict(zip((A, B), readings("pair-different-ports").values(), strict=True))
-    virtual = dict(zip((A, B), readings("virtual-pair").values(), strict=True))
-
-    assert moved([handle(A), handle(B)], before, before, {"NCCL_NET": "Socket"}) == ()
-    assert moved([handle(A), handle(B)], before, before | {B: None}, {}) == ()
-    assert moved([handle(A), handle(B)], {}, before, {}) == ()
-    assert moved([handle(A), handle(B)], virtual, virtual, {}) == ()
-
-
-async def test_a_first_chat_that_moved_nothing_over_rdma_is_a_finding_of_the_model(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        raw = dict(zip(("n", B), readings("pair-different-ports").values(), strict=True))
-        made.cluster.readings = dict(raw)
-        made.cluster.proof = lambda: (replace(LOST, node=B, verdict=OK),)
-        await over_two_nodes(made)
-        await made.tick(2)
-
-        told = made.supervisor.snapshot().models["m"].transport
-        assert [(one["verdict"], one["check"], one["node"]) for one in told] == [(FAIL, "traffic", B), (OK, "network", B)]
-
-
 async def over_two_nodes(made: Scene) -> None:
     made.cluster.nodes = made.cluster.agents = ("n", B)
     made.supervisor.want("m", Want.RUNNING, "admin")
@@ -175,7 +125,7 @@ async def test_the_verdict_is_an_event_and_stands_in_the_model_and_in_the_fabric
         await made.tick(2)
 
         assert made.cluster.log.count(f"transport n {B}") == 1, "once"
-        (event,) = [one for one in made.supervisor.ledger.events(0, 100) if one.kind == "transport"]
+        (event,) = [one for one in made.supervisor.journal.events(0, 100) if one.kind == "transport"]
         assert (event.data["verdict"], event.message) == (FAIL, f"fail, {B}, network: network Socket. 2.1 GB/s instead of 20 to 24.")
         (told,) = made.supervisor.snapshot().models["m"].transport
         assert (told["verdict"], told["about"]) == (FAIL, "NCCL of m")

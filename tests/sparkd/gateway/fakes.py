@@ -104,7 +104,7 @@ class FakeSupervisor:
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
+        self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
     ) -> AsyncIterator[FakeLease]:
         found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
         if found is None:

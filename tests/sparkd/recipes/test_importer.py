@@ -149,7 +149,7 @@ def test_what_is_imported_is_a_recipe_of_ours_and_can_be_used(text: str, tmp_pat
 
     book = RecipeLibrary(None, AsWritten())
     book.keep(recipe)
-    assert [problem for problem in checked(recipe, book).problems if problem.severity == "error"] == []
+    assert [problem for problem in checked(recipe, book)[1] if problem.severity == "error"] == []
     again, problems = parse_recipe("their", taken(text).text.encode(), "their.yaml", {})
     assert again is not None and problems == []
     assert again.recipe == recipe.recipe
@@ -275,8 +275,8 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     book = RecipeLibrary(None, AsWritten())
     book.keep(file)
     found = resolve("their", book)
-    assert found.args[-2:] == ("--speculative-config", config) and found.model.kv_cache_dtype == "fp8"
-    assert found.args.count("--attention-backend") == 1 and found.env == {}
+    assert found.vllm_flags()[-2:] == ["--speculative-config", config] and found.kv_cache_dtype == "fp8"
+    assert found.vllm_flags().count("--attention-backend") == 1 and found.env == {}
     assert summary(file)["speculative"] == draft_method(json.loads(config))
 
 

@@ -11,6 +11,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.recipe_check import checked
 from sparkd.errors import ConfigError
+from sparkd.recipes.dropped_settings import translated
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from tests.support.facts import lacking
@@ -104,7 +105,7 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
     [
         ({"recipe": "q"}, ["models.m.recipe", "'q'", "`sparkd recipes ls`"]),
         ({"recipe": "gemma-4-26b-a4b-it-nvfp4@nvidia"}, ["models.m.recipe", "gemma-4-26b-a4b-it-nvfp4-nvidia?"]),
-        ({"recipe": "r", "profile": "balanced"}, ["models.m.profile", "docs/configuration.md"]),
+        ({"recipe": "r", "profile": "balanced"}, ["models.m.profile", "kv_cache", "docs/upgrading.md"]),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[str]) -> None:
@@ -206,6 +207,8 @@ def test_an_image_of_ours_is_where_docker_looks_for_it() -> None:
 def test_a_recipe_of_ours_can_be_used_and_needs_no_translation(name: str) -> None:
     file = BOOK.find(name)
 
-    assert checked(file, BOOK).problems == []
+    model, problems = checked(file, BOOK)
+    assert model is not None and problems == []
+    assert translated(model.vllm_flags(), file.settings.get("env") or {}).notes == []
     assert file.recipe.expected, "what can be expected of it?"
     assert not any(figure.when and "estimat" in figure.when for figure in file.recipe.expected)

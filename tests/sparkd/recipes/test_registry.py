@@ -137,7 +137,6 @@ def test_a_repository_of_eugrs_layout_gives_its_recipes_at_its_commit(eugr: Repo
 
     assert sorted(registry.recipes) == ["3x/big", "4x/big", "plain"]
     assert registry.recipes["plain"] == PLAIN and registry.commit == eugr.git("rev-parse", "HEAD")
-    assert [path.name for path in (tmp_path / "state" / "registries").iterdir()] == ["x.json"]
 
 
 def test_a_manifest_of_sparkruns_names_the_folders(tmp_path: Path) -> None:
@@ -170,8 +169,9 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
     assert (made["name"], made["commit"], made["recipes"]) == ("spark-vllm-docker", commit, 3)
     assert made["url"] == str(eugr.folder)
     run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
-    kept = state / "registries" / "eugr.json"
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600 and stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    kept = state / "state.db"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600 and stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert [path.name for path in state.iterdir() if path.is_dir()] == []
 
     assert [row["name"] for row in as_json(capsys, "ls", "--registry")["registries"]] == ["eugr", "spark-vllm-docker"]
     out, _ = run(capsys, "ls", "--registry")
@@ -182,7 +182,7 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
 
     out, err = run(capsys, "show", "plain@eugr")
     assert "--max-model-len 4096" in out and commit[:12] in out and lacking(err, "trust_remote_code", "left out") == []
-    assert as_json(capsys, "show", "4x/big@eugr")["choice"] == {"recipe": "4x/big@eugr"}
+    assert as_json(capsys, "show", "4x/big@eugr")["name"] == "4x/big@eugr"
     text, _ = run(capsys, "import", "plain@eugr")
     assert commit in text.splitlines()[0] and "trust_remote_code: true" in text and "max_model_len: 4096" in text
     run(capsys, "import", "plain@eugr", "--to", str(tmp_path / "own.yaml"))
@@ -207,7 +207,7 @@ def test_an_update_tells_what_it_changes_and_a_failed_one_keeps_what_was_there(
     out, _ = run(capsys, "update", "eugr")
     assert f"{old[:12]} -> {new[:12]}" in out
     assert "--max-model-len 8192" in run(capsys, "show", "plain@eugr")[0]
-    assert as_json(capsys, "show", "big@eugr")["choice"] == {"recipe": "big@eugr"}
+    assert as_json(capsys, "show", "big@eugr")["name"] == "4x/big@eugr"
 
     other = Repository(tmp_path / "other")
     other.commit({"recipes/a.yaml": PLAIN})
@@ -330,14 +330,6 @@ def test_links_odd_names_and_large_files_are_left_out(eugr: Repository, tmp_path
     assert sorted(taken(eugr, tmp_path).recipes) == ["3x/big", "4x/big", "plain"]
 
 
-def test_a_registry_that_an_earlier_release_kept_is_read(tmp_path: Path, state: Path) -> None:
-    keep(state, {"plain": PLAIN})
-    file = state / "registries" / "eugr.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "signature": {"state": "none"}, "left_out": {}, "unreadable": {}}))
-
-    assert Registries(state).get("eugr").text("plain") == ("plain", PLAIN)
-
-
 def test_a_repository_of_too_many_bytes_is_refused_and_leaves_nothing(
     eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +338,7 @@ def test_a_repository_of_too_many_bytes_is_refused_and_leaves_nothing(
 
     with pytest.raises(SparkdError, match=" 1 MiB"):
         taken(eugr, tmp_path)
-    assert list((tmp_path / "state" / "registries").iterdir()) == []
+    assert list((tmp_path / "state").iterdir()) == []
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_RECIPES", 2), ("MAX_TEXT_BYTES", 2 * len(ONE.encode()))])
@@ -367,7 +359,7 @@ def test_a_small_tree_of_a_million_files_is_never_listed_in_full(eugr: Repositor
 
     with pytest.raises(SparkdError, match=f"ls-tree.* {clone.MAX_LISTING_BYTES >> 20} MiB"):
         taken(eugr, tmp_path)
-    assert list((tmp_path / "state" / "registries").iterdir()) == []
+    assert list((tmp_path / "state").iterdir()) == []
 
 
 def test_git_has_bounded_memory(eugr: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

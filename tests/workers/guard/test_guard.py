@@ -25,8 +25,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
-from sparkd.cluster.node_tracker import Observation, facts_of
-from sparkd.cluster.read_memory import reading
+from sparkd.cluster.node_tracker import Observation, facts_of, reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.record import Attempt
 from sparkd.control.views import guard_hints
@@ -303,14 +302,15 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
         looks = agent.sentry._vitals._count
         await eventually(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
         assert made.state() == "FAILED", "no load begins while memory is short"
+        made.limit_wait("m", 0.1)
         with pytest.raises(Unavailable):
-            async with supervisor.lease("m", wait_s=0.1):
+            async with supervisor.lease("m"):
                 raise AssertionError
 
         show(folder / "proc", 60.0)
         await reaches("READY")
         assert supervisor.registry.find("m").attempt.rank_id != first
-        assert {"memory", "failed"} <= {event.kind for event in supervisor.ledger.events(0, 200)}
+        assert {"memory", "failed"} <= {event.kind for event in supervisor.journal.events(0, 200)}
         supervisor.want("m", Want.STOPPED, "admin")
         await reaches("STOPPED")
         for task in list(tasks._tasks):  # type: ignore[attr-defined]

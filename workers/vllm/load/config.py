@@ -17,7 +17,7 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.store import has_entry
 from workers.load.progress import ProgressFile
 from workers.load.virtual import VirtualCheckpoint
-from workers.quantization.formats import SPELLINGS, Format
+from workers.quantization.formats import FORMATS, Format
 from workers.quantization.packed import in_vllm, is_interleaved, packed_of
 from workers.quantization.recipe import QuantizationRecipe
 from workers.vllm.load.warmup import make_ready
@@ -36,18 +36,7 @@ BLOCK = 128
 # method of compressed-tensors has parameters for their biases.
 _KEEP = "add 'experts' to `keep`"
 
-# Names as compressed_tensors.config.CompressionFormat has them (0.17). NF4 is not among them: sparkd alone reads an nf4 checkpoint.
-_COMPRESSION = {
-    "nvfp4": "nvfp4-pack-quantized",
-    "nvfp4_a4": "nvfp4-pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "int4": "pack-quantized",
-    "nf4": "nf4-pack-quantized",
-    "fp8": "float-quantized",
-    "fp8_block": "float-quantized",
-}
-_NO_GROUP = ("fp8", "fp8_block")
-_WRITTEN = tuple(form for form in map(Format.parse, SPELLINGS) if not form.keeps)
+_WRITTEN = tuple(form for form in FORMATS.values() if not form.keeps)
 # Parts of a layer that some of vLLM's models call otherwise than their checkpoints (gpt_oss.py; granitemoehybrid.py, falcon_h1.py,
 # zamba2.py); their mappings pass patterns by.
 _RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}
@@ -230,9 +219,9 @@ def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -
 
 def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None:
     """(reason, cure), or None where this vLLM takes the format."""
-    if form.weight_name == "nvfp4" and "w13_weight_global_scale" not in symbol("gpt_oss_streamed"):
+    if form.family.has_divisor and "w13_weight_global_scale" not in symbol("gpt_oss_streamed"):
         return (
-            "vLLM's gpt-oss has no place for the second scale of nvfp4 experts",
+            f"vLLM's gpt-oss has no place for the second scale of {form.spelling} experts",
             f"Give them another format with `layers: {{experts: mxfp4}}`, or {_KEEP}",
         )
     if _is_cpu():
@@ -278,14 +267,14 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
         f"group_{index}": {
             "targets": patterns(modules, universe) if mixed else ["Linear"],
             **_scheme(chosen),
-            "format": _COMPRESSION[chosen.name],
+            "format": chosen.family.compression,
         }
         for index, (chosen, modules) in enumerate(ordered)
     }
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": "mixed-precision" if mixed else _COMPRESSION[ordered[0][0].name],
+        "format": "mixed-precision" if mixed else ordered[0][0].family.compression,
         "config_groups": config_groups,
         "ignore": patterns([module for module in universe if module not in quantized], universe, towers=True),
         "kv_cache_scheme": None,
@@ -417,34 +406,17 @@ def _index_of(module: str) -> int | None:
 
 
 def _scheme(chosen: Format) -> dict[str, Any]:
-    """weights and input_activations of a group, fields of compressed_tensors.quantization.QuantizationArgs.
+    """weights and input_activations of a group, fields of compressed_tensors.quantization.QuantizationArgs."""
+    family = chosen.family
+    weights = {"num_bits": family.bits, "symmetric": True, "dynamic": False, **family.weights}
+    weights |= {"group_size": chosen.group} if chosen.group is not None else {}
+    return {"weights": weights, "input_activations": None if family.inputs is None else dict(family.inputs)}
 
-    The 4-bit formats are weight-only but for nvfp4_a4, whose activations have a scale of 16 that vLLM computes ("local") and one for the
-    layer's whole input that the checkpoint has. FP8 names dynamic 8-bit activations, because vLLM serves FP8 experts in no other way; a GPU
-    without FP8 arithmetic then still computes in 16 bits.
-    """
-    if chosen.name not in _COMPRESSION:
-        raise CheckpointError(
-            f"The format {chosen.spelling} has no compressed-tensors description",
-            cure="Choose bf16, fp8, fp8_block, mxfp4, nvfp4, nvfp4_a4, int4 or nf4",
-        )
-    if chosen.name in _NO_GROUP:
-        weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
-        if chosen.name == "fp8":
-            return {"weights": {**weights, "strategy": "channel"}, "input_activations": {**inputs, "strategy": "token"}}
-        return {
-            "weights": {**weights, "strategy": "block", "block_structure": [128, 128]},
-            "input_activations": {**inputs, "strategy": "group", "group_size": 128},
-        }
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": chosen.group}
-    if chosen.weight_name == "nvfp4":
-        weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
-    if chosen.name == "mxfp4":
-        weights |= {"type": "float", "scale_dtype": "torch.uint8"}
-    if chosen.name == "nf4":
-        weights |= {"type": "float", "scale_dtype": "torch.bfloat16"}
-    return {"weights": weights, "input_activations": {**weights, "dynamic": "local"} if chosen.rounds_activations else None}
+
+def format_of(scheme: Mapping[str, Any]) -> Format:
+    """The weight format that a scheme of compressed-tensors describes, as `quantization_config` wrote it."""
+    stated = {part: args and args.model_dump(mode="json") for part, args in scheme.items() if part in ("weights", "input_activations")}
+    return next(form for form in _WRITTEN if all(_agree(stated.get(part), wanted) for part, wanted in _scheme(form).items()))
 
 
 def _says(group: Mapping[str, Any], compression: Any, chosen: Format) -> bool:
@@ -452,7 +424,7 @@ def _says(group: Mapping[str, Any], compression: Any, chosen: Format) -> bool:
     wanted = _scheme(chosen)
     weights = group.get("weights")
     return (
-        compression == _COMPRESSION[chosen.name]
+        compression == chosen.family.compression
         and _agree(weights, wanted["weights"])
         and not (weights or {}).get("actorder")
         and _agree(group.get("input_activations"), wanted["input_activations"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from workers.quantization.recipe import Format
-from workers.vllm.load.config import NAME
+from workers.vllm.load.config import NAME, format_of
 from workers.vllm.load.packed_layers import PackedMoEMethod, PackedScheme
 from workers.vllm.symbols import symbol
 
@@ -73,17 +73,3 @@ def formats_of(described: Mapping[str, Any]) -> list[Format]:
     """The weight formats that a `quantization_config` names."""
     schemes = (CompressedTensorsConfig._quantization_scheme_map_from_config(dict(described)) or {}).values()
     return list(dict.fromkeys(format_of(scheme) for scheme in schemes))
-
-
-def format_of(scheme: Any) -> Format:
-    """The weight format that a compressed-tensors scheme dictionary describes (the inverse of ct_config)."""
-    weights = scheme["weights"]
-    if weights.num_bits == 8:
-        return Format("fp8_block" if str(getattr(weights.strategy, "value", weights.strategy)) == "block" else "fp8", None)
-    if str(getattr(weights.type, "value", weights.type)) == "int":
-        return Format("int4", weights.group_size)
-    if str(weights.scale_dtype) == "torch.bfloat16":
-        return Format("nf4", weights.group_size)
-    if weights.group_size == 32:
-        return Format("mxfp4")
-    return Format("nvfp4" if scheme["input_activations"] is None else "nvfp4_a4")

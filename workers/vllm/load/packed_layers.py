@@ -74,7 +74,7 @@ class PackedScheme:
         if self.form.rounds_activations:
             # vLLM's own scheme takes the largest too.
             layer.input_global_scale = Parameter(layer.input_global_scale.data.max().view(1), requires_grad=False)
-        if self.form.weight_name == "nvfp4":
+        if self.form.family.has_divisor:
             divisors = layer.weight_global_scale.data.repeat_interleave(torch.tensor(layer.logical_widths))
             layer.weight_global_scale = Parameter(divisors, requires_grad=False)
 

@@ -41,7 +41,7 @@ def compile_kernels(forms: Collection[Format], device: torch.device) -> None:
             weight = torch.zeros(2, 128, 2048, dtype=torch.bfloat16, device=device)
             largest = amax_each(weight)
             for form in forms:
-                shared = {"global_scale": global_scale(largest)} if form.weight_name == "nvfp4" else {}
+                shared = {"global_scale": global_scale(largest)} if form.family.has_divisor else {}
                 quantizer(form).quantize(weight, **shared)
 
     threading.Thread(target=run, name="stream-compile", daemon=True).start()

@@ -1,9 +1,10 @@
-// Owns the dialog that adds a model: a plan first, then the entry, then the request.
+// The dialog that adds a model: a plan first, then the entry, then the request.
 
 import { ADMIN, get, post, Refused } from "../api.js";
-import { html, useEffect, useState } from "../lib.js";
+import { html, useEffect, useRef, useState } from "../lib.js";
 import { go } from "../router.js";
 import { entryText } from "../yaml.js";
+import { PlanProgress, usePlan } from "./asked_plan.js";
 import { Copy } from "./copy.js";
 import { Dialog } from "./dialog.js";
 import { EntryKeys, keyOf, rowsOf, specOf } from "./entry_keys.js";
@@ -17,6 +18,7 @@ export function AddModel({ onClose }) {
   const [name, setName] = useState("");
   // The name that the last check gave: another check replaces it, but not what was typed.
   const [given, setGiven] = useState("");
+  const [keys, setKeys] = useState(/** @type {string[]} */ ([]));
   const [rows, setRows] = useState(/** @type {import("./entry_keys.js").Row[] | null} */ (null));
   const [load, setLoad] = useState(true);
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
@@ -24,6 +26,9 @@ export function AddModel({ onClose }) {
   const [busy, setBusy] = useState("");
   const [planRefusal, setPlanRefusal] = useState(/** @type {unknown} */ (null));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
+  const { ask, progress } = usePlan();
+  // The rows of the last plan: a better one replaces them, but not what was typed.
+  const planned = useRef("");
   useEffect(() => {
     get(`${ADMIN}/recipes`).then((listed) => setRecipes(listed.recipes), () => {});
   }, []);
@@ -42,12 +47,17 @@ export function AddModel({ onClose }) {
         setName(meant.name);
         setGiven(meant.name);
       }
+      setKeys(meant.keys);
       // A model whose headers cannot be read may be added all the same.
       const { model, recipe } = specOf(rows ?? []);
       if (model !== meant.spec.model || recipe !== meant.spec.recipe) setRows(rowsOf(meant.spec));
-      const plan = await post(`${ADMIN}/plan`, { model: asked });
-      setAnswer(plan);
-      setRows(rowsOf((meant.spec.model && !plan.choice?.configured && plan.choice?.config) || meant.spec));
+      planned.current = "";
+      await ask({ model: asked }, (plan) => {
+        const next = rowsOf((meant.spec.model && !plan.choice?.configured && plan.choice?.config) || meant.spec);
+        setAnswer(plan);
+        setRows((shown) => (planned.current && JSON.stringify(shown) !== planned.current ? shown : next));
+        planned.current ||= JSON.stringify(next);
+      });
     } catch (error) {
       setPlanRefusal(error);
     }
@@ -74,11 +84,12 @@ export function AddModel({ onClose }) {
       <${Field} label="Hub id, folder or recipe" value=${source} onInput=${setSource} required mono list=${recipes.map((one) => one.name)} error=${planRefusal ? sentence(planRefusal) : null} placeholder="Qwen/Qwen3-30B-A3B" />
       <div class="actions"><button class="main" disabled=${busy !== ""}>Check whether it fits</button><span role="status">${busy === "plan" ? "Reading the headers…" : ""}</span></div>
     </form>
+    <${PlanProgress} progress=${progress} />
     ${answer && html`<${Fit} answer=${answer} />`}
     ${rows && html`<form onSubmit=${add}>
       ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Name" value=${name} onInput=${setName} required mono error=${atName ? sentence(refusal) : null} />
-      <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
+      <${EntryKeys} keys=${keys} rows=${rows} onChange=${setRows} refusal=${refusal} />
       <div class="page-head"><h3>The entry</h3><${Copy} text=${() => entryText(name, specOf(rows))} label="Copy entry" /></div>
       <pre>${entryText(name, specOf(rows))}</pre>
       <div class="actions">

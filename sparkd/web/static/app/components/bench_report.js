@@ -1,4 +1,4 @@
-// Owns all figures of one bench, one below the other, as its page and its report show them.
+// All figures of one bench, one below the other, as its page and its report show them.
 
 import { html, signal, useMemo } from "../lib.js";
 import { decimal, gib, moment, UNKNOWN, watts } from "../units.js";
@@ -24,9 +24,11 @@ function OverTime({ result }) {
   }, [result]);
   const idle = result.idle_w == null ? [] : [{ label: "idle", value: result.idle_w }];
   const planned = result.predicted_bytes == null ? [] : [{ label: "predicted", value: result.predicted_bytes }];
-  return html`<section><h2>Power and memory over time</h2>
+  // A node that serves with its CPU has no meter.
+  const metered = result.samples.some((/** @type {any} */ one) => one.power_w != null);
+  return html`<section><h2>${metered ? "Power and memory" : "Memory"} over time</h2>
     <div class="charts">
-      <${Chart} title="Power of the GPUs" series=${[{ label: "power", colour: "--series-2" }]} data=${power} text=${watts} marks=${idle} />
+      ${metered && html`<${Chart} title="Power of the GPUs" series=${[{ label: "power", colour: "--series-2" }]} data=${power} text=${watts} marks=${idle} />`}
       <${Chart} title="Memory of the engine" series=${[{ label: "memory", colour: "--series-1" }]} data=${memory} text=${gib} marks=${planned} />
     </div></section>`;
 }

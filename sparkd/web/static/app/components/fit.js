@@ -1,4 +1,4 @@
-// Owns how the answer of a plan looks, as `sparkd plan` prints it: the options, a node's memory as a bar, the entry, the commands.
+// How the answer of a plan looks, as `sparkd plan` prints it: the options, a node's memory as a bar, the entry, the commands.
 
 import { html } from "../lib.js";
 import { count, duration, gib, plural, UNKNOWN } from "../units.js";
@@ -22,6 +22,8 @@ const SEGMENTS = [
   ["free", "free"],
 ];
 
+/** @param {number} nodes @param {string} name of the hardware; `node` is the one that the daemon runs on */
+const machineOf = (nodes, name) => (name !== "node" ? `${nodes > 1 ? `${nodes} x ` : ""}${name}` : nodes > 1 ? `${nodes} nodes like this one` : "this node");
 /** @param {any} option */
 const formatOf = (option) => (option.prequantized ? `${option.prequantized} (${option.model.split("/").pop()})` : option.format);
 /** @param {any} option */
@@ -61,7 +63,7 @@ export function Fit({ answer }) {
   const length = asked.max_model_len ? `of ${count(asked.max_model_len)} tokens` : "of as many tokens as fit";
   return html`<div class="stack">
     <p><b>${answer.model}</b>: ${answer.architecture}, ${answer.layers} layers, ${stored}${gib(answer.bytes)} on disk, up to ${count(answer.max_len)} tokens</p>
-    <p class="quiet-text">On ${asked.nodes > 1 ? `${asked.nodes} x ` : ""}${answer.hardware.name} with ${gib(answer.hardware.memory_bytes)}, ${plural(asked.requests, "request")} at once ${length}${asked.speculative ? `, drafting by ${asked.speculative}` : ""}.</p>
+    <p class="quiet-text">On ${machineOf(asked.nodes, answer.hardware.name)} with ${gib(answer.hardware.memory_bytes)}, ${plural(asked.requests, "request")} at once ${length}${asked.speculative ? `, drafting by ${asked.speculative}` : ""}.</p>
     ${answer.refusal && html`<p class="error" role="alert">${answer.refusal.message}</p>`}
     ${fitting.length > 0 && html`<${Table} label="What fits" rows=${fitting} columns=${COLUMNS} rowKey=${(/** @type {any} */ option) => `${formatOf(option)} ${option.nodes} ${splitOf(option)}`} />`}
     ${answer.choice?.footprint && html`<${NodeBar} choice=${answer.choice} />`}
@@ -95,19 +97,8 @@ export function Choice({ answer }) {
     ${choice.ranks.length > 0 && html`<details><summary>The command that sparkd then runs</summary>
       ${choice.ranks.map((/** @type {any} */ rank) => html`<pre key=${rank.node}>${choice.ranks.length > 1 ? `# node ${rank.node}\n` : ""}${commandOf(rank)}</pre>`)}
     </details>`}
-    ${answer.floor?.length > 0 && html`<details><summary>With vLLM's own --gpu-memory-utilization instead</summary>
-      <${Table} label="Utilization" rows=${answer.floor} rowKey=${(/** @type {any} */ row) => row.utilization} columns=${FLOOR} />
-    </details>`}
   </div>`;
 }
-
-/** @type {import("./table.js").Column<any>[]} */
-const FLOOR = [
-  { head: "Utilization", end: true, cell: (row) => row.utilization.toFixed(2) },
-  { head: "Allowed", end: true, cell: (row) => gib(row.allowed) },
-  { head: "For the cache", end: true, cell: (row) => gib(row.kv) },
-  { head: "Verdict", cell: (row) => (row.smallest ? "the smallest that works" : row.works ? "works" : "fails") },
-];
 
 /** @param {{environment: Record<string, string>, command: string[]}} rank */
 const commandOf = (rank) => [...Object.entries(rank.environment).map(([name, value]) => `${name}=${quoted(value)}`), ...rank.command.map(quoted)].join(" ");

@@ -1,4 +1,4 @@
-// Owns the page that sets one bench against another.
+// The page that sets one bench against another.
 
 import { ADMIN } from "../api.js";
 import { Comparison } from "../components/bench_comparison.js";
@@ -12,8 +12,8 @@ export function Compared({ a, b }) {
   return html`<section class="page">
     <div class="page-head"><h1>Compare</h1><a href=${to("bench", b, a)}>Swap A and B</a><a href=${to("bench")}>All benches</a></div>
     <ul class="notes">
-      <li>A: <a href=${to("bench", a)}>${a}</a>${answer && ` (${answer.of[0]})`}</li>
-      <li>B: <a href=${to("bench", b)}>${b}</a>${answer && ` (${answer.of[1]})`}</li>
+      <li>A: <a href=${to("bench", a)}>${a}</a></li>
+      <li>B: <a href=${to("bench", b)}>${b}</a></li>
     </ul>
     <${Waiting} problem=${problem} busy=${busy} empty=${!answer} />
     ${answer && html`<${Comparison} comparison=${answer} />`}

@@ -1,8 +1,8 @@
-// Owns the page of one model: its head, and the tabs below.
+// The page of one model: its head, and the tabs below.
 
 import { ModelActions } from "../components/model_actions.js";
 import { isStarting, LastFailure, Since, Start, State, Tries } from "../components/state.js";
-import { html } from "../lib.js";
+import { html, useComputed } from "../lib.js";
 import { route, to } from "../router.js";
 import { models } from "../store.js";
 import { count, percent, UNKNOWN } from "../units.js";
@@ -22,8 +22,13 @@ const TABS = [
   ["log", "Log", ModelLog],
 ];
 
+/** @type {Record<string, string>} */
+const ORIGINS = { api: "the admin API", file: "the configuration file", serve: "the command sparkd serve" };
+
 /** @param {{name: string}} props */
 export function Model({ name }) {
+  const known = useComputed(() => models.of(name).value !== null).value;
+  if (!known) return html`<section class="page"><h1>${name}</h1><p class="error" role="alert">sparkd knows no model of this name. <a href=${to("models")}>All models</a></p></section>`;
   const here = route.value[2] ?? "live";
   const tab = TABS.find(([one]) => one === here) ?? TABS[0];
   return html`<section class="page">
@@ -38,7 +43,7 @@ export function Model({ name }) {
 /** @param {{name: string}} props */
 function Head({ name }) {
   const model = models.of(name).value;
-  if (!model) return html`<h1>${name}</h1><p class="error" role="alert">sparkd knows no model of this name. <a href=${to("models")}>All models</a></p>`;
+  if (!model) return null;
   return html`<div class="page-head"><h1>${name}</h1><${State} model=${model} /><${ModelActions} name=${name} /><${MoreActions} name=${name} /></div>
     ${model.message && html`<p class=${model.state === "FAILED" ? "error" : ""}>${model.reason && html`<b>${model.reason}</b>: `}${model.message}<${Tries} model=${model} /></p>`}
     ${model.last_failure && html`<p class="error"><${LastFailure} failure=${model.last_failure} /></p>`}
@@ -54,6 +59,6 @@ function Head({ name }) {
       <div><dt>requests</dt><dd class="figure">${model.in_flight}${model.queued ? ` +${model.queued}` : ""}</dd></div>
       <div><dt>nodes</dt><dd>${model.ranks.map((rank) => rank.node).join(", ") || model.node || UNKNOWN}</dd></div>
       <div><dt>wanted by</dt><dd>${model.want === "RUNNING" ? model.wanted_by : UNKNOWN}</dd></div>
-      <div><dt>entry from</dt><dd>${model.origin === "api" ? "the admin API" : "the configuration file"}</dd></div>
+      <div><dt>entry from</dt><dd>${ORIGINS[model.origin] ?? model.origin}</dd></div>
     </dl>`;
 }

@@ -1,4 +1,4 @@
-// Owns the tab of a checkpoint's layers: their bytes, and what becomes of each.
+// The tab of a checkpoint's layers: their bytes, and what becomes of each.
 
 import { modelPath } from "../api.js";
 import { useAnswer, Waiting } from "../components/loaded.js";
@@ -28,7 +28,7 @@ export function ModelLayers({ name }) {
     <p><span class="figure">${count(answer.count)}</span> tensors, ${size(answer.bytes)}; as loaded <b>${size(answer.result_bytes)}</b>${answer.result_bytes == null ? "" : ` (${percent(answer.result_bytes / (answer.bytes || 1))})`}.</p>
     ${answer.quantization && html`<p>The checkpoint is quantized already: ${answer.quantization}.</p>`}
     ${held?.refusal && html`<p class="error" role="alert">vLLM refuses it: ${held.refusal}.</p>`}
-    ${held && !held.refusal && html`<p>One GPU then holds ${size(held.bytes)} (${held.sureness}).</p>`}
+    ${held && !held.refusal && html`<p>One node then holds ${size(held.bytes)} (${held.sureness}).</p>`}
     ${held && Object.keys(held.unloaded).length > 0 && html`<p>vLLM leaves these parts on the disk: ${Object.entries(held.unloaded).map(([part, bytes]) => `${part} ${size(/** @type {number} */ (bytes))}`).join(", ")}.</p>`}
     ${answer.notes.map((/** @type {string} */ note) => html`<p key=${note} class="error">${note}</p>`)}
     <${Table} label="Layers" rows=${answer.layers} columns=${COLUMNS} rowKey=${(/** @type {any} */ layer) => `${layer.name} ${layer.shape} ${layer.dtype}`} search="Search layers" />

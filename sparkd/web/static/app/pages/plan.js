@@ -1,6 +1,7 @@
-// Owns the page of a plan: the questions of `sparkd plan` as a form, and its answer.
+// The page of a plan: the questions of `sparkd plan` as a form, its answer at once, and again once vLLM has spoken.
 
-import { ADMIN, paramOf, post } from "../api.js";
+import { paramOf } from "../api.js";
+import { PlanProgress, usePlan } from "../components/asked_plan.js";
 import { Choice, Fit } from "../components/fit.js";
 import { Check, Field } from "../components/form.js";
 import { sentence } from "../components/toast.js";
@@ -38,6 +39,7 @@ export function Plan() {
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
   const [busy, setBusy] = useState(false);
+  const { ask, progress } = usePlan();
   const submit = async (/** @type {Event} */ event) => {
     event.preventDefault();
     setBusy(true);
@@ -50,7 +52,7 @@ export function Plan() {
     }
     if (eager) question.enforce_eager = true;
     try {
-      setAnswer(await post(`${ADMIN}/plan`, question));
+      await ask(question, setAnswer);
     } catch (error) {
       setRefusal(error);
       setAnswer(null);
@@ -72,6 +74,7 @@ export function Plan() {
       </div>
       <div class="actions"><button class="main" disabled=${busy}>Plan</button><${Check} label="Without CUDA graphs" checked=${eager} onChange=${setEager} /><span role="status">${busy ? "Reading the headers…" : ""}</span></div>
     </form>
+    <${PlanProgress} progress=${progress} />
     ${answer && html`<section aria-label="Answer"><${Fit} answer=${answer} /><${Choice} answer=${answer} /></section>`}
   </section>`;
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.errors import AgentLost
-from sparkd.fabric.readings import KEPT_S, FabricNodes, Stages, ray_environment
+from sparkd.fabric.fabric_nodes import KEPT_S, FabricNodes, ray_environment
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock
@@ -83,18 +83,18 @@ async def test_the_nodes_that_may_share_a_model() -> None:
 
 
 async def test_stages_of_a_pipeline_go_to_linked_nodes_first_and_else_to_any() -> None:
-    assert await Stages(pair().nodes).team([B, A], 2, rdma=True) == ((B, A), "")
+    assert await pair().nodes.team([B, A], 2, rdma=True, linked=False) == ((B, A), "")
     lonely = Agents(*readings("lan-only").values())
-    assert await Stages(lonely.nodes).team([B, A], 2, rdma=True) == ((B, A), "")
+    assert await lonely.nodes.team([B, A], 2, rdma=True, linked=False) == ((B, A), "")
 
 
 def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = readings("pair-different-ports")["spark-1"]
-    monkeypatch.setattr("sparkd.fabric.readings.sample", lambda: raw)
+    monkeypatch.setattr("sparkd.fabric.fabric_nodes.sample", lambda: raw)
     names = {"NCCL_SOCKET_IFNAME": "=enp1s0f1np1", "GLOO_SOCKET_IFNAME": "enp1s0f1np1", "TP_SOCKET_IFNAME": "enp1s0f1np1"}
 
     assert ray_environment(A, {}) == names | {"VLLM_HOST_IP": A}
     del names["GLOO_SOCKET_IFNAME"]
     assert ray_environment(A, {"GLOO_SOCKET_IFNAME": "eth7"}) == names | {"VLLM_HOST_IP": A}
-    monkeypatch.setattr("sparkd.fabric.readings.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
+    monkeypatch.setattr("sparkd.fabric.fabric_nodes.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
     assert ray_environment(A, {}) == {}

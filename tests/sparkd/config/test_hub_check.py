@@ -1,4 +1,4 @@
-"""sparkd/entry/hub_check.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
+"""sparkd/config/hub_check.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from sparkd.config import hub_check
 from sparkd.config.config import ModelConfig, parse_model
-from sparkd.entry import hub_check
-from sparkd.entry.hub_check import KEPT_S, is_absent, look, looked_at
-from sparkd.entry.parser_choice import with_parsers
+from sparkd.config.hub_check import KEPT_S, is_absent, look, looked_at
+from sparkd.config.parser_choice import with_parsers
 from sparkd.errors import AgentLost, HubUnreachable, ModelUnusable
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.cluster.test_placer import A, B, Scene
@@ -63,7 +63,7 @@ def cached(tmp_path: Path) -> None:
 
 
 async def absent(scene: Scene, spec: ModelConfig) -> None:
-    await scene.siting.refuse_absent(spec)
+    await scene.placer.refuse_absent(spec)
 
 
 async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_path: Path, repository: Repository) -> None:
@@ -74,8 +74,8 @@ async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_p
         assert model in caught.value.message and "127.0.0.1" in caught.value.message
         assert (f" {meant}?" in caught.value.message) == (meant is not None)
     with pytest.raises(ModelUnusable):
-        await scene.siting.place(spec_of(tmp_path, repository.hub, "owner/nam"))
-    assert scene.places.book().held == {}
+        await scene.placer.place(spec_of(tmp_path, repository.hub, "owner/nam"))
+    assert scene.reservations.book().held == {}
 
 
 @pytest.mark.parametrize(

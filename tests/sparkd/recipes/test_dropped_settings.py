@@ -1,4 +1,4 @@
-"""Flags and variables by release: what is translated, what is refused, and that the tables are true of a real release."""
+"""Flags and variables that vLLM dropped: what is translated, what is refused, and that the tables are true of a real release."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.recipes.dropped_settings import ANY, FLAGS, VARIABLES, Settings, translated
 from sparkd.vllm.arg_check import FLAGS_FILE
-from sparkd.vllm.flags import speculative_config
-from sparkd.vllm.releases import ANY, FLAGS, VARIABLES
-from sparkd.vllm.translate import Translation, release_of, translated
+from sparkd.vllm.flags import json_object, words
 
 
-def said(args: str = "", env: dict[str, str] | None = None) -> Translation:
+def said(args: str = "", env: dict[str, str] | None = None) -> Settings:
     return translated(args.split(), env or {})
-
-
-@pytest.mark.parametrize(
-    ("text", "release"),
-    [("0.32.0+cpu", (0, 32)), ("0.18.1rc1", (0, 18)), ("0.23.1.dev5+gabc", (0, 23)), ("v0.20.0", (0, 20)), ("unknown", None), (None, None)],
-)
-def test_a_version_is_its_release(text: str | None, release: tuple[int, int] | None) -> None:
-    assert release_of(text) == release
 
 
 @pytest.mark.parametrize(
@@ -40,8 +31,8 @@ def test_a_version_is_its_release(text: str | None, release: tuple[int, int] | N
 def test_what_a_release_dropped_is_said_as_it_says_it_now(env: dict[str, str], args: str, becomes: str) -> None:
     found = said(args, env)
 
-    assert found.args == tuple(becomes.split())
-    assert found.env == {} and found.refused == ()
+    assert words(found.flags) == becomes.split()
+    assert found.env == {} and found.refused == []
     assert len(found.notes) >= max(1, len(env))
 
 
@@ -61,16 +52,16 @@ def test_what_has_no_match_is_refused_with_the_reason_and_without_its_value(env:
 
 
 def test_what_needs_no_other_words_is_left_as_it_is() -> None:
-    args = ["--max_num_seqs=8", "--speculative-config=nonsense"]
+    found = said("--max_num_seqs=8 --speculative-config=nonsense", {"OMP_NUM_THREADS": "4"})
 
-    assert translated(args, {"OMP_NUM_THREADS": "4"}) == Translation(tuple(args), {"OMP_NUM_THREADS": "4"})
+    assert found == Settings({"max-num-seqs": "8", "speculative-config": "nonsense"}, {"OMP_NUM_THREADS": "4"})
 
 
 def test_the_backend_of_a_drafts_experts_moves_into_its_configuration() -> None:
     config = {"method": "mtp", "num_speculative_tokens": 3}
     found = translated(["--speculative-config", json.dumps(config)], {"VLLM_USE_FLASHINFER_MOE_FP16": "0"})
 
-    assert speculative_config(found.args) == config | {"moe_backend": "triton"}
+    assert json_object(str(found.flags["speculative-config"])) == config | {"moe_backend": "triton"}
     assert found.env == {} and len(found.notes) == 1
 
 
@@ -82,12 +73,12 @@ def flags_of_the_release() -> set[str]:
     return {spelling.removeprefix("--") for spellings in lines for spelling in spellings}
 
 
-def test_a_row_names_its_source_and_a_way_out() -> None:
+def test_a_row_names_a_way_out() -> None:
     known, rows = flags_of_the_release(), [*VARIABLES, *FLAGS]
     assert len(rows) > 10
     for row in rows:
         named = {name for flags in row.becomes.values() for name in flags}
-        assert row.source and (row.cure or ANY in row.becomes), row.name
+        assert row.cure or ANY in row.becomes, row.name
         assert named <= known, row.name
         assert {*re.findall(r"--([a-z][a-z0-9-]+)", row.cure)} <= known, row.name
         assert row in VARIABLES or row.name not in known

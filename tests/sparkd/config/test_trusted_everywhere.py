@@ -10,10 +10,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry, requirement
-from sparkd.capacity.account import machine
 from sparkd.config.config import Config, load_config
 from sparkd.errors import LoadRefused
-from sparkd.hardware import SPARK
+from sparkd.hardware import SPARK, machine
 from tests.sparkd.cluster.test_placer import Scene
 from tests.support.checkpoints import mixture, write
 from tests.support.published_tensors import tensors_of
@@ -53,11 +52,11 @@ async def test_a_start_refuses_a_branch_and_takes_a_commit(place: Place, tmp_pat
     scene = Scene(tmp_path, {"10.0.0.1": 60})
     scene.config = place.config()
     with pytest.raises(LoadRefused, match=COMMIT):
-        await scene.siting.place(scene.config.models["m"])
-    assert scene.places.book().held == {}
+        await scene.placer.place(scene.config.models["m"])
+    assert scene.reservations.book().held == {}
 
     scene.config = place.config(revision=COMMIT)
-    placement = await scene.siting.place(scene.config.models["m"])
+    placement = await scene.placer.place(scene.config.models["m"])
     assert placement.spec is not None and placement.spec.revision == COMMIT
 
 

@@ -1,6 +1,4 @@
-"""Owns what the daemon knows of its nodes' networks: readings kept for some seconds, and the environment of each rank out of them. Never
-judges a link, never starts anything.
-"""
+"""Reads the networks of the daemon's nodes, keeps each reading for some seconds, and makes each rank's environment out of them."""
 
 from __future__ import annotations
 
@@ -89,13 +87,17 @@ class FabricNodes:
         """
         return _unlinked(nodes, await self.fabrics(nodes, kept_s=0), rdma)
 
-    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
-        """(the first `size` nodes that can share a model by tensor parallelism, ""); ((), the reason) where there are not enough.
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool, linked: bool = True) -> tuple[tuple[str, ...], str]:
+        """(the first `size` nodes that can share a model, ""); ((), the reason) where there are not enough.
 
-        size: 2 to all nodes. rdma: see `unlinked`.
+        size: 2 to all nodes.
+        rdma: see `unlinked`.
+        linked: whether the ranks need a rail between each two. Stages of a pipeline do not: the first nodes do where too few are linked.
         """
         fabrics = await self.fabrics(nodes, kept_s=0)
         groups = teams([*fabrics.values()], size, rdma=rdma)
+        if not groups and not linked:
+            return tuple(nodes[:size]), ""
         if not groups:
             return (), _unlinked(nodes, fabrics, rdma)[size]
         called = {fabric.node: node for node, fabric in fabrics.items()}
@@ -112,18 +114,6 @@ class FabricNodes:
             return None
         self._kept[node] = raw, self._clock()
         return raw
-
-
-class Stages(FabricNodes):
-    """The nodes of a FabricNodes as places for pipeline stages, which need no rail between each two."""
-
-    def __init__(self, nodes: FabricNodes) -> None:
-        self._nodes = nodes
-
-    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
-        """Linked ones where there are enough, else the first."""
-        linked, _ = await self._nodes.team(nodes, size, rdma=rdma)
-        return linked or tuple(nodes[:size]), ""
 
 
 def _unlinked(nodes: Sequence[str], fabrics: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:

@@ -17,14 +17,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from sparkd.admin import pull
+from sparkd.admin import pulls
 from sparkd.admin.app import Parts, admin_app
 from sparkd.admin.jobs import Jobs
-from sparkd.admin.pull import Pulls
+from sparkd.admin.pulls import Pulls
 from sparkd.checkpoint import download
 from sparkd.checkpoint.download import wanted
 from sparkd.config.config import load_config
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Operation, OperationState
@@ -91,13 +91,13 @@ class Scene:
         models = {"plain": {"model": FOLDER, "aliases": ["gpt-4o"]}, "hub": {"model": "owner/name"}}
         config = load_config(None, flags={"models": models, "state_dir": str(folder / "state"), **settings}, environ={})
         self.store = Store(folder / "state.db")
-        self.ledger, self.nodes = Ledger(self.store, lambda: 5.0), FakeNodes()
-        self.jobs = Jobs(self.ledger, Boundary(time.monotonic))
-        self.pulls = Pulls(self.nodes, self.ledger, self.jobs, config.lookup, lambda: ["plain", "hub"], lambda: config)
+        self.journal, self.nodes = Journal(self.store, lambda: 5.0), FakeNodes()
+        self.jobs = Jobs(self.journal, Boundary(time.monotonic))
+        self.pulls = Pulls(self.nodes, self.journal, self.jobs, config.lookup, lambda: ["plain", "hub"], lambda: config)
 
     async def ended(self, operation: Operation) -> Operation:
-        await eventually(lambda: self.ledger.operations.find(operation.id).state is not OperationState.RUNNING, "its end", 0)
-        return self.ledger.operations.find(operation.id)
+        await eventually(lambda: self.journal.operations.find(operation.id).state is not OperationState.RUNNING, "its end", 0)
+        return self.journal.operations.find(operation.id)
 
 
 @asynccontextmanager
@@ -115,7 +115,7 @@ async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "POLL_S", 0.0)
+    monkeypatch.setattr(pulls, "POLL_S", 0.0)
     monkeypatch.setattr(download, "PROGRESS_S", 0.01)
 
 
@@ -123,7 +123,7 @@ async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended
     async with scene(tmp_path) as made:
         began = await made.pulls.start("gpt-4o")
         ended = await made.ended(began)
-        events = made.ledger.events(0, 100)
+        events = made.journal.events(0, 100)
 
     assert (began.kind, began.model, began.state) == ("pull", "plain", OperationState.RUNNING)
     assert ended.state is OperationState.SUCCEEDED
@@ -141,8 +141,8 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
         began = await made.pulls.start("plain")
-        await eventually(lambda: made.ledger.operations.find(began.id).progress, "progress", 0)
-        found = made.ledger.operations.find(began.id)
+        await eventually(lambda: made.journal.operations.find(began.id).progress, "progress", 0)
+        found = made.journal.operations.find(began.id)
         assert (await made.pulls.start("plain", [B])).id == began.id, "one is under way"
         with pytest.raises(Conflict, match="revision"):
             await made.pulls.start("plain", [B], "v2")
@@ -169,7 +169,7 @@ async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, f
     async with scene(tmp_path) as made:
         made.nodes.said[method] = answer
         ended = await made.ended(await made.pulls.start("plain"))
-        assert made.ledger.events(0, 10)[-1].message == ended.message
+        assert made.journal.events(0, 10)[-1].message == ended.message
 
     assert (ended.state, lacking(ended.message, *facts)) == (OperationState.FAILED, []), ended.message
     assert "a bug" not in ended.message
@@ -267,7 +267,7 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         made.nodes.steps = [{"done_bytes": 0, "fetched_bytes": 0}]
         began = await made.pulls.start("plain")
-    found = made.ledger.operations.find(began.id)
+    found = made.journal.operations.find(began.id)
 
     assert found.state is OperationState.CANCELLED
 
@@ -275,18 +275,18 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
 async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> None:
     made, nodes = supervised(tmp_path), FakeNodes()
     nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
-    jobs = Jobs(made.supervisor.ledger, made.supervisor.boundary)
-    pulling = Pulls(nodes, made.supervisor.ledger, jobs, made.config.lookup, lambda: ["m"], lambda: made.config)
+    jobs = Jobs(made.supervisor.journal, made.supervisor.boundary)
+    pulling = Pulls(nodes, made.supervisor.journal, jobs, made.config.lookup, lambda: ["m"], lambda: made.config)
     running = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.ledger, made.cluster, Parts(pulling, jobs=jobs))  # type: ignore[arg-type]
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster, Parts(pulling, jobs=jobs))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
         began = (await client.post("/models/gpt-4o/pull")).json()
         refused = [
             (await client.post(f"/models/{name}/pull", json=body)).status_code
             for name, body in (("nobody", {}), ("m", {"nodes": ["10.9.9.9"]}), ("m", {"nodes": []}), ("m", {"odd": 1}))
         ]
-        await eventually(lambda: made.supervisor.ledger.operations.find(began["operation"]).progress, "progress", 0)
+        await eventually(lambda: made.supervisor.journal.operations.find(began["operation"]).progress, "progress", 0)
         shown = (await client.get(began["href"].removeprefix("/admin/v1"))).json()
         cancelled = (await client.delete(f"/operations/{began['operation']}")).json()
         again = (await client.delete(f"/operations/{began['operation']}")).json()
@@ -328,7 +328,7 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
         )
         ended = await made.ended(await made.pulls.start("owner/name", [A]))
         again = await made.ended(await made.pulls.start("hub", [A]))
-        events = made.ledger.events(0, 100)
+        events = made.journal.events(0, 100)
 
     assert ended.state is OperationState.SUCCEEDED, ended.message
     assert again.message == ended.message

@@ -75,6 +75,14 @@ async def test_what_a_model_that_runs_uses_is_not_removed(tmp_path: Path) -> Non
         assert nodes.asked == []
 
 
+async def test_quantized_weights_that_the_model_that_runs_does_not_use_are_removed(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        Nodes(admin)
+        await admin.ask("POST", "/models/other/load", 202)
+        await admin.scene.tick(2)
+        assert (await admin.ask("DELETE", "/disk/quantized/tiny-nvfp4-0123456789abcdef"))["freed_bytes"] == 7
+
+
 @pytest.mark.parametrize(("fault", "state"), [(None, "SUCCEEDED"), ("other bytes", "FAILED")])
 async def test_verifying_is_an_operation(tmp_path: Path, fault: str | None, state: str) -> None:
     async with admin_of(tmp_path, models=MODELS) as admin:

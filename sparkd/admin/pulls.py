@@ -14,13 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sparkd.admin.chosen_nodes import ALL, chosen_nodes
+from sparkd.admin.bodies import ALL, chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config, ModelConfig
-from sparkd.control.journal import Ledger
+from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
-from sparkd.execution.given_input import given_input
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, Progress
@@ -50,14 +49,14 @@ class Pulls:
     def __init__(
         self,
         nodes: Cluster,
-        ledger: Ledger,
+        journal: Journal,
         jobs: Jobs,
         find: Callable[[str], ModelConfig | None],
         known: Callable[[], Iterable[str]],
         config: Callable[[], Config],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nodes, self._ledger, self._jobs = nodes, ledger, jobs
+        self._nodes, self._journal, self._jobs = nodes, journal, jobs
         self._find, self._known, self._config = find, known, config
         self._clock = clock
         # By model: the nodes and the revision of its last pull.
@@ -83,7 +82,7 @@ class Pulls:
             if not set(chosen) <= set(earlier_nodes) or earlier_revision != revision:
                 problem = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
                 raise Conflict(f"{problem} {operation_id}`.")
-            return self._ledger.operations.find(operation_id)
+            return self._journal.operations.find(operation_id)
         self._requested[called] = chosen, revision
 
         def pull(tell: Tell) -> Awaitable[str]:
@@ -96,9 +95,9 @@ class Pulls:
         try:
             message = await pull(tell)
         except Exception as error:
-            self._ledger.say(KIND, name, message_of(error))
+            self._journal.say(KIND, name, message_of(error))
             raise
-        self._ledger.say(KIND, name, message)
+        self._journal.say(KIND, name, message)
         return message
 
 
@@ -152,33 +151,33 @@ class _Pull:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        with given_input(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n") as stdin:
-            process = await asyncio.create_subprocess_exec(
-                *module_command(sys.executable, "sparkd.checkpoint.download"),
-                env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
-                stdin=stdin,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                limit=MAX_LINE,
-            )
-            if process.stdout is None:
-                raise RankError("The download process was started without a pipe.")
-            try:
-                async for line in process.stdout:
-                    event = json.loads(line)
-                    if "unasked" in event:
-                        raise _Unasked(str(event["error"]), str(event["unasked"]))
-                    if "error" in event:
-                        raise RankError(str(event["error"]))
-                    if "ended" in event:
-                        return str(event["commit"]), str(event["note"])
-                    self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
-                raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+        process = await asyncio.create_subprocess_exec(
+            *module_command(sys.executable, "sparkd.checkpoint.download"),
+            env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            limit=MAX_LINE,
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RankError("The download process was started without a pipe.")
+        process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
+        try:
+            async for line in process.stdout:
+                event = json.loads(line)
+                if "unasked" in event:
+                    raise _Unasked(str(event["error"]), str(event["unasked"]))
+                if "error" in event:
+                    raise RankError(str(event["error"]))
+                if "ended" in event:
+                    return str(event["commit"]), str(event["note"])
+                self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
+            raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str

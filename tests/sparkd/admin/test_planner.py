@@ -1,0 +1,112 @@
+"""A plan over the admin API: the guess at once, an operation while vLLM is asked, its numbers afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.bench import tool_process
+from sparkd.capacity import plan_for_node
+from sparkd.state.nouns import Reading
+from tests.sparkd.admin.test_app import Admin, admin_of
+
+ASKED = {"model": "m", "hardware": "spark"}
+
+
+@dataclass
+class FakeProgram:
+    """Stands for the plan's process and for the program that asks vLLM. unanswered: questions that a plan leaves open."""
+
+    unanswered: int = 3
+    error: str | None = None
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def plan(self, _: object) -> dict[str, Any]:
+        return {"notes": [], "vllm": {"unanswered": self.unanswered}}
+
+    async def run(self, *arguments: Any) -> str:
+        heard: Callable[[bytes], Awaitable[None]] = arguments[4]
+        await heard(b'{"step": "importing"}')
+        self.started.set()
+        await self.may_answer.wait()
+        if self.error is not None:
+            await heard(json.dumps({"error": self.error}).encode())
+        self.unanswered = 0
+        return ""
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> FakeProgram:
+    fake = FakeProgram()
+    monkeypatch.setattr(plan_for_node, "_answer_of_process", fake.plan)
+    monkeypatch.setattr(tool_process, "run", fake.run)
+    return fake
+
+
+async def planned(made: Admin, status: int, **more: Any) -> dict[str, Any]:
+    """The fake's plan has none of the figures that its type demands."""
+    response = await made.client.post("/admin/v1/plan", json=ASKED | more)
+    assert response.status_code == status, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def test_the_guess_comes_at_once_and_the_numbers_of_vllm_once_its_operation_has_ended(tmp_path: Path, program: FakeProgram) -> None:
+    async with admin_of(tmp_path) as made:
+        guess = await planned(made, 202)
+        assert guess["href"] == f"/admin/v1/operations/{guess['operation']}"
+        await program.started.wait()
+        running = await made.ask("GET", f"/operations/{guess['operation']}")
+        assert (running["kind"], running["model"], running["state"], running["message"]) == (
+            "plan",
+            "m",
+            "RUNNING",
+            "vLLM is being imported",
+        )
+        assert (await planned(made, 202))["operation"] == guess["operation"], "one for each model"
+        program.may_answer.set()
+        ended = await made.ask("GET", f"/operations/{guess['operation']}", params={"wait_s": 60})
+        assert ended["state"] == "SUCCEEDED"
+        assert (await planned(made, 200))["operation"] is None
+
+
+async def test_the_operation_fails_in_the_words_of_the_program_and_is_begun_anew(tmp_path: Path, program: FakeProgram) -> None:
+    program.error = "The vLLM of /x cannot be asked about models: it is broken"
+    program.may_answer.set()
+    async with admin_of(tmp_path) as made:
+        first = (await planned(made, 202))["operation"]
+        ended = await made.ask("GET", f"/operations/{first}", params={"wait_s": 60})
+        assert (ended["state"], ended["message"]) == ("FAILED", program.error)
+        assert (await planned(made, 202))["operation"] != first
+
+
+async def test_a_cancelled_operation_ends_its_program(tmp_path: Path, program: FakeProgram) -> None:
+    async with admin_of(tmp_path) as made:
+        operation = (await planned(made, 202))["operation"]
+        await program.started.wait()
+        assert (await made.ask("DELETE", f"/operations/{operation}", 202))["state"] == "CANCELLED"
+        await made.jobs.wait_for_cancelled("plan")
+        assert program.unanswered and not made.jobs.running("plan")
+
+
+async def test_vllm_is_not_asked_quickly_nor_where_it_has_answered_nor_on_a_node_that_is_short_of_memory(
+    tmp_path: Path, program: FakeProgram
+) -> None:
+    async with admin_of(tmp_path) as made:
+        assert (await planned(made, 200, quick=True))["operation"] is None
+        short = Reading("n", 0.0, 1, 1, 1, 1, 1, 1, level="tight")
+        made.scene.cluster.agents, made.scene.cluster.node_readings = ("n",), {"n": short}
+        await made.scene.tick()
+        answer = await planned(made, 200)
+        assert answer["operation"] is None and "short of memory" in answer["notes"][0]
+        made.scene.cluster.node_readings = {"n": replace(short, level="ok")}
+        program.unanswered = 0
+        await made.scene.tick()
+        assert (await planned(made, 200))["notes"] == []
