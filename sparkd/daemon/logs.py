@@ -1,4 +1,4 @@
-"""Where the daemon's log goes and how a line looks: time, level, logger, message. Never decides what is logged."""
+"""Sets up the daemon's log: where it goes, and how a line looks (time, level, logger, message)."""
 
 from __future__ import annotations
 
