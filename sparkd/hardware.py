@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +51,12 @@ H200 = Hardware("h200", 139 * GIB, False, 0, 4.8e12, 2.2e9, 300e9, 10e-6)
 KNOWN = {one.name: one for one in (SPARK, H200)}
 # The rates of a machine that serves by its CPU are unknown: it may be a desktop or a server.
 UNKNOWN_RATES: Mapping[str, Any] = dict.fromkeys(("bandwidth_bytes_s", "disk_bytes_s", "link_bytes_s", "link_latency_s"))
+
+
+def machine(platform: str, memory_bytes: int, system_bytes: int) -> Hardware:
+    """A node that is none of the known ones: on a GPU with a Spark's bandwidths."""
+    node = replace(SPARK, name="node", memory_bytes=memory_bytes, system_bytes=system_bytes, platform=platform)
+    return replace(node, **UNKNOWN_RATES) if platform == "cpu" else node
 
 
 def hardware_of(text: str) -> Hardware:

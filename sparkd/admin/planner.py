@@ -39,7 +39,7 @@ _STEPS = {"importing": "vLLM is being imported", "ready": "vLLM is ready", "aski
 
 
 class PlanOption(BaseModel):
-    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
+    """One format over so many nodes. footprint: bytes, null where vLLM would not serve the model so. reserved_gib: by a start, on each."""
 
     model: str
     prequantized: str | None
@@ -51,6 +51,7 @@ class PlanOption(BaseModel):
     reason: str | None
     max_model_len: int
     longest: int | None
+    reserved_gib: int
     footprint: dict[str, Any] | None
 
 
@@ -102,7 +103,6 @@ class PlanAnswer(BaseModel):
     options: list[PlanOption]
     choice: PlanChoice | None
     refusal: PlanRefusal | None
-    floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(
         description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"

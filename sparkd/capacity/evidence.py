@@ -81,6 +81,9 @@ class Exact:
         return frozenset({WEIGHTS, CACHE}) if OTHER in unknown else frozenset({WEIGHTS, CACHE}) - self.settled
 
 
+NO_ANSWER = Exact()
+
+
 def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:
     """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
     refusal = answer.refusal
@@ -233,7 +236,7 @@ class Consultation:
             exact = exact_of(stored, serving, same_format=False) if stored is not None else None
             if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
                 exact = None  # it may be the stored format that vLLM does not split or does not run
-        return exact or Exact()
+        return exact or NO_ANSWER
 
     def ask_formats(self, inventory: Inventory, quantize: QuantizationRecipe | None, splits: Sequence[Ways]) -> Inventory:
         """Ask about the model as stored at every split, which settles the cache for all formats, then about each format, best first.

@@ -98,9 +98,19 @@ class KvLayout:
         return KvCost(self.block_bytes, blocks, max((tokens for tokens, *_ in self.groups), default=0), max_model_len)
 
     def _blocks(self, block_tokens: int, window: int | None, chunked: bool, max_model_len: int) -> int:
-        if not block_tokens and self.state_blocks is not None:
-            return self.state_blocks
-        return _blocks(block_tokens, window, chunked, self.serving, max_model_len)
+        """The blocks of one group that a request of max_model_len tokens takes."""
+        serving = self.serving
+        if not block_tokens:
+            # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
+            own = (2 if serving.prefix_caching else 1) + serving.speculative_tokens
+            return own if self.state_blocks is None else self.state_blocks
+        if window is None:
+            return ceil(max_model_len / block_tokens)
+        in_flight = (serving.batches_in_flight + serving.pipeline_parallel - 1) * serving.max_num_batched_tokens
+        if chunked:
+            # It begins with a block (vllm/v1/kv_cache_interface.py, ChunkedLocalAttentionSpec).
+            return ceil(min(window + in_flight, max_model_len) / block_tokens)
+        return ceil(min(window - 1 + in_flight, max_model_len) / block_tokens) + 1
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
@@ -151,21 +161,6 @@ def _lookahead(serving: Serving) -> int:
     drafts = serving.speculative_tokens
     steps = 2 if serving.batches_in_flight > 1 else 1
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
-
-
-def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
-    """The blocks of one group that a request of max_model_len tokens takes."""
-    if not block_tokens:
-        # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
-        return (2 if serving.prefix_caching else 1) + serving.speculative_tokens
-    if window is None:
-        return ceil(max_model_len / block_tokens)
-    batches = serving.batches_in_flight + serving.pipeline_parallel - 1
-    if chunked:
-        # It begins with a block (vllm/v1/kv_cache_interface.py, ChunkedLocalAttentionSpec).
-        return ceil(min(window + batches * serving.max_num_batched_tokens, max_model_len) / block_tokens)
-    held = min(window - 1 + batches * serving.max_num_batched_tokens, max_model_len)
-    return ceil(held / block_tokens) + 1
 
 
 def most_written(least: int, most: int) -> int:

@@ -134,8 +134,8 @@ def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[st
         if getattr(written, key) is None and getattr(spec, key) not in (None, OFF):
             decided[key] = getattr(spec, key)
     # No entry asks for stages of a pipeline: `tensor_parallel: auto` takes them.
-    if written.tensor_parallel == AUTO and option.tensor > 1 and option.pipeline == 1:
-        decided["tensor_parallel"] = option.tensor
+    if written.tensor_parallel == AUTO and option.ways[0] > 1 and option.ways[1] == 1:
+        decided["tensor_parallel"] = option.ways[0]
     return decided
 
 
@@ -147,7 +147,7 @@ def _ranks(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Har
     ranks = []
     for number in range(option.nodes):
         own: dict[str, Any] = {
-            "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
+            "flags": [*flags, *parallel_flags(*option.ways, number, "HEAD", MASTER_PORT, spec.executor)],
             "env": fields["env"] | network | own_env,
             "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
         }

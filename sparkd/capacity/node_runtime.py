@@ -32,10 +32,6 @@ class NodeRuntime:
     node: str
     only: frozenset[str] | None = None
 
-    def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """See sparkd.capacity.requirement.Node."""
-        return self.facts
-
 
 async def runtime_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> NodeRuntime:
     """The runtime by which a model is counted. nodes: those in sight, this one first. ask: raises ClusterError. vllm: its engine is vLLM,

@@ -18,11 +18,13 @@ from sparkd.checkpoint.foreign_json import shown
 from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header
 from sparkd.checkpoint.index import INDEX, object_of, read_index
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
+from sparkd.checkpoint.shape import text_config
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, CheckpointUnread
 
 __all__ = [
-    "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "towers_of",
+    "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "text_config",
+    "towers_of",
 ]  # fmt: skip
 
 CONFIG = "config.json"

@@ -16,7 +16,7 @@ import typer
 
 from sparkd.cli.config_file import config_path
 from sparkd.cli.folder_owner import refuse_another_users
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.options import Json, StateDir, argument, option, wants_json
 from sparkd.cli.serve import ConfigFile
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
@@ -35,8 +35,6 @@ GO = "sudo systemctl disable --now sparkd-ray"
 AGAIN_S = 2.0
 LEAVE_TIMEOUT_S = 30.0
 MAX_TOKEN_CHARS = 512
-
-StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for state that survives a reboot.")]
 
 
 def register(app: typer.Typer) -> None:

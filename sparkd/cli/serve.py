@@ -15,7 +15,7 @@ from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
 from sparkd.cli.config_file import config_path
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.options import Json, StateDir, argument, option, wants_json
 from sparkd.errors import ConfigError
 from sparkd.render.page import printable, say_json, verdict
 from sparkd.units import whole
@@ -40,7 +40,7 @@ def serve(
     config: ConfigFile = None,
     model: Annotated[str | None, option(metavar="MODEL", help="Also load and serve this folder, hub id or recipe.")] = None,
     name: Annotated[str | None, option(metavar="NAME", help="Name for --model; default: the last part of its path.")] = None,
-    state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for state that survives a reboot.")] = None,
+    state_dir: StateDir = None,
     listen: Annotated[str | None, option(metavar="HOST:PORT", help="Address to listen on; default 127.0.0.1:4000.")] = None,
     port: Annotated[
         int | None, option(metavar="N", parser=whole("--port", 0, 65535), help="Port to listen on, at the configured host.")
@@ -70,14 +70,8 @@ def serve(
         refuse_unusable(source, vllm=False)
         entry = name or name_of(source)
         keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
-        # An -o for the entry must find the entry there, so `models` comes before its dotted keys.
-        for dotted in [key for key in flags if key.startswith(f"models.{entry}.")]:
-            *outer, last = dotted.removeprefix(f"models.{entry}.").split(".")
-            inner = keys
-            for part in outer:
-                inner = inner.setdefault(part, {})
-            inner[last] = flags.pop(dotted)
-        flags["models"] = {entry: keys}
+        # An -o for the entry must find the entry there.
+        flags = {"models": {entry: keys}, **flags}
     elif name is not None:
         raise ConfigError("--name needs --model: give both, or neither.")
     from sparkd.config.config import load_config

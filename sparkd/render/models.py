@@ -6,8 +6,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -83,6 +83,20 @@ def progress(console: Console) -> Iterator[Line]:
         return
     with console.status("") as status:
         yield lambda text, step: status.update(escape(printable(text)))
+
+
+@contextmanager
+def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
+    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
+    with ExitStack() as shown:
+        lines: list[Line] = []
+
+        def show(done: int, total: int) -> None:
+            if not lines:
+                lines.append(shown.enter_context(progress(terminal(stderr=True))))
+            lines[0](f"{source}: headers of {done} of {total} files", "")
+
+        yield show
 
 
 def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, reason: str | None = None) -> str:

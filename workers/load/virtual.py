@@ -261,7 +261,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
             tensor=ref.name,
             cure=_LEAVE_OUT if form is DEQUANTIZED else f"Keep it as it is: add {module!r} to `keep`",
         )
-    quantizer(form).check(ref.name, *ref.shape, file=ref.path)
+    form.check(ref.name, *ref.shape, file=ref.path)
     scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
     if scale is not None:
         refuse_codes(scale)
@@ -320,7 +320,7 @@ def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], check
 
     weights = [weight_of(packed_weight) for packed_weight in packed_weights(ref, packed, checkpoint)]
     for weight in weights[:2]:
-        quantizer(form).check(weight.module, *weight.source.shape, file=ref.path)
+        form.check(weight.module, *weight.source.shape, file=ref.path)
     return weights
 
 

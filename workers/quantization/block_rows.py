@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.checkpoint import TensorRef
-from sparkd.checkpoint.shape import text_config
+from sparkd.checkpoint import TensorRef, text_config
 from workers.quantization.fusion import siblings_of
 
 BLOCK = 128

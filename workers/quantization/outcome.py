@@ -40,12 +40,13 @@ def outcome_of(name: str, formats: Mapping[str, Format], tensors: Mapping[str, T
         module = name if name in formats else stem
     else:
         module = (packed_module_of(name) if "scale" in last else None) or ""
+    weight = tensors.get(f"{module}.weight") or tensors.get(module)
+    if weight is None or ((is_scale := weight.name != name) and weight.dtype != "F8_E4M3"):
+        return None
     form = formats.get(module)
-    if form is None and formats and module:
-        # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized.
-        weight = tensors.get(f"{module}.weight")
-        form = BF16 if weight is not None and weight.dtype == "F8_E4M3" and len(weight.shape) == 2 else None
-    return None if form is None else Outcome(module, form, is_scale=name != module and last != "weight")
+    if form is None and formats and weight.dtype == "F8_E4M3" and len(weight.shape) == 2:
+        form = BF16  # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized
+    return None if form is None else Outcome(module, form, is_scale)
 
 
 def shapes_of(tensor: TensorRef, checkpoint: Checkpoint) -> Mapping[tuple[int, int], int]:

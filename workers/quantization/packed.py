@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sparkd.checkpoint import Checkpoint, TensorRef
-from sparkd.checkpoint.shape import text_config
+from sparkd.checkpoint import Checkpoint, TensorRef, text_config
 from sparkd.errors import CheckpointError
 
 _PACKED = re.compile(r"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?$")
