@@ -110,8 +110,7 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
-    record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
-    env = raw.get("env")
+    record, env = registry.records.get(name), raw.get("env")
     if record is None or record.spec is None or not isinstance(env, Mapping):
         return dict(raw)
     own = {variable: value.get_secret_value() for variable, value in record.spec.env.items()}
