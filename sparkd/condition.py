@@ -1,4 +1,4 @@
-"""Owns the shape of a condition: a reason that code compares, and a message that people read."""
+"""Defines a condition: a reason that code compares, and a message that people read."""
 
 from __future__ import annotations
 

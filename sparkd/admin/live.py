@@ -95,7 +95,7 @@ class Live:
         self.stream = LiveStream()
         self.starts = Starts()
         self.series = series
-        journal.snapshots.follow(self._watch)
+        journal.snapshot_followers.append(self._watch)
         # The snapshot of the supervisor's last tick, and the wall clock of the last document.
         self._seen: Snapshot | None = None
         self._shown_s = float("-inf")

@@ -54,6 +54,7 @@ class Energy(Value):
 class EngineFigures(Value):
     """The engine's own counts of a cell's requests. null: it does not count that."""
 
+    requests: int | None = Field(default=None, description="Requests whose first token came meanwhile")
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     kv_use_peak: float | None = Field(default=None, description="Share of the KV cache, 0 to 1")

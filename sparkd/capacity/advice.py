@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.evidence import GUESS, Ways
 from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, doubt_in_short, fitted, gib, serving_of, short_cache, single_formats
-from sparkd.capacity.footprint import Footprint, cache_of, limit_of
+from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import fitting, longest, sized
-from sparkd.capacity.weights import even_formats, possible_ranks
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 
@@ -105,9 +103,8 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
         if gib > most_gib or not outgrown(known, args.memory_gib):
             return None
         least_gib = ceil(known.least / GIB)
-        smaller = least_gib > most_gib
-        cure = _smaller(option, known, most_gib, int(args.memory_gib * GIB)) if smaller else Cure({"memory_gib": least_gib})
-        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure)
+        cure = _smaller(option, known, int(args.memory_gib * GIB)) if least_gib > most_gib else Cure({"memory_gib": least_gib})
+        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure or _SMALLER)
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
     room = int((most_gib - kept) * GIB)
     if known.sureness != GUESS and (short := short_cache(args, known)):
@@ -115,7 +112,7 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
     if known.surely <= room:
         return None
     free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
-    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, most_gib, room))
+    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, room) or _SMALLER)
 
 
 def it_needs(known: Footprint, args: EngineArgs) -> str:
@@ -152,8 +149,10 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
     return FitRefusal(reason, Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"))
 
 
-def refusal(options: Sequence[Option], nodes: int) -> FitRefusal | None:
+def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> FitRefusal | None:
     """The refusal of a plan over so many nodes; None if an option fits, or without options.
+
+    is_open: whether the options have every format already.
 
     If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
     """
@@ -163,7 +162,13 @@ def refusal(options: Sequence[Option], nodes: int) -> FitRefusal | None:
     fewest = min(options, key=lambda option: (option.nodes, option.ways[1]))
     option = max(counted, key=lambda pair: min(pair[1].free_bytes, pair[1].load_free_bytes))[0] if counted else fewest
     reason = f"{_BEGIN[option.cause or 'memory']}{doubt_in_short(option.reason or '')}"
-    return FitRefusal(reason, _cure(option, options, nodes), option.cause or "memory")
+    cure = None
+    if option.cause == "memory" and option.footprint is not None and not is_open:
+        args, room = option.args, max(0, room_of(option.args, option.node))
+        cure = _smaller(option, option.footprint, room)
+        if cure is None and args.split != (1, 1):
+            cure = advice(args, option.headers, option.node, room, instead_of=prod(args.split))
+    return FitRefusal(reason, cure or _cure(option, options, nodes), option.cause or "memory")
 
 
 def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
@@ -199,17 +204,16 @@ def advice(
     return Cure({**split, "max_model_len": shorter}) if shorter else None
 
 
-def _smaller(option: Option, known: Footprint, most_gib: int, room: int) -> Cure:
+def _smaller(option: Option, known: Footprint, room: int) -> Cure | None:
     """In place of a cache of a given size a smaller one, where room bytes hold one request; else another choice."""
     layout, args, tokens, cost = known.layout, option.args, known.kv.max_model_len, known.kv
     if less := fitting(args.cache, layout, tokens, room - known.fixed):
         size = sized(less, layout, tokens) or 0
         return Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
-    node = replace(option.node, memory_bytes=most_gib * GIB, system_bytes=0)
-    cure = advice(args, option.headers, node, room, option.ways)
+    cure = advice(args, option.headers, option.node, room, option.ways)
     if cure is not None and known.cache is not None and known.cache > cost.least:
         return replace(cure, settings={**cure.settings, "kv_cache": {"sequences": 1}})
-    return cure or _SMALLER
+    return cure
 
 
 def _cache_cure(option: Option, known: Footprint, room: int) -> Cure:
@@ -240,9 +244,9 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "vllm":
             return Cure(deed="choose another model" if option.nodes == 1 else "choose another tensor_parallel")
         case "split":
-            return Cure(deed=f"choose another tensor_parallel: {possible_ranks(model.shape, option.ways[0])}")
+            return Cure(deed=f"choose a tensor_parallel that divides its {model.shape.heads} attention heads")
         case "format":
-            return Cure(deed=f"choose {_even(option) or 'another format'} (--quantize, or quantize of the entry)")
+            return Cure(deed="choose another format (--quantize, or quantize of the entry)")
         case "uncounted":
             return Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
         case _ if option.longest:
@@ -253,11 +257,3 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
             return Cure(deed="choose a smaller format, such as --quantize nvfp4")
         case _:
             return Cure(deed=f"share it by more than {nodes} node{'s' if nodes > 1 else ''} (--nodes)")
-
-
-def _even(option: Option) -> str | None:
-    """The formats whose groups divide the columns that those of the option do not."""
-    try:
-        return None if option.args.recipe is None else even_formats(option.headers.model.formatted(option.args.recipe))
-    except CheckpointError:
-        return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sparkd.capacity.evidence import EXACT, GUESS, NOTHING, Consultation, Evidence, Ways
+from sparkd.capacity.evidence import NOTHING, Consultation, Evidence, Ways
 from sparkd.capacity.footprint import Footprint, footprint, limit_of
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
@@ -262,8 +262,8 @@ def fitted(
     option = replace(option, args=own, serving=replace(option.serving, max_model_len=tokens), footprint=needed, longest=longest)
     if longest >= enough:
         return option
-    if needed.fits:
-        return replace(option, reason=short_cache(args, needed), cause="cache")
+    if short := short_cache(args, needed):
+        return replace(option, reason=short, cause="cache")
     return replace(option, reason=_short(args, needed, node, longest), cause="memory")
 
 
@@ -340,22 +340,6 @@ def gib(size: float) -> str:
 
 def _size(size: int) -> str:
     return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
-
-
-def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
-    """A note about a guess: what config.json does not tell. doubt: the reason why vLLM gave no answer, None without one."""
-    guessed = not is_answered(options) and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
-    silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
-    if guessed and inventory.shape.gaps:
-        missing = ", ".join(inventory.shape.gaps)
-        yield f"Its {inventory.checkpoint.config_file} does not tell {missing}, and {silent}."
-    elif guessed and doubt is not None:
-        yield f"The numbers are a guess: {silent}."
-
-
-def is_answered(options: Iterable[Option]) -> bool:
-    """Whether vLLM has built the model."""
-    return any(option.footprint is not None and option.footprint.sureness == EXACT for option in options)
 
 
 def doubt_in_short(doubt: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.capacity.evidence import EXACT, GUESS, Consultation, Exact
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import PartGroup, even_formats, inventory
+from sparkd.capacity.weights import PartGroup, inventory, uneven_groups
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import shape_of
 from workers.quantization.formats import Format, fitting
@@ -140,7 +140,7 @@ def _held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult |
     formatted = contents.formatted(recipe)
     exact = Exact()
     # Groups that do not divide the columns are among the notes, with what would fit; vLLM would name nothing.
-    if consult is not None and not wide and even_formats(formatted) is None:
+    if consult is not None and not wide and uneven_groups(formatted) is None:
         consultation = consult(contents.checkpoint)
         consultation.ask([(recipe, 1, 1)])
         exact = consultation.exact(recipe, Serving(1))

@@ -18,7 +18,6 @@ from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args
-from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware, machine
@@ -114,7 +113,7 @@ def requirement_of(
     ways: Ways = (1, 1),
     beside: bool = False,
 ) -> Requirement:
-    """The requirement of an entry, with a choice for each `auto` and its parsers. Uses vLLM's kept answers, and never asks.
+    """The requirement of an entry, with a choice for each `auto`. Uses vLLM's kept answers, and never asks.
 
     facts: of its runtime (workers.host.runtime.Runtime as JSON), with the node's mem_total_bytes if that is another one.
     free_gib: the most that a node has free of other models.
@@ -137,10 +136,7 @@ def requirement_of(
         option = choose(candidates, node, ways)[0]
         args = option.args
     gib = reserved_gib(args, hardware, offered_gib, known_of(option))
-    spec, parsers = decided(spec, args), None
-    if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, args.env)
-    return Requirement(spec, args, hardware, entrypoint, gib, option, facts.get("vllm"), parsers=parsers)
+    return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
 
 
 def known_of(option: Option | None) -> Footprint | None:

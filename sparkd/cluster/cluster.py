@@ -1,4 +1,4 @@
-"""The nodes, through Ray: membership, agents and their readings. Never decides which models run, never talks to an engine's users."""
+"""Sees and steers the nodes through Ray: membership, agents and their readings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sparkd.cluster.node_tracker import (
     UnreadableFacts,
     facts_of,
     machine_of,
-    told_of,
-    told_of_strangers,
-    told_of_unreadable,
+    missing_condition,
+    reading,
+    unreadable_condition,
+    unusable_condition,
 )
 from sparkd.cluster.placer import Placer
-from sparkd.cluster.ray_connection import RayLink, or_none
+from sparkd.cluster.ray_connection import RayConnection, or_none
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, costs_of, node_environment
-from sparkd.cluster.read_memory import reading
 from sparkd.cluster.reservations import Reservations
 from sparkd.condition import Condition
 from sparkd.config.config import Config
@@ -87,7 +87,7 @@ class Cluster:
             )
         )
         self.costs = partial(costs_of, self._head)
-        self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
+        self._link = RayConnection(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
         self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
         self._told: Mapping[str, Mapping[str, Any]] = {}
@@ -167,9 +167,9 @@ class Cluster:
             no_raylet=self._sight.no_raylet,
             trouble=self._trouble
             or self._upkeep_trouble
-            or told_of([node for node in missing if node.address not in differing])
-            or told_of_unreadable(self._unreadable)
-            or told_of_strangers(self._link.unmet, self._clocks()),
+            or missing_condition([node for node in missing if node.address not in differing])
+            or unreadable_condition(self._unreadable)
+            or unusable_condition(self._link.unmet, self._clocks()),
             cluster=about,
         )
 

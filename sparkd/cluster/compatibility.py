@@ -18,7 +18,7 @@ UNLINKED = "Unlinked"
 PROGRAMS = ("vllm", "platform", "plugin")
 
 
-async def team_of(
+async def compatible_nodes(
     model: str,
     size: int,
     nodes: Sequence[str],
@@ -44,7 +44,7 @@ async def team_of(
         raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {refusal}.", reason=UNLINKED)
     answers = await asyncio.gather(*(identify(node) for node in chosen))
     identities: dict[str, Identity] = dict(zip(chosen, answers, strict=True))
-    differing = difference(identities)
+    differing = first_mismatch(identities)
     if differing is None:
         return chosen
     rest = [node for node in nodes if node not in identities]
@@ -67,12 +67,12 @@ def _alike(nodes: Sequence[str], identities: Mapping[str, Identity]) -> Iterator
     left = [node for node in able if all(identities[node][name] == identities[first][name] for name in PROGRAMS)]
     while left:
         first_left = first if first in left else left[0]
-        alike = [node for node in left if difference({first_left: identities[first_left], node: identities[node]}) is None]
+        alike = [node for node in left if first_mismatch({first_left: identities[first_left], node: identities[node]}) is None]
         left = [node for node in left if node not in alike] if first_left != first else []
         yield alike
 
 
-def difference(identities: Mapping[str, Identity]) -> str | None:
+def first_mismatch(identities: Mapping[str, Identity]) -> str | None:
     """The first thing in which nodes differ, with the value of each, and what helps; None where they are alike."""
     return next(_differences(identities), None)
 

@@ -29,8 +29,11 @@ _SAME = "install the same release of sparkd on both nodes"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head behind `sparkd join HEAD`. address: its IPv4 address and port. routed: from which of this node's addresses the kernel
-    talks to it."""
+    """The head behind `sparkd join HEAD`.
+
+    address: its IPv4 address and port
+    routed: from which of this node's addresses the kernel talks to it
+    """
 
     address: str
     host: str

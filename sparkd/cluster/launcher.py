@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.capacity.launch import rank_fields
 from sparkd.capacity.requirement import Placement
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.kv_cache import without_cpu_space
 from sparkd.errors import ClusterError, RankError
@@ -48,13 +48,18 @@ class StartId:
 
 
 class Launcher:
-    """Starts and ends ranks through the nodes' agents. config: returns the present one. ask: see Cluster.ask. here: the daemon's
-    node, where rank 0 listens on a Unix socket. read_here: reads a log there."""
+    """Starts and ends ranks through the nodes' agents.
+
+    config: returns the present one
+    ask: see Cluster.ask
+    here: the daemon's node, where rank 0 listens on a Unix socket
+    read_here: reads a log there
+    """
 
     def __init__(
         self,
         config: Callable[[], Config],
-        link: RayLink,
+        link: RayConnection,
         fabric: FabricNodes,
         ask: Callable[..., Awaitable[Any]],
         here: str,

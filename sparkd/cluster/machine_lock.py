@@ -1,4 +1,4 @@
-"""Owns that one daemon lends a machine's memory: two would each lend all of it, whoever their users are. Never waits for another."""
+"""Lets one daemon lend a machine's memory: two would each lend all of it, whoever their users are."""
 
 from __future__ import annotations
 

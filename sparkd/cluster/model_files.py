@@ -1,4 +1,4 @@
-"""Owns what sparkd learns of a model from its files before the start and from its engine after it: presence, abilities and parsers."""
+"""Learns about a model from its files before the start and from its engine after it: presence, abilities and parsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from sparkd.vllm.parsers import Parsers
 
 
 class ModelFiles:
-    """config: returns the present one. placer: asks the other nodes for the model's files."""
+    """config: returns the present one
+    placer: asks the other nodes for the model's files
+    """
 
     def __init__(self, config: Callable[[], Config], placer: Placer) -> None:
         self._config = config

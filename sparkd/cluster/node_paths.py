@@ -1,4 +1,4 @@
-"""Owns the folders of a node's ranks, and the paths that the daemon passes to the node's agent. Never makes a folder."""
+"""Names the folders of a node's ranks, and the paths that the daemon passes to the node's agent."""
 
 from __future__ import annotations
 

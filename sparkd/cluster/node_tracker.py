@@ -1,4 +1,4 @@
-"""Owns the sight of the nodes at one moment, and for how long one that is out of sight counts as unknown. Never looks at one itself."""
+"""Tracks which nodes are in sight, and for how long one that is out of sight counts as unknown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sparkd.errors import ClusterError, CodeDiffers
 from sparkd.state.nouns import Machine, Progress, RankFact, Reading
 from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
+from workers.guard.policy import LEVELS
 from workers.rank.signatures import Diagnosis
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
@@ -127,7 +128,7 @@ class NodeTracker:
         return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)
 
 
-def told_of(missing: Sequence[NodeView]) -> Condition | None:
+def missing_condition(missing: Sequence[NodeView]) -> Condition | None:
     """The condition that an operator reads; None where every node is in sight."""
     if not missing:
         return None
@@ -136,7 +137,7 @@ def told_of(missing: Sequence[NodeView]) -> Condition | None:
     return Condition("NodeUnseen", message, missing[0].address if len(missing) == 1 else None)
 
 
-def told_of_unreadable(unreadable: Mapping[str, UnreadableFacts]) -> Condition | None:
+def unreadable_condition(unreadable: Mapping[str, UnreadableFacts]) -> Condition | None:
     """The condition for a node's report that cannot be used, by what it is about."""
     for of, report in unreadable.items():
         message = f"The report of {of} cannot be used ({report.error}). sparkd leaves its engines alone: check that node."
@@ -144,9 +145,12 @@ def told_of_unreadable(unreadable: Mapping[str, UnreadableFacts]) -> Condition |
     return None
 
 
-def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> Condition | None:
-    """The condition of nodes that have joined and cannot be used as they are. unmet: what keeps a node from it; ahead_s: of whose clocks,
-    seconds."""
+def unusable_condition(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> Condition | None:
+    """The condition of nodes that have joined and cannot be used as they are.
+
+    unmet: what keeps a node from it
+    ahead_s: by node, seconds by which its clock is ahead of this one's
+    """
     for node, error in unmet.items():
         if isinstance(error, CodeDiffers):
             return Condition(error.reason, error.message, node)
@@ -157,6 +161,18 @@ def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, f
             how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
             return Condition("ClockSkew", f"The clock of {node} is {how} this node's: `timedatectl set-ntp true` on both.", node)
     return None
+
+
+def reading(node_id: str, sample: Mapping[str, Any], node_now_s: float) -> Reading:
+    """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says.
+
+    Raises ValueError for one of another release that cannot be used.
+    """
+    if not isinstance(sample, Mapping) or not isinstance(sample.get("at_s"), int | float):
+        raise ValueError("it has no time")
+    if sample.get("level", LEVELS[0]) not in LEVELS:
+        raise ValueError(f"its memory level is unknown to this release: {str(sample['level'])[:40]}")
+    return noun_of(Reading, {**sample, "node_id": node_id, "age_s": max(0.0, node_now_s - sample["at_s"])})
 
 
 def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None = None) -> tuple[RankFact, ...]:

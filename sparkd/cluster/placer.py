@@ -23,12 +23,13 @@ from sparkd.capacity.requirement import (
     runtime_of,
     why_illegal,
 )
-from sparkd.cluster.compatibility import team_of
+from sparkd.cluster.compatibility import compatible_nodes
 from sparkd.cluster.node_paths import slug_of
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.hub_check import is_absent, look
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO
 from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
@@ -59,7 +60,7 @@ class Placer:
     def __init__(
         self,
         config: Callable[[], Config],
-        link: RayLink,
+        link: RayConnection,
         fabric: FabricNodes,
         reservations: Reservations,
         runtime_here: Callable[[str], Mapping[str, Any]],
@@ -228,7 +229,7 @@ class Placer:
             return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
-        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
+        team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
         if need.entrypoint not in GUARDED and team[0] != seen[0]:
             problem = f"{spec.name} would be served from {team[0]}, where its engine, {need.entrypoint}, would ask for no key"
             raise RankError(f"{problem}. Unload a model on this node, so that rank 0 of {spec.name} runs here.")
@@ -247,6 +248,9 @@ class Placer:
         beside = ways == ALONE and len(self._in_sight()) == 1
         lent_gib = self._reservations.offered.get(where.node, self._total_gib)
         need = await asyncio.to_thread(requirement_of, spec, config, where.facts, free_gib, lent_gib, ways, beside)
+        if spec.runs_vllm(config.engine):
+            parsed, parsers = await asyncio.to_thread(with_parsers, need.spec, need.args.env)
+            need = replace(need, spec=parsed, parsers=parsers)
         if notes := await asyncio.to_thread(refused_flags, need.spec, config, need.vllm, ask=True):
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."

@@ -13,10 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sparkd import __version__
+from sparkd.cluster.ray_head import AGENT_LABEL, VERSION_LABEL
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, RayUnavailable, refused_by
 from workers.agent.actor import Agent
 from workers.agent.ray_probe import AGENT_KEY, KEYS_NAMESPACE
@@ -42,7 +42,7 @@ T = TypeVar("T")
 log = logging.getLogger("sparkd.cluster")
 
 
-class RayLink:
+class RayConnection:
     """Ray's calls that block run on threads; everything that can hang has a deadline.
 
     `arguments(node_ip)` are those of the agent of a node. Nodes are named by the address that Ray knows them by, which outlives a raylet.
@@ -57,8 +57,10 @@ class RayLink:
         self.gib_of: dict[str, float] = {}
         # Nodes that Ray has and whose agents could not be met, with the reason.
         self.unmet: dict[str, ClusterError] = {}
+        # By address, what a node said of its code when its Ray was started.
+        self._labels: dict[str, Mapping[str, str]] = {}
         # By Ray's id of a node that has another sparkd: until when that is not looked at again.
-        self._other_code: dict[str, tuple[CodeDiffers, float]] = {}
+        self._other_code: dict[str, tuple[str, float]] = {}
         # Where a node's raylet listens: who refuses there is alive.
         self.port_of: dict[str, int] = {}
 
@@ -181,9 +183,9 @@ class RayLink:
             raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
 
     async def _meet(self, node_ip: str, node_id: str) -> None:
-        error, until_s = self._other_code.get(node_id, (None, 0.0))
-        if error is not None and time.monotonic() < until_s:
-            raise error
+        message, until_s = self._other_code.get(node_id, ("", float("-inf")))
+        if time.monotonic() < until_s:
+            raise CodeDiffers(message)
         agent = await self._answer(self._start_agent, node_ip, node_id)
         from ray.exceptions import ActorDiedError
 
@@ -198,19 +200,22 @@ class RayLink:
         except Exception as error:
             if isinstance(error, ActorDiedError):
                 # Ray does not pass on the error of the actor's constructor. An agent of another release takes other arguments.
-                await self._check_code(node_ip, node_id)
+                self._refuse_other_code(node_ip, node_id, self._labels[node_ip].get(AGENT_LABEL, "unknown"))
             raise _raised(error, node_ip, "did not start") from error
-        if version != VERSION:
-            await self._check_code(node_ip, node_id)
-            raise AgentLost(f"The agent of node {node_ip} has version {version}, and the code on that node has another version.")
+        self._refuse_other_code(node_ip, node_id, version)
         self._agents[node_ip] = node_id, agent
 
-    async def _check_code(self, node_ip: str, node_id: str) -> None:
-        """Raises CodeDiffers where the node has another agent than this code; RayUnavailable where its Ray does not tell."""
-        code = await self._answer(self._code_of, node_id, timeout_s=AGENT_TIMEOUT_S)
-        if code.agent != VERSION:
-            self._other_code[node_id] = _code_differs(node_ip, code), time.monotonic() + OTHER_CODE_S
-            raise self._other_code[node_id][0]
+    def _refuse_other_code(self, node_ip: str, node_id: str, agent: str) -> None:
+        """Raise CodeDiffers where the node has another agent than this code."""
+        if agent != VERSION:
+            release = self._labels[node_ip].get(VERSION_LABEL, "unknown")
+            message = (
+                f"Ray on node {node_ip} runs sparkd {release} with agent {agent}, the daemon sparkd {__version__} with agent {VERSION}: "
+                "sparkd starts nothing there and leaves running engines alone. Run `pip install . -c deploy/constraints.txt` there, in the "
+                "checkout that the daemon was installed from, then `systemctl restart sparkd-ray`."
+            )
+            self._other_code[node_id] = message, time.monotonic() + OTHER_CODE_S
+            raise CodeDiffers(message)
 
     def _init(self, address: str, node_ip: str) -> None:
         try:
@@ -265,6 +270,7 @@ class RayLink:
         chosen = {node_ip: _present(nodes) for node_ip, nodes in alive.items()}
         self.gib_of = {node_ip: float(node["Resources"][RESOURCE]) for node_ip, node in chosen.items()}
         self.port_of |= {node_ip: int(node["NodeManagerPort"]) for node_ip, node in chosen.items()}
+        self._labels = {node_ip: node["Labels"] for node_ip, node in chosen.items()}
         return {node_ip: node["NodeID"] for node_ip, node in chosen.items()}
 
     def _start_agent(self, node_ip: str, node_id: str) -> Any:
@@ -286,14 +292,6 @@ class RayLink:
         self._ray().kill(agent, no_restart=True)
         return self._start_agent(node_ip, node_id)
 
-    def _code_of(self, node_id: str) -> Code:
-        ray = self._ray()
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        task = ray.remote(code_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        return Code(*ray.get(task.remote(), timeout=AGENT_TIMEOUT_S))
-
     def _make_group(self, start: str, nodes: tuple[str, ...]) -> str | None:
         self._ray()
         from ray.util import placement_group, remove_placement_group
@@ -313,41 +311,6 @@ class RayLink:
         except ValueError:
             # Ray's word for "no such group".
             return
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A node's facts: the release of sparkd, the version of its agent, the folder of its Python environment."""
-
-    release: str
-    agent: str
-    prefix: str
-
-
-def code_here() -> tuple[str, str, str]:
-    """The fields of a Code; "none" of what is not installed. Runs on another node, whose code has no such function."""
-    import importlib
-    import sys
-
-    fields = []
-    for module, name in (("sparkd", "__version__"), ("workers.agent", "VERSION")):
-        try:
-            fields.append(str(getattr(importlib.import_module(module), name)))
-        except (ImportError, AttributeError):
-            fields.append("none")
-    return fields[0], fields[1], sys.prefix
-
-
-# Ray sends a function of this module as a whole, not by a name that the other node's code does not have.
-code_here.__module__ = "__main__"
-
-
-def _code_differs(node_ip: str, code: Code) -> CodeDiffers:
-    return CodeDiffers(
-        f"Ray on node {node_ip} runs sparkd {code.release} with agent {code.agent}, the daemon sparkd {__version__} with agent {VERSION}: "
-        f"sparkd starts nothing there and leaves running engines alone. Run `{code.prefix}/bin/pip install . -c "
-        "deploy/constraints.txt` there, in the checkout that the daemon was installed from, then `systemctl restart sparkd-ray`."
-    )
 
 
 async def or_none(call: Awaitable[T]) -> T | None:

@@ -1,4 +1,4 @@
-"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that sparkd did not start."""
+"""Starts sparkd's own Ray head, finds it again, measures it and ends it. A Ray that sparkd did not start stays as it is."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
+from workers.agent.version import VERSION
 from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
@@ -27,8 +28,8 @@ from workers.host.processes import LACKS, Stat
 
 # Names of its two servers, of which a node that joined has the second.
 SERVERS = ("gcs_server", "raylet")
-# A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
-VERSION_LABEL = "sparkd-version"
+# Labels of each node in Ray, which the daemon and a node that wants to join compare: sparkd's version there, and its agent's.
+VERSION_LABEL, AGENT_LABEL = "sparkd-version", "sparkd-agent"
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 2.0
 LOOPBACK = "127.0.0.1"
@@ -36,7 +37,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """The costs of one process of Ray. anonymous_bytes: memory that its end frees; cpu_s: CPU seconds of it and its ended children."""
+    """The costs of one process of Ray.
+
+    anonymous_bytes: memory that its end frees
+    cpu_s: CPU seconds of it and its ended children
+    """
 
     name: str
     pid: int
@@ -48,11 +53,13 @@ class RayProcess:
 class RayOptions:
     """How Ray is kept on a node, and what it is for there.
 
-    join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
-    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone. starts: false in a unit with
-    credentials, which engines of a Ray that was started there could read: then a keeper has to.
-    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
-    on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
+    join: the head's address where this node is not the head
+    keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone
+    starts: false in a unit with credentials, which engines of a Ray that was started there could read: then a keeper has to
+    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon on
+        another node does not know
+    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts
+    session: asks the head which session of Ray it is, None where it does not answer; blocks
     """
 
     join: str | None = None
@@ -207,7 +214,7 @@ class RayHead:
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
             *([f"--address={self.join}"] if self.join else head),
             f"--node-ip-address={self.node_ip}",
-            f"--labels={VERSION_LABEL}={__version__}",
+            f"--labels={VERSION_LABEL}={__version__},{AGENT_LABEL}={VERSION}",
             f"--temp-dir={self.folder}",
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",

@@ -1,4 +1,4 @@
-"""`sparkd ray-node`: this node's part of Ray in the foreground, for a service manager. Never starts an engine and never ends one."""
+"""`sparkd ray-node`: keeps this node's part of Ray in the foreground, for a service manager."""
 
 from __future__ import annotations
 

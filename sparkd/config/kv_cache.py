@@ -10,8 +10,6 @@ from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
 from sparkd.vllm import reserved_args
-from sparkd.vllm.flags import parsed
-from sparkd.vllm.unaccounted_args import LENGTH, amount_in
 from workers.host.runtime import GUARDED
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
@@ -63,7 +61,7 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def impossible(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of each size that contradicts another number of the entry, for any model."""
-    size, length = model.kv_cache, amount_in(parsed(model.extra_args), LENGTH) or model.max_model_len
+    size, length = model.kv_cache, model.max_model_len
     if not isinstance(size, dict):
         return
     if isinstance(length, int) and size.get("at", 0) > length:

@@ -35,7 +35,6 @@ from sparkd.config.fields import (
 from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.reserved_args import trusts_code
 from workers.host.hub_cache import is_hub_id, is_revision
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 
@@ -224,10 +223,6 @@ class ModelConfig(TuningKeys):
     def served_names(self) -> tuple[str, ...]:
         """Every name a request may call this model by, the canonical one first."""
         return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
-
-    def trusts_code(self) -> bool:
-        """Whether Python code that comes with the checkpoint runs in its engine."""
-        return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
         """The vLLM flags, see sparkd.config.engine_flags.flags_of."""

@@ -31,7 +31,6 @@ class Attempt:
     rank_id: str | None = None
     handles: tuple[RankHandle, ...] = ()
     nodes: tuple[str, ...] = ()
-    world: int = 1
     memory_gib: float | None = None
     adopted: bool = False
     transport: tuple[Mapping[str, str], ...] = ()
@@ -47,6 +46,11 @@ class Attempt:
     def handle(self) -> RankHandle | None:
         """Rank 0's, which serves."""
         return self.handles[0] if self.handles else None
+
+    @property
+    def world(self) -> int:
+        """How many ranks it has."""
+        return max(1, len(self.nodes))
 
     @property
     def node_id(self) -> str | None:

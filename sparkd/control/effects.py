@@ -90,9 +90,8 @@ class Effects:
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.placer.place(spec)
-            nodes = placement.nodes
             rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
-            record.attempt = replace(record.attempt, rank_id=rank_id, nodes=nodes, world=len(nodes), memory_gib=placement.memory_gib)
+            record.attempt = replace(record.attempt, rank_id=rank_id, nodes=placement.nodes, memory_gib=placement.memory_gib)
             start = StartId(rank_id, record.desired.generation, record.hash or "")
             handles = await self._cluster.launcher.start(placement, spec, start, partial(self._journal.say, "start", record.name))
         except NoRoom as error:
@@ -124,7 +123,7 @@ class Effects:
         self.move(record, ModelState.STOPPED)
 
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
-        """ranks: all of one start, by number."""
+        """Take over the ranks of one start, all of them, by number."""
         handles = tuple(fact.handle for fact in ranks)
         memory_gib = max(handle.memory_gib for handle in handles)
         record.begin_attempt(self._clock())
@@ -133,7 +132,6 @@ class Effects:
             rank_id=handles[0].start,
             handles=handles,
             nodes=tuple(handle.node_id for handle in handles),
-            world=len(handles),
             memory_gib=memory_gib or None,
             adopted=True,
         )

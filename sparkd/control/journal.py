@@ -23,20 +23,6 @@ log = logging.getLogger("sparkd.events")
 SLICE = 50
 
 
-class SnapshotFeed:
-    """The snapshot of every tick, for those who follow them. Each is called in the tick, and its errors are the caller's to bound."""
-
-    def __init__(self) -> None:
-        self._followers: list[Callable[[Snapshot], None]] = []
-
-    def follow(self, show: Callable[[Snapshot], None]) -> None:
-        self._followers.append(show)
-
-    def show(self, snapshot: Snapshot) -> None:
-        for follower in self._followers:
-            follower(snapshot)
-
-
 class EventFeed:
     """The events for those who follow them. `written`: how many were written since the start."""
 
@@ -88,7 +74,8 @@ class Journal:
         self._unsaved: dict[tuple[str, str], Callable[[], object]] = {}
         self.operations = Operations(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
-        self.snapshots = SnapshotFeed()
+        # They are called with the snapshot of every tick.
+        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.trouble: Condition | None = None
 
     def keep_wish(self, desired: Desired) -> None:
@@ -124,16 +111,13 @@ class Journal:
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
-        written = False
         with self._boundary.around("store", failed=lambda error: self._note(error.message)):
             try:
                 self._store.history.add_event(self.wall(), kind, model, message, data)
-                written = True
             except StateError as error:
                 self._note(error.message)
-        if not written:
-            return
-        self.feed.note()
+            else:
+                self.feed.note()
 
     def events(self, after_seq: int, limit: int) -> list[Event]:
         """All at once. See History.events."""

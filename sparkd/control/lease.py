@@ -33,7 +33,6 @@ from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, ModelState, Want
 from sparkd.vllm.parsers import Parsers, of_handle
-from workers.rank.signatures import LASTING
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -55,7 +54,7 @@ NEARLY_S, STILL_S = 60.0, 30.0
 # A client whose own limit is below the load's time leaves and asks again: SDKs within 8 s, people and schedules later.
 ABANDONED_S = 30.0
 
-_ABSENT = "The path in this model's `model` key cannot be used. Run `sparkd ps` for the reason."
+_ABSENT, _SEE = "The path in this model's `model` key cannot be used.", "Run `sparkd ps` for the reason."
 
 
 class Lease:
@@ -230,7 +229,7 @@ class LeaseQueue:
             return
         if fault := await self._once(record, self._models.unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
-            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT}")
+            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {_SEE}")
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
@@ -296,21 +295,13 @@ class LeaseQueue:
             failed += ". Another try will not help until its cause is fixed"
         else:
             failed += f" and is tried again in {left_s:.0f} s"
-        if record.attempt.reason == DoesNotFit.__name__:
-            # The message names other models, which a client may not see.
-            more = "`sparkd ps` shows how much memory it needs."
-        elif record.attempt.client_message is not None:
-            more = f"{record.attempt.client_message} See `sparkd ps`."
-        elif record.attempt.reason in ABSENT:
-            more = _ABSENT
-        elif record.attempt.reason in LASTING:
-            more = "See `sparkd ps`."
-        else:
-            more = "See `sparkd ps` and `sparkd logs`."
+        # The message itself names other models and paths, which a client may not see.
+        why = record.attempt.client_message or (_ABSENT if record.attempt.reason in ABSENT else "")
+        message = " ".join(filter(None, (f"{failed}.", why, _SEE)))
         held_by = holders(self._registry, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
         if lasts:
-            return ModelCannotLoad(f"{failed}. {more}", held_by=held_by)
-        return ModelFailed(f"{failed}. {more}", retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
+            return ModelCannotLoad(message, held_by=held_by)
+        return ModelFailed(message, retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
 
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from sparkd.control.means import Means
 from sparkd.control.record import Looked, Record
@@ -19,25 +18,19 @@ class ModelLooks:
         self._cluster = means.cluster
         self._spawn = means.tasks.spawn
         self._clock = means.clock
-        self._looking: set[str] = set()
-        # By model: the hash of what was looked at last, and when that began.
-        self._looks: dict[str, tuple[str | None, float]] = {}
+        # By model, the last look: the hash of its entry, when it began, and its task.
+        self._looks: dict[str, tuple[str | None, float, asyncio.Task[None]]] = {}
 
     def look_at_new(self) -> None:
-        """At the files of every model that has not been looked at as it is now; again LOOK_AGAIN_S after an error."""
+        """Look at the files of every model whose present entry was not looked at; LOOK_AGAIN_S after an error again."""
         for record in self._registry.records.values():
-            if record.spec is None or record.abilities is not None or record.name in self._looking:
+            if record.spec is None or record.abilities is not None:
                 continue
-            seen_hash, begun_s = self._looks.get(record.name, (None, 0.0))
-            if seen_hash == record.hash and self._clock() - begun_s < LOOK_AGAIN_S:
-                continue
-            task = self._spawn(self.look(record), f"look {record.name}")
-            self._looks[record.name] = record.hash, self._clock()
-            self._looking.add(record.name)
-            task.add_done_callback(partial(self._looked_at, record.name))
-
-    def _looked_at(self, name: str, _: asyncio.Task[None]) -> None:
-        self._looking.discard(name)
+            if last := self._looks.get(record.name):
+                entry_hash, begun_s, task = last
+                if not task.done() or (entry_hash == record.hash and self._clock() - begun_s < LOOK_AGAIN_S):
+                    continue
+            self._looks[record.name] = record.hash, self._clock(), self._spawn(self.look(record), f"abilities {record.name}")
 
     async def look(self, record: Record) -> None:
         """Read the model's abilities from its files, before an engine reports them."""

@@ -15,17 +15,15 @@ from sparkd.execution.boundary import Boundary
 
 
 class Tasks:
-    """`group` is set while the supervisor runs."""
+    """group: set while the supervisor runs."""
+
+    group: asyncio.TaskGroup
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
-        self.group: asyncio.TaskGroup | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """name: one word, the same for all models, and the model."""
-        if self.group is None:
-            work.close()
-            raise RuntimeError("the supervisor does not run")
         return self._boundary.spawn(self.group, name, work)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -47,10 +47,11 @@ UNSEEN = Observation(None, None, False)
 
 
 class Supervisor:
-    """Runs the loop and owns the parts that write the state of every model.
+    """Runs the loop. It and its parts alone write the state of a model.
 
-    `ask(model, timeout_s)` sends one real request to the model through the gateway. It returns after the answer, or raises SparkdError.
-    `outside` returns a condition of the rest of the daemon. `clock` is monotonic seconds.
+    ask: sends one real request to a model through the gateway, with a time limit. Returns after the answer, or raises SparkdError.
+    outside: returns a condition of the rest of the daemon.
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -94,20 +95,26 @@ class Supervisor:
         self.journal.operations.take_over(self.registry.records)
         self._effects.recall(journal.handles())
 
-    # The three verbs.
+    # The requests of clients and operators.
 
     def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
-        READY: at once. STOPPED or starting: requests the model and waits up to its wait_for_load_s. STOPPING: waits for the
-        stop and the next start. FAILED in back-off: raises ModelFailed at once. `waits` is called once if the request has to wait.
-        Cancelling the last wait withdraws the wish. probe=True may use a model that is not READY yet, and starts none. need: raises
-        RouteNotServed at once if the model is known not to meet it.
+        A READY model is leased at once. For another the request waits up to its wait_for_load_s: STOPPED, it is requested; STOPPING, it
+        stops and starts again. In the back-off of a failure ModelFailed is raised at once. A client that leaves as the last one withdraws
+        the request.
+
+        probe: lease a model that is not READY yet, and start none.
+        waits: called once if the request has to wait.
+        need: what the request needs. Raises RouteNotServed if the model is known not to have it.
         """
         return Lease(self._queue, name, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
-        """Wish `name` RUNNING or STOPPED. The wish is persisted before the loop acts on it. Idempotent. Raises UnknownModel."""
+        """Set the desired state of `name`. It is persisted before the loop acts on it. Idempotent. Raises UnknownModel.
+
+        by: who wants it: admin, config, request, ttl, guard, swap or group.
+        """
         operation = self._wishes.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
             end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
@@ -144,7 +151,7 @@ class Supervisor:
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Apply a new configuration. Returns the names of the models that are added, removed, restarted and adjusted.
 
-        Engines whose own settings did not change keep running. Models that are new in the preload list are loaded.
+        An engine keeps running unless its own settings changed. Models that are new in the preload list are loaded.
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
@@ -163,7 +170,7 @@ class Supervisor:
         self._wake.set()
         return changes
 
-    def tell_refused(self, reason: str | None) -> None:
+    def note_refused(self, reason: str | None) -> None:
         """Record why the last reload was refused. None: it was accepted."""
         if reason is not None:
             self.journal.say("config", None, f"A new configuration was refused, and the old one stays: {reason}")
@@ -171,7 +178,7 @@ class Supervisor:
         self._refused = Condition("ConfigRefused", message) if reason is not None else None
 
     def drain(self, *, wholly: bool = True) -> None:
-        """Shut the queue: end all waits and give no new lease. wholly=False still gives leases of models that are READY."""
+        """Refuse all requests that wait, and all new ones. wholly=False still leases models that are READY."""
         self._draining = True
         self._queue.close(self.registry.records.values(), wholly=wholly)
 
@@ -188,7 +195,7 @@ class Supervisor:
             await asyncio.wait(placing, timeout=timeout_s)
 
     async def stop_everything(self, *, at_once: bool = False) -> None:
-        """Stop every rank that can be found. The wishes stay for the daemon's next start."""
+        """Stop every rank that can be found. The desired states stay for the daemon's next start."""
         observation = await self._cluster.observe()
         for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
             log.error("a rank was not stopped: %s", error)
@@ -222,7 +229,7 @@ class Supervisor:
         # An observation that began during an action may show the ranks from before it. Asking a question changes no rank.
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         self.journal.save_rest()
-        with around("tell"):
+        with around("hints"):
             self._cluster.tell(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
@@ -233,38 +240,16 @@ class Supervisor:
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.journal.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
-        with around("trouble"):
-            self._tell_trouble(before, observation)
-        with around("welcome"):
-            self._welcome(observation)
-        with around("look"):
+        with around("conditions"):
+            self._note_conditions(before, observation)
+        with around("nodes"):
+            self._note_nodes(observation)
+        with around("abilities"):
             self._looks.look_at_new()
-        with around("pulse"):
+        with around("watchdog"):
             self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
-            # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
-            is_open = False
-            # Without the gate's word no node is open, to a placement in progress either.
-            closed = frozenset(node.node_id for node in observation.nodes)
-            with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
-                self._gate.look(observation, records)
-                self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
-                is_open = True
-            for record in records.values():
-                with around("record", record.name):
-                    is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
-                    record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
-            with around("wishes"):
-                self._wishes.end_removed()
-                self._queue.forget_clients()
-                self._swap.settle(records)
-            with around("plan"):
-                actions, schedule = self._plan(observation, is_open)
-                with around("swap"):
-                    self._swap.show(schedule, records)
-                for action in actions:
-                    with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
-                        self._act(action, observation)
+            self._plan_and_act(observation, steady)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
@@ -272,9 +257,37 @@ class Supervisor:
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
             gauges.engines(observation.ranks or ())
-            self.journal.snapshots.show(snapshot)
+            for show in self.journal.snapshot_followers:
+                show(snapshot)
 
-    def _tell_trouble(self, before: Observation, now: Observation) -> None:
+    def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
+        """Take in the observation and start the next actions. steady: by model whose ranks no action was changing, its start."""
+        around, records = self.boundary.around, self.registry.records
+        # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
+        is_open = False
+        # Without the gate's word no node is open, to a placement in progress either.
+        closed = frozenset(node.node_id for node in observation.nodes)
+        with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
+            self._gate.look(observation, records)
+            self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
+            is_open = True
+        for record in records.values():
+            with around("observed", record.name):
+                is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
+                record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
+        with around("wishes"):
+            self._wishes.end_removed()
+            self._queue.forget_clients()
+            self._swap.settle(records)
+        with around("plan"):
+            actions, schedule = self._plan(observation, is_open)
+            with around("swap"):
+                self._swap.show(schedule, records)
+            for action in actions:
+                with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
+                    self._act(action, observation)
+
+    def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
         for node in sorted(now.no_raylet - before.no_raylet):
             self.journal.say("cluster", None, f"Ray on {node} has ended: its raylet refuses connections.", node=node)
@@ -284,7 +297,7 @@ class Supervisor:
         elif old is not None and new is None and now is not UNSEEN:
             self.journal.say("cluster", None, f"{old.reason} is over.", reason=old.reason, node=old.node)
 
-    def _welcome(self, observation: Observation) -> None:
+    def _note_nodes(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
         agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:

@@ -64,18 +64,36 @@ TEAM = HangLimits(idle_s=8.0, busy_s=120.0, ask_every_s=0.0, question_s=3.0, ans
 ALONE = HangLimits(idle_s=60.0, busy_s=300.0, ask_every_s=5.0, question_s=15.0, answer_s=30.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Heartbeat:
-    """The last sign of progress of an engine. steps: sum of its counters, None before the first reading; cpu_s: by rank, at that time."""
+    """The progress of one engine that has requests. Times are monotonic seconds.
 
-    steps: float | None
+    at_s: the last sign of progress.
+    cpu_s: by rank, at that time.
+    steps: sum of the engine's counters; None before the first reading.
+    asked_at_s: when its counters were asked for last.
+    asking: whether they are being asked for.
+    heard_at_s: when they came last.
+    question_at_s: when an engine that counts no request in hand was sent a test question, infinity before that; None for another engine.
+    """
+
     at_s: float
     cpu_s: Mapping[int, float]
+    asked_at_s: float
+    steps: float | None = None
+    asking: bool = False
+    heard_at_s: float = -math.inf
+    question_at_s: float | None = None
 
 
 class Watchdog:
-    """`spawn(work, name)` runs a task beside the loop; `ask(model, timeout_s)` is the supervisor's and puts one question to a model;
-    `clock` is monotonic, seconds."""
+    """Looks at the counters of every engine that has requests.
+
+    spawn: runs a task beside the loop, by its work and its name.
+    ask: puts one question to a model, with a time limit.
+    clock: monotonic seconds.
+    page_of: returns the metrics page of an engine; None for one that does not answer.
+    """
 
     def __init__(
         self,
@@ -89,61 +107,51 @@ class Watchdog:
         self._clock = clock
         self._page_of = page_of
         self._beats: dict[str, Heartbeat] = {}
-        self._asking: set[str] = set()
-        self._asked_at_s: dict[str, float] = {}
-        self._heard_at_s: dict[str, float] = {}
-        # Engines that have nothing in hand by their own count, and when each was asked a question, infinity where it was not yet.
-        self._idle: dict[str, float] = {}
         self._readings: Mapping[str, Reading] = {}
 
     def look(self, records: Iterable[Record], readings: Mapping[str, Reading] | None = None) -> None:
         """Read the metrics of every engine that has requests; the answer counts from a later call on. readings: the newest, by node."""
-        self._readings = readings or {}
+        self._readings, now_s = readings or {}, self._clock()
         for record in records:
             if not _works(record):
                 self._beats.pop(record.name, None)
-                self._asked_at_s.pop(record.name, None)
-                self._heard_at_s.pop(record.name, None)
-                self._idle.pop(record.name, None)
                 continue
-            self._beats.setdefault(record.name, self._beat(record, None))
             # A request that is answered within seconds never leads to a question.
-            asked_at_s = self._asked_at_s.setdefault(record.name, self._clock())
-            if record.name not in self._asking and self._clock() - asked_at_s >= _limits(record).ask_every_s:
-                self._asked_at_s[record.name] = self._clock()
-                self._asking.add(record.name)
-                self._spawn(self._ask(record), f"pulse {record.name}")
+            beat = self._beats.setdefault(record.name, Heartbeat(now_s, _cpu_s(record), asked_at_s=now_s))
+            if not beat.asking and now_s - beat.asked_at_s >= _limits(record).ask_every_s:
+                beat.asking, beat.asked_at_s = True, now_s
+                self._spawn(self._ask(record, beat), f"counters {record.name}")
 
     def frozen(self, record: Record) -> str | None:
         """The message of a hang; None while the engine makes progress or may be making some."""
         beat = self._beats.get(record.name)
-        if beat is None or self._clock() - self._heard_at_s.get(record.name, -math.inf) > HEARD_S:
+        if beat is None or self._clock() - beat.heard_at_s > HEARD_S:
             return None
         silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
         gpus = [gpu for node in record.attempt.nodes if (gpu := self._readings.get(node)) and gpu.gpu_power_w is not None]
         computes = any(gpu.gpu_power_w >= HANGING_W for gpu in gpus if gpu.gpu_power_w is not None)
         hangs = bool(gpus) and not computes and all((gpu.gpu_busy_percent or 0.0) >= HANGING_PERCENT for gpu in gpus)
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
-        limits = _limits(record)
+        limits, question_at_s = _limits(record), beat.question_at_s
         quiet = hangs or (is_idle and not computes)
-        question_s = self._idle.get(record.name)
-        if silent_s < (limits.idle_s if quiet else limits.busy_s if question_s is None else FIRST_STEP_S):
+        if silent_s < (limits.idle_s if quiet else limits.busy_s if question_at_s is None else FIRST_STEP_S):
             return None
-        if question_s is None and not _is_asked(record):
+        if question_at_s is None and not _is_asked(record):
             return None
-        if question_s is not None and self._clock() - question_s < limits.answer_s:
+        if question_at_s is not None and self._clock() - question_at_s < limits.answer_s:
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
-        sign = f"{record.queue.in_flight + record.queue.questions} requests run" if question_s is None else "it does not answer a question"
+        requests = record.queue.in_flight + record.queue.questions
+        sign = f"{requests} requests run" if question_at_s is None else "it does not answer a question"
         problem = f"{sign}, and for {silent_s:.0f} s no token came and {how}"
         return f"{problem}: {'a rank or the way to it' if record.attempt.world > 1 else 'it'} hangs; all of it is started again."
 
     def doubt(self, record: Record) -> str | None:
         """The message about an engine that has not answered the test question yet; None for an engine that is not under suspicion."""
-        beat, put_at_s = self._beats.get(record.name), self._idle.get(record.name, math.inf)
-        if beat is None or put_at_s == math.inf or not _works(record):
+        beat = self._beats.get(record.name)
+        if beat is None or beat.question_at_s is None or beat.question_at_s == math.inf or not _works(record):
             return None
-        silent_s, asked_s = self._clock() - beat.at_s, self._clock() - put_at_s
+        silent_s, asked_s = self._clock() - beat.at_s, self._clock() - beat.question_at_s
         return f"No token came for {silent_s:.0f} s, and a test question has had no answer for {asked_s:.0f} s."
 
     @property
@@ -161,65 +169,64 @@ class Watchdog:
         ]
         return (*absent, *silent)
 
-    async def _ask(self, record: Record) -> None:
+    async def _ask(self, record: Record, beat: Heartbeat) -> None:
         put_at_s = self._clock()
         try:
             page = await self._page_of(record.upstream) if record.upstream else None
         finally:
-            self._asking.discard(record.name)
-        beat = self._beats.get(record.name)
+            beat.asking = False
         # An answer that was on its way while the daemon was held up is as old as its question.
-        if beat is None or self._clock() - put_at_s > HEARD_S:
+        if self._beats.get(record.name) is not beat or self._clock() - put_at_s > HEARD_S:
             return
-        self._heard_at_s[record.name] = self._clock()
+        beat.heard_at_s = self._clock()
         # Without a waiting client, neither silence nor a constant count proves a hang: vLLM's gauges show an abort after the next step.
         nobody_waits = record.state is ModelState.READY and record.queue.in_flight == 0
         if page is None:
             if nobody_waits:
                 self._question(record, beat)
-            elif self._idle.get(record.name) == math.inf:
-                del self._idle[record.name]
+            elif beat.question_at_s == math.inf:
+                beat.question_at_s = None
             return
         values = sample_of(page, put_at_s).values
         steps = sum(values.get(name, 0.0) for name in _STEPS)
         if beat.steps is None:
-            self._beats[record.name] = self._beat(record, steps)
+            beat.steps, beat.at_s, beat.cpu_s = steps, self._clock(), _cpu_s(record)
         elif steps != beat.steps:
-            self._moves(record, steps)
+            self._moves(record, beat, steps)
         elif any(values.get(name) for name in _IN_HAND) and not nobody_waits:
-            self._idle.pop(record.name, None)
+            beat.question_at_s = None
         elif record.state is not ModelState.READY or not any(name in values for name in _IN_HAND):
-            self._moves(record, steps)  # without counters (--disable-log-stats) a question may wait behind many others
+            self._moves(record, beat, steps)  # without counters (--disable-log-stats) a question may wait behind many others
         else:
             self._question(record, beat)
 
-    def _moves(self, record: Record, steps: float | None) -> None:
-        self._beats[record.name] = self._beat(record, steps)
-        self._idle.pop(record.name, None)
+    def _moves(self, record: Record, beat: Heartbeat, steps: float | None) -> None:
+        beat.steps, beat.at_s, beat.cpu_s, beat.question_at_s = steps, self._clock(), _cpu_s(record), None
         record.queue.unanswered = False
 
     def _question(self, record: Record, beat: Heartbeat) -> None:
-        put_at_s = self._idle.setdefault(record.name, math.inf)
-        if put_at_s == math.inf and self._clock() - beat.at_s >= _limits(record).question_s:
-            self._idle[record.name] = self._clock()
-            self._spawn(self._answered(record, beat), f"question {record.name}")
+        if beat.question_at_s is None:
+            beat.question_at_s = math.inf
+        if beat.question_at_s == math.inf and self._clock() - beat.at_s >= _limits(record).question_s:
+            beat.question_at_s = self._clock()
+            self._spawn(self._answered(record, beat, beat.at_s), f"question {record.name}")
 
-    async def _answered(self, record: Record, beat: Heartbeat) -> None:
+    async def _answered(self, record: Record, beat: Heartbeat, at_s: float) -> None:
         """Ask the test question. Any answer, an error too, proves that the engine lives. A question that could not be sent is sent again;
-        `frozen` judges an unanswered one."""
+        `frozen` judges an unanswered one. at_s: the engine's last sign of progress."""
+        could_be_sent = True
         try:
             await self._put(record.name, FIRST_STEP_S)
         except Unavailable:
-            if self._beats.get(record.name) is beat and self._clock() - self._idle.get(record.name, math.inf) < FIRST_STEP_S:
-                self._idle[record.name] = math.inf
-            return
+            could_be_sent = False
         except SparkdError:
             pass
-        if self._beats.get(record.name) is beat:
-            self._moves(record, beat.steps)
-
-    def _beat(self, record: Record, steps: float | None) -> Heartbeat:
-        return Heartbeat(steps, self._clock(), _cpu_s(record))
+        if self._beats.get(record.name) is not beat or beat.at_s != at_s:
+            return
+        if could_be_sent:
+            self._moves(record, beat, beat.steps)
+        elif beat.question_at_s is not None and self._clock() - beat.question_at_s < FIRST_STEP_S:
+            beat.question_at_s = math.inf
 
 
 def _works(record: Record) -> bool:

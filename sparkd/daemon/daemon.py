@@ -199,7 +199,7 @@ class Daemon:
             load=self._load,
             judge=self._judge,
             take=self._take,
-            refused=self._supervisor.tell_refused,
+            refused=self._supervisor.note_refused,
         )
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False

@@ -29,7 +29,11 @@ _OUR_FILES = (f"{PACKAGE_DIR}/sparkd/", f"{PACKAGE_DIR}/workers/")
 
 @dataclass(slots=True)
 class _Caught:
-    """Errors of one kind at one place. at_s: the last; logged_s: the last whose traceback was logged."""
+    """Errors of one kind at one place.
+
+    at_s: of the last
+    logged_s: of the last whose traceback was logged
+    """
 
     times: int
     at_s: float
@@ -51,7 +55,11 @@ class Boundary:
         self._foreign_logged_s: dict[str, float] = {}
 
     def caught(self, where: str, error: BaseException, model: str = "", context: str = "") -> None:
-        """Note an error. where: one word, the same for all models. context: more text for the log, without data of a user."""
+        """Note an error.
+
+        where: one word, the same for all models
+        context: more text for the log, without data of a user
+        """
         metrics.INTERNAL_ERRORS.labels(where).inc()
         lack = lack_of_machine(error)
         now_s, kind = self._clock(), (where, model, lack or type(error).__name__, lack is not None)

@@ -1,4 +1,4 @@
-"""Owns what is wrong with one node's network and what helps: verdict, the values that were read, the cure. Never changes it.
+"""Judges one node's network: verdict, the values that were read, the cure.
 
 The rates are those of nccl-tests on pairs of Sparks: 13.9 GB/s over one rail, 20 to 24 over both, 2.1 by sockets over the ConnectX-7,
 1 over the 10GbE port (logs of owners, NVIDIA's playbooks and their issues 25 and 102).
@@ -24,9 +24,10 @@ PCI_GTS, PCI_LANES = 32.0, 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """node: whose, or `a - b` of a cable between two. about: what was looked at. cure: empty where nothing has to be done.
-
-    command: the one command of the cure, None if it names none, or several.
+    """node: whose, or `a - b` of a cable between two
+    about: what was looked at
+    cure: empty where nothing has to be done
+    command: the one command of the cure, None if it names none, or several
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Owns the variables that make one node's rank talk over the right links, each with its reason. Never sets one in any process.
+"""Computes the variables that make one node's rank talk over the right links, each with its reason.
 
 The effect of each on a Spark, and what owners measured with and without: NVIDIA's connect-two-sparks and NCCL playbooks, eugr's launcher,
 pulsar's and sparkrun's logs; NCCL's documentation of its environment variables.
@@ -22,7 +22,9 @@ ADDRESS, LINK, DEVICES = "ADDRESS", "LINK", "DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """value: None where the variable is left unset on purpose. source: computed, or who said otherwise."""
+    """value: None where the variable is left unset on purpose
+    source: computed, or who said otherwise
+    """
 
     name: str
     value: str | None
@@ -40,8 +42,9 @@ def settings(
 ) -> tuple[Setting, ...]:
     """The variables of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
 
-    rdma: False for engines on CPUs. pipeline: the ranks are stages of a pipeline, which may do without a rail between each two. The node's
-    own process environment overrides the computed values; `configured` (engine.env and the model's env) overrides both.
+    rdma: False for engines on CPUs
+    configured: engine.env and the model's env, which override the node's own process environment as that overrides the computed values
+    pipeline: the ranks are stages of a pipeline, which may do without a rail between each two
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
     nodes = sorted([node, *peers], key=lambda member: member.node)

@@ -1,4 +1,4 @@
-"""Owns what one node's network is: cages of the ConnectX-7 and their twins, RDMA ports, GIDs, LAN, Wi-Fi. Never reads /sys or judges."""
+"""Describes one node's network: cages of the ConnectX-7 and their twins, RDMA ports, GIDs, LAN, Wi-Fi."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ _PORT_NAME = re.compile(r"p(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """One entry of a RoCE port's table. v2: RoCE v2; ip: its IPv4 address, None for a link-local IPv6 one."""
+    """One entry of a RoCE port's table.
+
+    v2: RoCE v2
+    ip: its IPv4 address, None for a link-local IPv6 one
+    """
 
     index: int
     text: str
@@ -52,9 +56,13 @@ class Rdma:
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
+    """One network device.
 
-    carrier: None while the interface is down. speed_mbps: None where the driver does not report it. addresses: IPv4 only.
+    kind: qsfp, lan, wifi or other
+    cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp
+    carrier: None while the interface is down
+    speed_mbps: None where the driver does not report it
+    addresses: IPv4 only
     """
 
     name: str
@@ -113,10 +121,16 @@ class Cage:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """One node. neighbours: (interface, address, MAC) of whoever answered there; answers: (interface, link-local address) of who did so
-    just now; routes: (destination, interface). address: the node's in the cluster, None where it has none. environment: what its own
-    process environment says of the variables that sparkd computes.
-    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed."""
+    """One node.
+
+    routes: (destination, interface)
+    neighbours: (interface, address, MAC) of whoever answered there
+    environment: what its own process environment says of the variables that sparkd computes
+    address: the node's in the cluster, None where it has none
+    unified: whether CPU and GPU share its memory
+    answers: (interface, link-local address) of who answered just now
+    proved: names of nodes to which a live NCCL test has passed
+    """
 
     node: str
     host: str

@@ -1,4 +1,4 @@
-"""Owns how nodes are linked: who is cabled to whom, over which rails, what tensor parallelism may use. Never changes a link."""
+"""Finds how nodes are linked: who is cabled to whom, over which rails, what tensor parallelism may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "swi
 
 @dataclass(frozen=True, slots=True)
 class LinkRail:
-    """A twin here and its peer at the other end, in one subnet. problem: what makes it useless, None where it is sound; cure: of that."""
+    """A twin here and its peer at the other end, in one subnet.
+
+    problem: what makes it useless, None where it is sound
+    cure: of the problem
+    """
 
     a: NetworkInterface
     b: NetworkInterface
@@ -30,8 +34,12 @@ class LinkRail:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """a and b: nodes' names. seen: an end has met the other's MAC address; else the subnets alone say so. rails: empty where the ends have
-    no subnet in common."""
+    """A cable.
+
+    a, b: nodes' names
+    rails: empty where the ends have no subnet in common
+    seen: an end has met the other's MAC address; else the subnets alone say so
+    """
 
     a: str
     a_cage: Cage

@@ -89,14 +89,20 @@ def judge(transport: Transport, expected: Iterable[str], node: str = "") -> tupl
 
 
 def least_normal_gb_s(rails: int, *, lan: bool = False) -> float:
-    """The least normal bus bandwidth, 10^9 bytes/s. rails: RDMA devices that carry it, 0 for sockets; lan: over the 10GbE port."""
+    """The least normal bus bandwidth, 10^9 bytes/s.
+
+    rails: RDMA devices that carry it, 0 for sockets
+    lan: over the 10GbE port
+    """
     if rails == 0:
         return LAN_GB_S if lan else SOCKETS_GB_S
     return ONE_RAIL_GB_S if rails == 1 else BOTH_RAILS_GB_S[0]
 
 
 def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = False) -> Finding:
-    """A measured bus bandwidth beside what is normal. rails: RDMA devices that carry it, 0 for sockets; lan: over the 10GbE port.
+    """A measured bus bandwidth beside what is normal.
+
+    rails, lan: see least_normal_gb_s
 
     The bounds of the verdict, 85 % and half of the normal, are ours: owners' good runs differ by about 15 %.
     """

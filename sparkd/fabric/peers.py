@@ -1,4 +1,4 @@
-"""Owns the machines at the end of a QSFP cable that could join. Never joins one: it only lists them."""
+"""Lists the machines at the end of a QSFP cable that could join."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from sparkd.fabric.interfaces import Cage, Fabric
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A machine that is not a node of the cluster. node, cage: where it was met. seen: (interface, address, MAC), IPv4 first.
-    answers: whether it has answered just now; else the kernel knows it from before."""
+    """A machine that is not a node of the cluster.
+
+    node, cage: where it was met
+    seen: (interface, address, MAC), IPv4 first
+    answers: whether it has answered just now; else the kernel knows it from before
+    """
 
     node: str
     cage: str

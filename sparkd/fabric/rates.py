@@ -26,13 +26,14 @@ NCCL, GLOO = "nccl", "gloo"
 class Rate:
     """A measured bandwidth between the nodes a and b (their addresses in the cluster). It counts until the next measurement.
 
-    gb_s: 10^9 bytes/s of bus bandwidth.
-    network: the network that NCCL logged, None under Gloo.
-    rails: number of RDMA devices of a that NCCL was to use, 0 for sockets; idle: those that carried no data.
-    lan: over the 10GbE port.
-    real: over real links, which have an expected rate.
-    sent_bytes: sum of both nodes.
-    at_s: wall clock.
+    gb_s: 10^9 bytes/s of bus bandwidth
+    network: the network that NCCL logged, None under Gloo
+    rails: number of RDMA devices of a that NCCL was to use, 0 for sockets
+    idle: those that carried no data
+    lan: over the 10GbE port
+    real: over real links, which have an expected rate
+    sent_bytes: sum of both nodes
+    at_s: wall clock
     """
 
     a: str

@@ -47,7 +47,9 @@ class FabricCage(_Answer):
 
 
 class FabricNode(_Answer):
-    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart; address: in the cluster."""
+    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart
+    address: in the cluster
+    """
 
     node: str
     host: str | None
@@ -121,10 +123,12 @@ def report(
     proved: Iterable[Mapping[str, str]] = (),
     rates: Sequence[Rate] = (),
 ) -> dict[str, Any]:
-    """readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None without an answer.
+    """A FabricReport as plain JSON.
 
-    configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
-    fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
+    readings: by a node's address in the cluster or its name, what `workers.host.network.sample` answered; None without an answer
+    configured: variables of sparkd.yaml's engine.env that count over what is computed
+    proved: findings on the ranks that run, of the fields of a Finding, with a node's address for its name
+    rates: what was measured between the nodes, by their addresses
     """
     fabrics = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
     fabrics = with_proofs(fabrics, proofs(rates))

@@ -20,10 +20,12 @@ async def proof(
     lines: Callable[[RankHandle], Awaitable[list[str]]],
     configured: Mapping[str, str],
 ) -> tuple[Finding, ...]:
-    """Worst first; nothing of an engine that uses no NCCL, as those for CPUs. node: a rank's address in the cluster.
+    """Findings on each rank, worst first; nothing of an engine that uses no NCCL, as those for CPUs. node: a rank's address in the cluster.
 
-    lines: what NCCL wrote since a rank's start. configured: the model's environment, as its ranks were started with it. Raises
-    ClusterError.
+    lines: returns what NCCL wrote since a rank's start
+    configured: the model's environment, as its ranks were started with it
+
+    Raises ClusterError.
     """
     nodes = list(dict.fromkeys(handle.node_id for handle in handles))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparkd.config.engine_flags import arguments
 from sparkd.config.model import ModelConfig, TuningKeys
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
@@ -75,11 +76,11 @@ def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
             f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
         )
     refuse_calibration(model.quantize)
-    args, env = own.get("extra_args") or (), own.get("env") or {}
+    env = own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
-    refuse_flags(model.extra_args[len(model.extra_args) - len(args) :])
+    refuse_flags(arguments(own))
     refuse_variables(names)
-    if model.trusts_code():
+    if model.trust_remote_code:
         for key in ("model", "revision"):
             if key in own:
                 reason = "The recipe runs code that comes with its own model at its own revision"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import yaml_file
-from sparkd.config.engine_flags import contradictions
-from sparkd.config.yaml_file import Document, Items, Map, places_in
+from sparkd.config.engine_flags import with_flags_as_keys
+from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
 
 # A key of the entry that says the same as these keys of the recipe in another way.
@@ -29,9 +29,12 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     `env` and `metadata` are merged, and its `extra_args` follow the recipe's. Each key keeps its place.
     """
     path: yaml_file.Path = ("models", name)
-    entry: Map = document.values["models"][name]
-    for key, message in contradictions(entry):
-        document.problems.append(document.place((*path, key)).problem(f"models.{name}.{message}", key=(*path, key)))
+    written: Map = document.values["models"][name]
+    entry, both = with_flags_as_keys(written)
+    for key in both:
+        message = f"models.{name}.{key} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
+        document.problems.append(places_in(written).get(key, Location()).problem(message, key=(*path, key)))
+    document.values["models"][name] = entry
     if not isinstance(entry.get("recipe"), str):
         return
     file, problems = book.read(entry["recipe"])
@@ -43,9 +46,10 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
         entry.setdefault("model", "unknown/unknown")  # so that the model is not said to be missing, too
         return
     replaced = {other for key, value in entry.items() if value is not None for other in _INSTEAD_OF.get(key, ())}
-    settings = {key: value for key, value in file.settings.items() if key not in replaced or key in entry}
     places = {"model": file.document.place(("model",)), **places_in(file.document.values.get("settings"))}
-    merged = entry.over(Map({"model": file.recipe.model, **settings}, places))
+    recipe, _ = with_flags_as_keys(Map({"model": file.recipe.model, **file.settings}, places))
+    settings = Map({key: value for key, value in recipe.items() if key not in replaced or key in entry}, recipe.places)
+    merged = entry.over(settings)
     for key in ("env", "metadata"):
         below, own = settings.get(key), entry.get(key)
         if isinstance(own, list) and all(isinstance(item, str) for item in own):

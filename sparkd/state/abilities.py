@@ -1,4 +1,4 @@
-"""Owns the abilities of a model, as values: tasks by its architecture, routes by its engine. Never reads a file."""
+"""Describes what a model can do: tasks by its architecture, routes by its engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
 
 @dataclass(frozen=True, slots=True)
 class RequestNeeds:
-    """A request's need: the path at the engine and the task behind it. The task is None if every model has the path. tools: the model is
-    given functions that it may call."""
+    """The needs of a request.
+
+    path: at the engine
+    task: behind the path; None if every model has the path
+    tools: the model is given functions that it may call
+    """
 
     path: str
     task: str | None
@@ -19,7 +23,12 @@ class RequestNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """None is not known. tasks: of GENERATE, POOL and TRANSCRIBE; routes: the paths that its engine has; max_model_len: tokens."""
+    """None is not known.
+
+    tasks: of GENERATE, POOL and TRANSCRIBE
+    routes: the paths that its engine has
+    max_model_len: tokens
+    """
 
     tasks: frozenset[str] | None = None
     routes: frozenset[str] | None = None

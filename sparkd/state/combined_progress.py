@@ -1,4 +1,4 @@
-"""Owns how far a model is whose ranks each tell of themselves: one progress for all. Never reads a log."""
+"""Combines the progress of a model's ranks into one."""
 
 from __future__ import annotations
 

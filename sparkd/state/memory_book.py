@@ -11,7 +11,11 @@ Held = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A model asked for this when there was no room for it: whole GiB on each of so many nodes. only: the one node it can be on."""
+    """A model asked for this when there was no room for it.
+
+    gib: whole GiB on each of so many nodes
+    only: the one node it can be on
+    """
 
     gib: int
     nodes: int = 1

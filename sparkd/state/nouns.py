@@ -63,8 +63,11 @@ def check_step(old: ModelState, new: ModelState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The desired state of one model. `generation` grows with every change. `by`: its origin: config, admin, request, ttl, or retry: an
-    admin whose request has failed since and who has seen the failure."""
+    """The desired state of one model.
+
+    generation: grows with every change
+    by: its origin: config, admin, request, ttl, or retry: an admin whose request has failed since and who has seen the failure
+    """
 
     model: str
     want: Want
@@ -77,11 +80,14 @@ class Desired:
 class RankHandle:
     """Enough to find one rank again after everything else was restarted. The admin API shows it, but for the path of its key.
 
-    pid is the rank's shim, start_ticks its start time in clock ticks since boot (field 22 of /proc/PID/stat), boot_id the
-    kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
-    world: how many ranks its model has. attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone.
-    memory_gib: what was reserved for it on its node; 0 where an earlier release started it. parsers: the fields of a
-    sparkd.vllm.parsers.Parsers; None where an earlier release started it, or it is no vLLM.
+    pid: the rank's shim. Together with the next two it names one process for ever
+    start_ticks: its start time in clock ticks since boot (field 22 of /proc/PID/stat)
+    boot_id: the kernel's
+    socket_path: set where the rank listens on a Unix socket, else host and port
+    world: how many ranks its model has
+    attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone
+    memory_gib: what was reserved for it on its node; 0 where an earlier release started it
+    parsers: the fields of a sparkd.vllm.parsers.Parsers; None where an earlier release started it, or it is no vLLM
     """
 
     rank_id: str
@@ -159,10 +165,13 @@ class Progress:
 class RankFact:
     """An agent's observation of one rank: a handle, whether its processes live, and how it ended.
 
-    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. deaf: its server was up, and its socket's file
-    has been removed, so no request can reach it. cpu_s: CPU seconds of all its processes. cause_age_s: for how long its log or its
-    loader has named an error, by its node's own clock: comparable between nodes, whatever their clocks say.
-    killed: the guard's sentence, where it was the guard. host_bytes: anonymous memory; device_bytes: as nvidia-smi says.
+    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer
+    deaf: its server was up, and its socket's file has been removed, so no request can reach it
+    cpu_s: CPU seconds of all its processes
+    cause_age_s: for how long its log or its loader has named an error, by its node's own clock: comparable between nodes
+    killed: the guard's sentence, where it was the guard
+    host_bytes: anonymous memory
+    device_bytes: as nvidia-smi says
     """
 
     handle: RankHandle
@@ -183,13 +192,18 @@ class RankFact:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at a node's memory, bytes; at_s is the node's wall clock, age_s how old it was when it came in.
+    """One look at a node's memory, bytes.
 
-    unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
-    guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
-    critical, and why. guarded: whether a guard watches that kills where it must; None where none is to, or of an agent that does not
-    say. gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values. gpu_throttled: what holds the GPU's clock down
-    (workers.guard.gpu_meter), empty where nothing does.
+    at_s: the node's wall clock
+    age_s: how old it was when it came in
+    unaccounted_bytes: what no line of /proc/meminfo has, so the driver's
+    slope_bytes_per_s: of MemAvailable in the last second
+    floor_in_s: until the guard's floor at that pace, None where memory does not go
+    scanned_per_s, swapped_per_s: pages
+    level: ok, tight, pressed or critical
+    guarded: whether a guard watches that kills where it must; None where none is to, or of an agent that does not say
+    gpu_at_s: the node's wall clock when nvidia-smi printed the GPU's values
+    gpu_throttled: what holds the GPU's clock down (workers.guard.gpu_meter), empty where nothing does
     """
 
     node_id: str = field(metadata=AS_NODE)

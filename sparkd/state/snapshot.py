@@ -1,4 +1,4 @@
-"""The frozen picture of everything that the supervisor hands out. Never changes after it was made, never reaches back."""
+"""Holds the frozen picture of everything that the supervisor hands out."""
 
 from __future__ import annotations
 
@@ -94,9 +94,11 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at one moment. `settled` is true once the first reading, the adoption scan and the configuration were in.
+    """Everything at one moment.
 
-    engines: the memory of those that live; returning_bytes: by node, memory of engines that ended which has not come back.
+    settled: true once the first reading, the adoption scan and the configuration were in
+    engines: the memory of those that live
+    returning_bytes: by node, memory of engines that ended which has not come back
     """
 
     at_s: float

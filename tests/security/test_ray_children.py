@@ -19,10 +19,10 @@ from workers.host.interpreter import PACKAGE_DIR
 CANARY = b"canary-of-the-daemon"
 DRIVER = """
 import asyncio, os, sys
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 
 async def main(address, folder):
-    link = RayLink(os.environ, lambda node_ip: (f"{folder}/ranks", f"{folder}/log", 0.5))
+    link = RayConnection(os.environ, lambda node_ip: (f"{folder}/ranks", f"{folder}/log", 0.5))
     await link.connect(address, "127.0.0.1")
     print(await link.call("127.0.0.1", lambda agent: agent.pid.remote(), 300.0), flush=True)
     await link.disconnect()

@@ -24,7 +24,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import Launcher
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.cluster.placer import Placer
-from sparkd.cluster.ray_connection import RayLink
+from sparkd.cluster.ray_connection import RayConnection
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import Daemon
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     alone()
     boundary.PAUSE_S = 0.2
     random_fault = _at_random(Path(os.environ["FAULTS_FILE"]))
-    for seam in (Cluster, Launcher, Placer, ModelFiles, RayLink, StoredWishes, StoredRanks, History):
+    for seam in (Cluster, Launcher, Placer, ModelFiles, RayConnection, StoredWishes, StoredRanks, History):
         for one in public(seam):
             if one not in NOT_OF_THE_LOOP:
                 wrap(seam, one, random_fault)

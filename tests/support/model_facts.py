@@ -14,7 +14,7 @@ from sparkd.state.nouns import Desired, Want
 NOW_S = 1000.0
 _SINCE = {"halted_s": "halted_since_s", "deaf_s": "deaf_since_s", "still_s": "moved_at_s", "silent_s": "told_at_s"}
 _OF_OBSERVED = {"ranks": "current", "unseen": "unseen", "dark_s": "dark_s", "no_raylet": "no_raylet"}
-_OF_ATTEMPT = {"rank_id": "rank_id", "world": "world", "attempt_since_s": "since_s"}
+_OF_ATTEMPT = {"rank_id": "rank_id", "attempt_since_s": "since_s"}
 _OF_QUEUE = ("in_flight", "last_used_s", "asked_since_s")
 _OF_RECORD = {"config_hash": "hash", "state_since_s": "since_s"} | {
     name: name for name in ("name", "state", "busy", "last_asked_s", "backoff_until_s", "lost_load_s")
@@ -52,6 +52,8 @@ def changed(facts: ModelFacts, **changes: Any) -> ModelFacts:
             setattr(record.observed, _SINCE[name], NOW_S - value)
         elif name in _OF_OBSERVED:
             setattr(record.observed, _OF_OBSERVED[name], value)
+        elif name == "world":
+            record.attempt = replace(record.attempt, nodes=("n", "o")[:value])
         elif name in _OF_ATTEMPT:
             record.attempt = replace(record.attempt, **{_OF_ATTEMPT[name]: value})
         elif name in _OF_QUEUE:

@@ -1,4 +1,4 @@
-"""Owns the memory limits of this process's control groups (version 2), and what they leave. Never sets one.
+"""Reads the memory limits of this process's control groups (version 2), and what they leave.
 
 Documentation/admin-guide/cgroup-v2.rst.
 """

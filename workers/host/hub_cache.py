@@ -1,4 +1,4 @@
-"""Owns the paths of models in the hub's local cache. Never fetches anything, never looks into a model's folder."""
+"""Finds the paths of models in the hub's local cache."""
 
 from __future__ import annotations
 

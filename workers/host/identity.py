@@ -1,5 +1,4 @@
-"""Owns the identity of a node's software and model files: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine,
-never reads a whole weight."""
+"""Identifies a node's software and model files: vLLM's release, the plugin's build, the checkpoint's files."""
 
 from __future__ import annotations
 

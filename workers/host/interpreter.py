@@ -1,4 +1,4 @@
-"""Owns how sparkd starts a Python: it imports nothing from the working folder and inherits only a list of environment variables.
+"""Starts a Python for sparkd: it imports nothing from the working folder and inherits only a list of environment variables.
 
 A variable that is not on the list may hold a secret that only `${env.NAME}` in sparkd.yaml reads. /proc/PID/environ shows a process's
 environment to every process of the same user, so such a variable must stay in the one process that reads it.

@@ -1,4 +1,4 @@
-"""Owns the folder from which a foreign interpreter imports the plugin's two packages, and no other package of sparkd's environment."""
+"""Makes the folder from which a foreign interpreter imports the plugin's two packages, and no other of sparkd's environment."""
 
 from __future__ import annotations
 

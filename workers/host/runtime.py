@@ -1,5 +1,4 @@
-"""Owns the facts of a Python interpreter: its vLLM's version, its platform, and the module that starts vLLM. Never imports torch or
-vllm."""
+"""Probes a Python interpreter: its vLLM's version, its platform, and the module that starts vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the value that tells an engine which commits' code it may run. Never reads a file."""
+"""Writes and reads the value that tells an engine which commits' code it may run."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
@@ -108,9 +109,10 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
         raise AssertionError("a rank alone asks for no cables")
 
     need = requirement_of(pinned(spec, config), config, facts(), FREE / GIB, FREE / GIB, ways)
+    parsed, _ = with_parsers(need.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
-    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
+    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, parsed, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster.compatibility import difference, team_of
+from sparkd.cluster.compatibility import compatible_nodes, first_mismatch
 from sparkd.errors import AgentLost, DoesNotFit, RankError, SparkdError
 from sparkd.fabric.fabric_nodes import FabricNodes
 from tests.support.fabric_tree import readings
@@ -38,13 +38,13 @@ def without(name: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_differs_is_told_with_the_values(there: dict[str, Any], told: list[str]) -> None:
-    found = difference({A: ALIKE, B: ALIKE | there, C: ALIKE})
+    found = first_mismatch({A: ALIKE, B: ALIKE | there, C: ALIKE})
 
     assert (found is not None, lacking(found, *told)) == (bool(told), [])
 
 
 def test_a_model_that_is_on_no_node_yet_is_alike_on_all() -> None:
-    assert difference({A: ALIKE | {"files": None}, B: ALIKE | {"files": None}}) is None
+    assert first_mismatch({A: ALIKE | {"files": None}, B: ALIKE | {"files": None}}) is None
 
 
 async def team(scenario: str, size: int = 2, nodes: tuple[str, ...] = (A, B), **there: Any) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ async def team(scenario: str, size: int = 2, nodes: tuple[str, ...] = (A, B), **
             raise AgentLost("B is lost.")
         return ALIKE | there if node == B else ALIKE
 
-    return await team_of("m", size, nodes, FabricNodes(read), identify, rdma=True)
+    return await compatible_nodes("m", size, nodes, FabricNodes(read), identify, rdma=True)
 
 
 async def test_the_first_nodes_with_a_rail_between_each_two_share_it() -> None:
@@ -124,7 +124,7 @@ def test_a_copy_of_a_model_is_the_same_and_another_header_is_not(tmp_path: Path)
     assert (a["vllm"], a["platform"]) == ("0.32.0 of python", "cpu")
     assert (a["plugin"], len(a["plugin"]), len(a["files"]["old.bin"][1])) == (plugin(), 12, 12)
     (second / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"F32", b"I32") + b"abcd")
-    assert "model.safetensors differs" in (difference({A: a, B: identity("python", str(second), None, {})}) or "")
+    assert "model.safetensors differs" in (first_mismatch({A: a, B: identity("python", str(second), None, {})}) or "")
 
 
 @pytest.mark.usefixtures("_runtime")
@@ -139,7 +139,7 @@ def test_another_training_of_the_same_shapes_is_another_model(name: str, tmp_pat
         (tmp_path / node / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
         found[node] = identity("python", str(tmp_path / node), None, {})
 
-    assert f"{name} differs" in (difference(found) or "")
+    assert f"{name} differs" in (first_mismatch(found) or "")
 
 
 @pytest.mark.usefixtures("_runtime")

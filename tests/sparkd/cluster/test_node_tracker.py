@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.cluster.node_tracker import NODE_GRACE_S, NodeTracker, machine_of, told_of, told_of_strangers
+from sparkd.cluster.node_tracker import NODE_GRACE_S, NodeTracker, machine_of, missing_condition, unusable_condition
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers
 from sparkd.state.nouns import Machine
 from sparkd.state.snapshot import NodeView
@@ -45,9 +45,9 @@ def test_a_missing_node_is_shown_as_it_was_but_without_a_reading() -> None:
     (missing,) = sight.look(nodes("a"), could_look=True, now_s=1)
 
     assert (missing.unified_memory_gib, missing.agent, missing.reading) == (100.0, False, None)
-    condition = told_of([missing])
+    condition = missing_condition([missing])
     assert condition is not None and (condition.reason, condition.node) == ("NodeUnseen", "b")
-    assert told_of([]) is None
+    assert missing_condition([]) is None
 
 
 def test_a_node_where_an_earlier_daemon_left_ranks_is_missing_until_it_is_seen() -> None:
@@ -76,7 +76,7 @@ def nodes(*names: str) -> list[NodeView]:
 def test_nodes_that_cannot_be_used_as_they_are(
     unmet: dict[str, ClusterError], ahead_s: dict[str, float], reason: str | None, number: str
 ) -> None:
-    found = told_of_strangers(unmet, ahead_s)
+    found = unusable_condition(unmet, ahead_s)
 
     assert (found and (found.reason, found.node)) == (reason and (reason, "b"))
     assert number in (found.message if found else "")

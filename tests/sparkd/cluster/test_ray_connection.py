@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sparkd import __version__
-from sparkd.cluster.ray_connection import OTHER_CODE_S, Code, RayLink, code_here
+from sparkd.cluster.ray_connection import OTHER_CODE_S, RayConnection
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RankError, RayUnavailable
 from tests.support.daemon_process import ROOT, alive
 from tests.support.fakes import FakeClock
@@ -25,8 +24,8 @@ from workers.agent.version import VERSION
 
 LEAVES_WHILE_CONNECTING = """
 import os, threading
-from sparkd.cluster.ray_connection import RayLink
-RayLink({}, lambda node_ip: ("/run", "/log", 1.0))._ray()
+from sparkd.cluster.ray_connection import RayConnection
+RayConnection({}, lambda node_ip: ("/run", "/log", 1.0))._ray()
 from ray._private import worker
 held = threading.Event()
 def connect():
@@ -73,7 +72,7 @@ def test_a_driver_whose_parent_is_process_1_outlives_its_ray_and_joins_the_next(
 
 
 async def test_who_never_joined_has_nothing_to_leave() -> None:
-    link = RayLink({}, lambda node_ip: ("/run", "/log", 1.0))
+    link = RayConnection({}, lambda node_ip: ("/run", "/log", 1.0))
     await link.disconnect()
 
     assert not link.connected
@@ -92,7 +91,7 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
 async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: type[ClusterError], words: str) -> None:
     from ray.exceptions import RayTaskError
 
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     link._agents["n"] = "id", object()
 
     async def fail(agent: object) -> None:
@@ -112,7 +111,7 @@ async def test_whatever_ray_raises_while_it_is_joined_is_a_named_error(
     def fail(*_: object) -> object:
         raise raised
 
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **_: None, shutdown=fail))
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
@@ -136,7 +135,7 @@ async def test_a_ray_without_the_private_members_is_named(member: str, monkeypat
                 self._serialize = bytes
 
     joined: list[object] = []
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr("ray.job_config.JobConfig", JobConfig)
     monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **given: joined.append(given)))
     with pytest.raises(RayUnavailable, match=member):
@@ -163,7 +162,7 @@ class Actor:
 
 
 async def test_a_node_whose_folders_are_refused_is_not_met_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, actor = RayLink({}, lambda node_ip: ()), Actor()
+    link, actor = RayConnection({}, lambda node_ip: ()), Actor()
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: actor)
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
@@ -193,66 +192,41 @@ class OtherActor:
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    clock, codes, starts = FakeClock(), [Code("0.0.9", "1", "/opt/other"), Code("0.0.9", "1", "/opt/other")], list[str]()
-    link = RayLink({}, lambda node_ip: ())
+    clock, starts = FakeClock(), list[str]()
+    link = RayConnection({}, lambda node_ip: ())
+    link._labels = {"n": {"sparkd-version": "0.0.9", "sparkd-agent": "1"}}
 
     def start(node_ip: str, node_id: str) -> OtherActor:
         starts.append(node_id)
-        return OtherActor("1" if codes else VERSION, dies=dies)
+        return OtherActor("1", dies=dies)
 
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", start)
     monkeypatch.setattr(link, "_replace_agent", lambda agent, node_ip, node_id: agent)
-    monkeypatch.setattr(link, "_code_of", lambda node_id: codes.pop())
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     monkeypatch.setattr("sparkd.cluster.ray_connection.time.monotonic", clock)
 
     assert (await link.refresh(), link.nodes(), starts) == (set(), [], ["id"])
     assert type(link.unmet["n"]) is CodeDiffers
-    assert {"n", "0.0.9", "1,", VERSION, "`/opt/other/bin/pip"} <= {word.strip(":") for word in link.unmet["n"].message.split()}
+    assert {"n", "0.0.9", "1,", VERSION, "`pip"} <= {word.strip(":") for word in link.unmet["n"].message.split()}
+    first = link.unmet["n"]
     assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id"]), "not looked at for a while"
+    assert link.unmet["n"] is not first, "an error that was raised once is not raised again"
     clock.now_s += OTHER_CODE_S
     assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id", "id"])
 
 
 async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: OtherActor(VERSION, dies=True))
-    monkeypatch.setattr(link, "_code_of", lambda node_id: Code(__version__, VERSION, "/opt/sparkd"))
+    link._labels = {"n": {"sparkd-version": __version__, "sparkd-agent": VERSION}}
     monkeypatch.setattr("sparkd.cluster.ray_connection._knock", lambda address: None)
     assert (await link.refresh(), type(link.unmet["n"])) == (set(), AgentLost)
 
 
-TELLS_ITS_CODE = """
-import pathlib, pickle, sys
-function = pickle.loads(pathlib.Path("function").read_bytes())
-for folder in ("installed", "bare"):
-    sys.path[0] = folder
-    for name in [*sys.modules]:
-        if name.partition(".")[0] in ("sparkd", "workers"):
-            del sys.modules[name]
-    print(function())
-"""
-
-
-def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path) -> None:
-    """The function arrives there as Ray sends it; the code there, which may have no such names, has no such function."""
-    from ray import cloudpickle
-
-    for package, module, text in (("sparkd", "__init__", '__version__ = "0.0.9"'), ("workers", "agent", 'VERSION = "1"')):
-        for folder in ("installed", "bare"):
-            (tmp_path / folder / package).mkdir(parents=True)
-            (tmp_path / folder / package / "__init__.py").touch()
-            (tmp_path / folder / package / f"{module}.py").write_text(text if folder == "installed" else "")
-    (tmp_path / "function").write_bytes(cloudpickle.dumps(code_here))
-    words = [sys.executable, "-c", TELLS_ITS_CODE]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S, check=True)
-    assert done.stdout.splitlines() == [str(("0.0.9", "1", sys.prefix)), str(("none", "none", sys.prefix))]
-
-
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:
-    link = RayLink({}, lambda node_ip: ())
+    link = RayConnection({}, lambda node_ip: ())
     with pytest.raises(AgentLost) as unsent:
         await link.call("n", lambda agent: agent.nothing(), HUNG_S)
     link._agents["n"] = "id", object()

@@ -27,6 +27,7 @@ from sparkd.errors import RayUnavailable
 from tests.support.daemon_process import alive
 from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, until
+from workers.agent.version import VERSION
 from workers.host.node_variables import NODE_LINKS
 from workers.host.processes import boot_id, descendants, table
 
@@ -84,7 +85,7 @@ def test_the_command_of_a_head(folder: Path) -> None:
     assert set(command[5:]) == {
         *("--head", "--port=6380", "--include-dashboard=false", "--no-monitor", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray"),
         *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=1"),
-        f"--labels=sparkd-version={__version__}",
+        f"--labels=sparkd-version={__version__},sparkd-agent={VERSION}",
         *("--include-log-monitor=false", "--disable-usage-stats", "--log-color=false"),
     }
 

@@ -13,7 +13,6 @@ from sparkd.errors import ConfigError
 
 BOTH: list[tuple[str, Any, list[str]]] = [
     ("max_model_len", "8K", ["--max-model-len=8192"]), ("enforce_eager", True, ["--no-enforce-eager"]),
-    ("sampling", {"temperature": 0.5}, ["--override-generation-config", '{"temperature":0.7}']),
 ]  # fmt: skip
 
 

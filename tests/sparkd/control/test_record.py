@@ -30,7 +30,7 @@ def test_each_value_of_a_record_has_one_writer() -> None:
 def test_nothing_of_an_attempt_lives_on_in_the_next() -> None:
     record = Record("m", Desired("m", Want.RUNNING, 1, "admin", 0.0), 0.0, 0.0)
     record.hash = "h"
-    ended = replace(record.attempt, rank_id="m-1", nodes=("n", "o"), world=2, memory_gib=4.0, adopted=True, load_s=9.0)
+    ended = replace(record.attempt, rank_id="m-1", nodes=("n", "o"), memory_gib=4.0, adopted=True, load_s=9.0)
     record.attempt = ended
     record.fail("RankDied", "It died.", 10.0, lasts=True, client_message="It failed.")
 

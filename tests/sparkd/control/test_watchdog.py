@@ -33,7 +33,7 @@ class Scene:
         self.clock = FakeClock()
         self.page: str | None = page(1)
         self.record = Record("m", Desired("m", Want.RUNNING, 1, "test", 0.0), 0.0, 0.0)
-        self.record.state, self.record.attempt = ModelState.READY, Attempt(0.0, rank_id="r1", world=2)
+        self.record.state, self.record.attempt = ModelState.READY, Attempt(0.0, rank_id="r1", nodes=("n", "o"))
         self.record.upstream, self.record.queue.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
@@ -43,7 +43,7 @@ class Scene:
         self.way.set()
         # What the engine says to a question; None: nothing, for as long as it is waited for.
         self.answer: Callable[[], None] | None = lambda: None
-        self.pulse = Watchdog(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
+        self.watchdog = Watchdog(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
 
     async def ask(self, model: str, timeout_s: float) -> None:
         self.asked.append(self.clock())
@@ -67,10 +67,10 @@ class Scene:
         for name, value in changes.items():
             setattr(self, name, value)
         self.clock.now_s += seconds
-        self.pulse.look([self.record], self.readings)
+        self.watchdog.look([self.record], self.readings)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        return self.pulse.frozen(self.record)
+        return self.watchdog.frozen(self.record)
 
 
 def page(tokens: int, running: int = 1) -> str:
@@ -116,7 +116,7 @@ def refuse() -> None:
 async def test_what_has_nothing_in_hand_is_asked_a_question_and_lives_if_it_answers(answer: Callable[[], None], world: int) -> None:
     """Its client may be slow to take what was said long ago."""
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = answer
     question_s = ALONE.question_s if world == 1 else TEAM.question_s
     await scene.after(0, page=IDLE_PAGE)
@@ -137,7 +137,7 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     world: int, question_s: float, answer_s: float, idle_s: float
 ) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     if world == 1:
@@ -153,42 +153,42 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
 @pytest.mark.parametrize(("world", "looks"), [(2, 1), (1, 1 + round(ALONE.question_s / ALONE.ask_every_s))])
 async def test_while_its_question_is_not_answered_it_is_doubted(world: int, looks: int) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=world)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n", "o")[:world])
     scene.answer = None
     await scene.after(0, page=IDLE_PAGE)
     for _ in range(looks):
         assert scene.asked == []
-        assert scene.pulse.doubt(scene.record) is None
+        assert scene.watchdog.doubt(scene.record) is None
         assert await scene.after(ALONE.ask_every_s) is None
     assert scene.asked
     assert await scene.after(1) is None
-    silent_s = scene.clock() - scene.pulse._beats["m"].at_s
-    assert silent_s > TEAM.question_s and lacking(scene.pulse.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []
+    silent_s = scene.clock() - scene.watchdog._beats["m"].at_s
+    assert silent_s > TEAM.question_s and lacking(scene.watchdog.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []
     # A step, and it is doubted no more.
     await scene.after(ALONE.ask_every_s, page=page(2, running=0))
-    assert scene.pulse.doubt(scene.record) is None
+    assert scene.watchdog.doubt(scene.record) is None
 
 
 async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)
     await scene.after(TEAM.question_s)
-    assert len(scene.asked) == 1 and scene.pulse.doubt(scene.record) is None
+    assert len(scene.asked) == 1 and scene.watchdog.doubt(scene.record) is None
     scene.answer = None
     await scene.after(TEAM.question_s)
-    assert len(scene.asked) == 2 and scene.pulse.doubt(scene.record) is not None
+    assert len(scene.asked) == 2 and scene.watchdog.doubt(scene.record) is not None
     scene.record.state = ModelState.STOPPING
-    assert scene.pulse.doubt(scene.record) is None
+    assert scene.watchdog.doubt(scene.record) is None
 
 
 async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
-        record, pulse = made.supervisor.registry.find("m"), made.supervisor._watchdog
+        record, watchdog = made.supervisor.registry.find("m"), made.supervisor._watchdog
         assert made.supervisor.snapshot().models["m"].doubt is None
         record.queue.in_flight = 1
-        pulse.look([record])
-        pulse._idle["m"] = made.clock() - 2
+        watchdog.look([record])
+        watchdog._beats["m"].question_at_s = made.clock() - 2
         assert str(made.supervisor.snapshot().models["m"].doubt).endswith(" for 2 s.")
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick()
@@ -220,7 +220,7 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
 
 async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.record.queue.in_flight, scene.record.queue.unanswered = 0, True
     await scene.after(0, page=None)
     assert await scene.after(1000) is None
@@ -292,8 +292,8 @@ async def test_while_the_daemon_itself_is_held_no_engine_stands_still() -> None:
     await scene.after(1)
     scene.clock.now_s += 10 * TEAM.busy_s
     scene.page = page(5000)
-    scene.pulse.look([scene.record])
-    assert scene.pulse.frozen(scene.record) is None, "nobody has looked yet"
+    scene.watchdog.look([scene.record])
+    assert scene.watchdog.frozen(scene.record) is None, "nobody has looked yet"
     assert await scene.after(1) is None
     assert await scene.after(TEAM.idle_s) is not None
 
@@ -310,7 +310,7 @@ async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> Non
 
 async def test_no_counter_of_an_engine_on_one_node_is_read_for_a_request_that_is_answered_within_seconds() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1)
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     for _ in range(2):
         scene.record.queue.in_flight = 1
         await scene.after(0)
@@ -346,7 +346,7 @@ async def test_its_first_question_is_the_supervisors() -> None:
 )
 async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float | None, cpu_share: float, after_s: float) -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
     await scene.after(0)
     await scene.after(ALONE.ask_every_s)
@@ -359,11 +359,11 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
 
 async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
     scene = Scene()
-    scene.record.attempt = replace(scene.record.attempt, world=1, nodes=("n",))
+    scene.record.attempt = replace(scene.record.attempt, nodes=("n",))
     scene.readings = {"n": replace(READING, device_trouble="nvidia-smi did not answer within 4 s"), "o": READING}
-    assert scene.pulse.conditions == ()
+    assert scene.watchdog.conditions == ()
     await scene.after(0)
-    assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GpuSilent", "n")]
+    assert [(one.reason, one.node) for one in scene.watchdog.conditions] == [("GpuSilent", "n")]
     await scene.after(ALONE.ask_every_s)
     assert await scene.after(ALONE.idle_s) is not None, "the ranks' own idleness still counts"
 
@@ -372,7 +372,7 @@ async def test_a_node_that_no_guard_watches_is_said_to() -> None:
     scene = Scene()
     scene.readings = {node: replace(READING, guarded=guarded) for node, guarded in (("n", False), ("o", True), ("p", None))}
     await scene.after(0)
-    assert [(one.reason, one.node) for one in scene.pulse.conditions] == [("GuardAbsent", "n")]
+    assert [(one.reason, one.node) for one in scene.watchdog.conditions] == [("GuardAbsent", "n")]
 
 
 async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:

@@ -220,10 +220,10 @@ async def test_a_ready_model_that_was_added_takes_no_entry_that_its_files_refuse
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
-        made.supervisor.tell_refused("sparkd.yaml:3: modles is unknown.")
+        made.supervisor.note_refused("sparkd.yaml:3: modles is unknown.")
         (condition,) = made.supervisor.snapshot().conditions
         assert condition.reason == "ConfigRefused" and "sparkd.yaml:3: modles is unknown." in condition.message
-        made.supervisor.tell_refused(None)
+        made.supervisor.note_refused(None)
         assert made.supervisor.snapshot().conditions == ()
         assert [(event.kind, event.model) for event in made.store.history.events()] == [("config", None)]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.cluster.read_memory import reading
+from sparkd.cluster.node_tracker import reading
 from sparkd.errors import NodeRefused, RankError
 from sparkd.state.nouns import RankHandle
 from tests.stub import stub_engine

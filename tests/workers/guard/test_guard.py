@@ -25,8 +25,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
-from sparkd.cluster.node_tracker import Observation, facts_of
-from sparkd.cluster.read_memory import reading
+from sparkd.cluster.node_tracker import Observation, facts_of, reading
 from sparkd.config.config import ModelConfig
 from sparkd.control.record import Attempt
 from sparkd.control.views import guard_hints

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.cluster.read_memory import reading
+from sparkd.cluster.node_tracker import reading
 from sparkd.state.nouns import Reading
 from workers.host.meminfo import mem_total_bytes, parse_meminfo, parse_pressure, sample
 
