@@ -334,11 +334,12 @@ def it_needs(args: EngineArgs, known: Footprint) -> str:
     if is_larger and args.cache_words:
         what = f"as its entry sets it ({args.cache_words})"
     rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
-    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
-    total, (weights, cache, batch, processes) = _adding_up(sizes)
+    total, sizes = _adding_up((known.parts["weights"], known.least - known.fixed, rest, known.parts["processes"], known.upper_bytes))
+    weights, cache, batch, processes, reserve = sizes
     held = " and what CUDA holds" if known.parts["context"] else ""
+    guess = "" if reserve == gib(0) else f", reserve for an uncertain estimate {reserve}"
     largest = f"{batch} for the largest batch{held}"
-    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
+    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}{guess}"
 
 
 def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
