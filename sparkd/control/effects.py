@@ -205,7 +205,7 @@ class Effects:
         if not record.attempt.adopted:
             metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
-        self._queue.open(record)
+        record.queue.open(self._clock())
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
             self._spawn(self._prove(record, handles), f"transport {record.name}")
@@ -232,7 +232,7 @@ class Effects:
         """Make a model READY again that was requested while it drained."""
         self.move(record, ModelState.READY)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
-        self._queue.open(record)
+        record.queue.open(self._clock())
 
     def mark_stopped(self, record: Record) -> None:
         message = "All of its processes have ended."
