@@ -1,37 +1,44 @@
-"""Owns what kinds of machine there are to plan for: memory, bandwidths, what the system itself takes. Never looks at this machine."""
+"""Kinds of machine to plan for: memory, bandwidths, what the system itself takes. This machine is not looked at."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from sparkd.errors import ConfigError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from sparkd.errors import ConfigError, clause
 from sparkd.units import GIB
 
+_Bytes = Annotated[int, Field(ge=0)]
+_Rate = Annotated[float, Field(gt=0)] | None
 # On unified memory: 16 to 22 compilers at once have frozen nodes (logs of owners), and every one takes from the engine.
 JIT_CAPS = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One node. Bytes and bytes a second; unified: the device's memory is the host's. link_*: between two nodes, one way.
+    """One node. Sizes are bytes, rates bytes a second; a rate that is None is not known.
 
-    system_bytes: what the operating system and its services hold. platform: cuda or cpu. A rate that is None is not known.
+    unified: whether the device's memory is the host's.
+    system_bytes: held by the operating system and its services.
+    link_*: between two nodes, one way.
     learned: the rates that a bench measured on this node, by name.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
-    memory_bytes: int
+    memory_bytes: _Bytes
     unified: bool
-    system_bytes: int
-    bandwidth_bytes_s: float | None
-    disk_bytes_s: float | None
-    link_bytes_s: float | None
-    link_latency_s: float | None
-    platform: str = "cuda"
+    system_bytes: _Bytes
+    bandwidth_bytes_s: _Rate
+    disk_bytes_s: _Rate
+    link_bytes_s: _Rate
+    link_latency_s: _Rate
+    platform: Annotated[str, Field(pattern="^(cuda|cpu)$")] = "cuda"
     learned: tuple[str, ...] = ()
 
 
@@ -46,6 +53,12 @@ KNOWN = {one.name: one for one in (SPARK, H200)}
 UNKNOWN_RATES: Mapping[str, Any] = dict.fromkeys(("bandwidth_bytes_s", "disk_bytes_s", "link_bytes_s", "link_latency_s"))
 
 
+def machine(platform: str, memory_bytes: int, system_bytes: int) -> Hardware:
+    """A node that is none of the known ones: on a GPU with a Spark's bandwidths."""
+    node = replace(SPARK, name="node", memory_bytes=memory_bytes, system_bytes=system_bytes, platform=platform)
+    return replace(node, **UNKNOWN_RATES) if platform == "cpu" else node
+
+
 def hardware_of(text: str) -> Hardware:
     """`spark`, `h200`, or a YAML file with the fields of `Hardware`; what it leaves out is a Spark's, but for the rates of a CPU, which are
     not known then. Raises ConfigError."""
@@ -55,28 +68,17 @@ def hardware_of(text: str) -> Hardware:
     if not path.is_file():
         raise ConfigError(f"--hardware {text}: neither {' nor '.join(KNOWN)} nor a file; name one of them.", param="hardware")
     stated = _read(path)
-    names = {field.name: field.type for field in fields(Hardware) if field.name != "learned"}
-    if unknown := sorted(set(map(str, stated)) - names.keys()):
-        raise ConfigError(f"{path}: the key {unknown[0]!r} is not known; {', '.join(names)} are.", param="hardware")
-    values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}
-    values |= UNKNOWN_RATES if stated.get("platform") == "cpu" else {}
-    for name, value in stated.items():
-        kind = type(getattr(SPARK, name))
-        if not _is_a(kind, value) or (name == "platform" and value not in ("cuda", "cpu")):
-            raise ConfigError(f"{path}: {name} must be {_WORDS[kind]}, not {value!r}.", param="hardware")
-        values[name] = kind(value)
-    if values["system_bytes"] >= values["memory_bytes"]:
-        problem = f"system_bytes {values['system_bytes']} leaves nothing of memory_bytes {values['memory_bytes']}; correct them"
+    rates = UNKNOWN_RATES if stated.get("platform") == "cpu" else {}
+    try:
+        hardware = TypeAdapter(Hardware).validate_python({**asdict(SPARK), **rates, "name": path.stem, **stated})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {clause(first['msg'])}"
+        raise ConfigError(f"{path}: {reason}. Known keys: {', '.join(asdict(SPARK))}.", param="hardware") from None
+    if hardware.system_bytes >= hardware.memory_bytes:
+        problem = f"system_bytes {hardware.system_bytes} leaves nothing of memory_bytes {hardware.memory_bytes}; correct them"
         raise ConfigError(f"{path}: {problem}.", param="hardware")
-    return Hardware(**values)
-
-
-def _is_a(expected: type, value: object) -> bool:
-    if expected not in (int, float):
-        return isinstance(value, expected)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return False
-    return value >= 0 and value == int(value) if expected is int else value > 0
+    return hardware
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -92,6 +94,3 @@ def _read(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a map with memory_bytes and the like is expected.", param="hardware")
     return values
-
-
-_WORDS = {int: "a whole number", float: "a number above 0", bool: "true or false", str: "a word (platform: cuda or cpu)"}

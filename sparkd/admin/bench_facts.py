@@ -22,7 +22,7 @@ from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
 from sparkd.config.quantize import recipe
 from sparkd.control.registry import Registry
-from sparkd.errors import BadRequest, ConfigError, UnknownModel
+from sparkd.errors import BadRequest, ConfigError
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.snapshot import Snapshot
 from sparkd.vllm.installed import full_version_in
@@ -55,10 +55,8 @@ class Benched:
 
 def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
     """Raises UnknownModel. Blocks."""
-    record = registry.find(name, configured=True)
-    spec, engine, view = record.spec, registry.config.engine, snapshot.models.get(record.name)
-    if spec is None or view is None:
-        raise UnknownModel(name, list(snapshot.models))
+    spec, engine = registry.spec(name), registry.config.engine
+    view = snapshot.models[spec.name]
     folder = folder_of(spec.model, spec.revision, {**os.environ, **spec.environment(engine)})
     nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in snapshot.nodes}
     readings = [node.reading for node in snapshot.nodes if node.reading and node.node_id in nodes]
@@ -80,9 +78,7 @@ def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
 
 def check_lendable(registry: Registry, name: str) -> None:
     """Raises UnknownModel, ConfigError, CheckpointError, and BadRequest where the model has no unquantized form. Blocks."""
-    spec, engine = registry.find(name, configured=True).spec, registry.config.engine
-    if spec is None:
-        raise UnknownModel(name, [])
+    spec, engine = registry.spec(name), registry.config.engine
     cure = "There is no unquantized model to compare with: measure an entry of the unquantized checkpoint."
     if spec.quantize is None and (spec.quantization is not None or spec.load_format is not None or any(loader_flags(spec.extra_args))):
         raise BadRequest(f"The entry of {name} has vLLM quantize or load the weights its own way. {cure}", param="model")
@@ -105,10 +101,10 @@ def lend(registry: Registry, name: str, form: str) -> str:
     """
     if form != STORED:
         check_format(form)
-    spec = registry.find(name, configured=True).spec
+    spec = registry.spec(name)
     lent = f"{name}.bench-{form.replace(' ', '-')}"
-    if spec is None or not is_name(lent):
-        raise ConfigError(f"{lent} cannot be a model: its name is too long, or {name} is configured no more. Give {name} a shorter name.")
+    if not is_name(lent):
+        raise ConfigError(f"{lent} cannot be a model, because its name is too long. Give {name} a shorter name.")
     made = recipe(None if form == STORED else spec.quantize if form == ENTRY else form)
     changes: dict[str, Any] = {
         "name": lent,

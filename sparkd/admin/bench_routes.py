@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import AfterValidator, BaseModel, Field
 
-from sparkd.admin.answers import answers
+from sparkd.admin.answers import Accepted, accepted
 from sparkd.admin.benches import Benches
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import answer_metric, measured
@@ -35,10 +35,13 @@ _Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 class Benching(BaseModel, extra="forbid"):
     """A bench that is asked for.
 
-    kind: what is measured. profile: of a bench of speed, one that comes with sparkd; profile_text: another one, in sparkrun's YAML; book,
-    book_name: a text for llama-benchy; without it a bench that goes on has the text that it began with. times,
-    other: of a bench of loads, the loads of each way and the model of the swaps. formats, text, text_name: of a bench of quality. resume:
-    the bench to go on with; force: although others use a model.
+    profile: of a bench of speed, one that comes with sparkd.
+    profile_text: another one, in sparkrun's YAML.
+    book, book_name: a text for llama-benchy. Without it a bench that goes on has the text that it began with.
+    times, other: of a bench of loads, the loads of each way and the model of the swaps.
+    formats, text, text_name: of a bench of quality.
+    resume: the bench to go on with.
+    force: measure although others use a model.
     """
 
     model: str = Field(max_length=256)
@@ -56,9 +59,10 @@ class Benching(BaseModel, extra="forbid"):
     force: bool = False
 
 
-class BenchStarted(BaseModel):
-    operation: str
-    href: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStarted(Accepted):
+    """bench: the id of its result."""
+
     bench: str
 
 
@@ -81,7 +85,11 @@ class BenchAbout(BaseModel):
 
 
 class BenchRow(BaseModel):
-    """A bench in short. cells, done: loads or formats where it measures these; tokens_per_s: the most of its cells."""
+    """A bench in short.
+
+    cells, done: loads or formats where it measures these.
+    tokens_per_s: the most of its cells.
+    """
 
     id: str
     kind: Kind
@@ -105,9 +113,7 @@ class BenchProfiles(BaseModel):
     profiles: list[dict[str, Any]]
 
 
-def register_benches(api: APIRouter, benches: Benches | None, operations: str) -> None:
-    """operations: the path of the operations."""
-
+def register_benches(api: APIRouter, benches: Benches | None) -> None:
     def measuring() -> Benches:
         if benches is None:
             raise UnknownRoute("This daemon measures no models.")
@@ -125,42 +131,39 @@ def register_benches(api: APIRouter, benches: Benches | None, operations: str) -
         book = None if what.book is None else (what.book, what.book_name)
         return await measuring().speed(profile, book, what.resume)
 
-    @api.post("/bench", **answers(BenchStarted, 202), summary="Measure a model by a profile; the operation tells how far it is")
-    async def start_bench(what: Benching) -> dict[str, Any]:
+    @api.post("/bench", status_code=202, summary="Measure a model by a profile; the operation tells how far it is")
+    async def start_bench(what: Benching) -> BenchStarted:
         started = await measuring().start(what.model, await work_of(what), resume=what.resume, force=what.force)
-        operation = started.operation
-        return {**asdict(operation), "operation": operation.id, "href": f"{operations}/{operation.id}", "bench": started.bench}
+        return BenchStarted(**asdict(accepted(started.operation)), bench=started.bench)
 
-    @api.get("/bench", **answers(BenchRows), summary="The benches whose results are kept, and the one that runs")
-    async def list_benches() -> dict[str, Any]:
-        return {"benches": [row_of(result).model_dump() for result in await measuring().all()]}
+    @api.get("/bench", summary="The benches whose results are kept, and the one that runs")
+    async def list_benches() -> BenchRows:
+        return BenchRows(benches=[row_of(result) for result in await measuring().all()])
 
-    @api.get("/bench/profiles", **answers(BenchProfiles), summary="The profiles that come with sparkd")
-    async def bench_profiles() -> dict[str, Any]:
-        return {"profiles": [_profile(named(name)) for name in shipped()]}
+    @api.get("/bench/profiles", summary="The profiles that come with sparkd")
+    async def bench_profiles() -> BenchProfiles:
+        return BenchProfiles(profiles=[_profile(named(name)) for name in shipped()])
 
-    @api.get("/bench/subject", **answers(BenchAbout), summary="What a result says of a model: its entry, files, versions and nodes")
-    async def bench_subject(model: str) -> dict[str, Any]:
+    @api.get("/bench/subject", summary="What a result says of a model: its entry, files, versions and nodes")
+    async def bench_subject(model: str) -> BenchAbout:
         about = await measuring().subject(model)
-        return {"subject": about.subject.model_dump(), "folder": about.folder}
+        return BenchAbout(subject=about.subject, folder=about.folder)
 
-    @api.post(
-        "/bench/copy", **answers(Copied), summary="Add a model again in another format, until it is removed or the bench that runs ends"
-    )
-    async def copy_model(what: Copying) -> dict[str, Any]:
-        return {"name": measuring().lend(what.model, what.format)}
+    @api.post("/bench/copy", summary="Add a model again in another format, until it is removed or the bench that runs ends")
+    async def copy_model(what: Copying) -> Copied:
+        return Copied(name=measuring().lend(what.model, what.format))
 
-    @api.get("/bench/compare", **answers(Comparison), summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
-    async def compare_benches(a: str, b: str) -> dict[str, Any]:
-        return asdict(compare(await measuring().find(a), await measuring().find(b)))
+    @api.get("/bench/compare", summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
+    async def compare_benches(a: str, b: str) -> Comparison:
+        return compare(await measuring().find(a), await measuring().find(b))
 
-    @api.get("/bench/{bench_id}", **answers(BenchResult), summary="The result of a bench; of the one that runs, so far")
-    async def find_bench(bench_id: str) -> dict[str, Any]:
-        return (await measuring().find(bench_id)).model_dump(mode="json")
+    @api.get("/bench/{bench_id}", summary="The result of a bench; of the one that runs, so far")
+    async def find_bench(bench_id: str) -> BenchResult:
+        return await measuring().find(bench_id)
 
-    @api.delete("/bench/{bench_id}", **answers(BenchRow), summary="Remove the result of a bench")
-    async def remove_bench(bench_id: str) -> dict[str, Any]:
-        return row_of(await measuring().remove(bench_id)).model_dump()
+    @api.delete("/bench/{bench_id}", summary="Remove the result of a bench")
+    async def remove_bench(bench_id: str) -> BenchRow:
+        return row_of(await measuring().remove(bench_id))
 
 
 def row_of(result: BenchResult) -> BenchRow:

@@ -85,14 +85,21 @@ class Loading(BaseModel, extra="forbid"):
 
 
 class Pulling(BaseModel, extra="forbid"):
-    """Where a model's files shall be. nodes: `all` in sight, or their addresses; revision: of a hub id, null for what the model has."""
+    """Where a model's files shall be.
+
+    nodes: `all` in sight, or their addresses.
+    revision: of a hub id, null for what the model has.
+    """
 
     nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
     revision: Annotated[str, AfterValidator(_revision)] | None = None
 
 
 def chosen_nodes(nodes: Sequence[str] | str, there: Sequence[str]) -> list[str]:
-    """Each named node once, in the order of the request. nodes: addresses, one address, or ALL. there: the nodes that answer.
+    """Each named node once, in the order of the request.
+
+    nodes: addresses, one address, or ALL.
+    there: the nodes that answer.
 
     Raises BadRequest for a node that is not there.
     """

@@ -1,4 +1,4 @@
-"""The command line's way to a daemon: an httpx client of the admin API and of /v1. Never prints, never decides what to ask for."""
+"""The command line's way to a daemon: an httpx client of the admin API and of /v1."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ class Delta:
 class Client:
     """One daemon. Every method raises a SparkdError: the daemon's refusal as the class its code names, Unavailable without an answer.
 
-    base_url: http://host:port. key: the admin key, or None where the daemon is open. Nothing of the environment's proxies is used, and no
-    redirection is followed: the key goes to the host that was named.
+    Nothing of the environment's proxies is used, and no redirection is followed: the key goes to the host that was named.
+
+    base_url: http://host:port.
+    key: the admin key, or None where the daemon is open.
     """
 
     def __init__(self, base_url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
@@ -98,8 +100,8 @@ class Client:
         """read_s: how long the answer may take."""
         return self._ask("POST", path, {}, body, read_s)
 
-    def delete(self, path: str) -> dict[str, Any]:
-        return self._ask("DELETE", path, {})
+    def delete(self, path: str, **parameters: Any) -> dict[str, Any]:
+        return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
         models = self.get("/models").get("models")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
-from sparkd.admin.answers import Accepted, accepted, answers
+from sparkd.admin.answers import Accepted, accepted
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.checkpoint.source import source_of
 from sparkd.cluster.cluster import Cluster
@@ -37,8 +37,13 @@ class Verifying(BaseModel, extra="forbid"):
 
 
 class DiskEntry(BaseModel):
-    """kind: hub, quantized or profile. used_s: wall clock; used_by: models that are configured with it. valid: null where that has no
-    meaning; fault: why it cannot be used as it is."""
+    """
+    kind: hub, quantized or profile.
+    used_s: wall clock.
+    used_by: models that are configured with it.
+    valid: null where that has no meaning.
+    fault: why it cannot be used as it is.
+    """
 
     kind: str
     id: str
@@ -82,35 +87,34 @@ class Disk:
         self._jobs = jobs
         self._turn = asyncio.Lock()
 
-    async def listing(self) -> dict[str, Any]:
+    async def listing(self) -> DiskAnswer:
         entries, folders = [], []
         # One listing at a time: each holds a thread of every agent.
         async with self._turn:
-            answers = await self._cluster.everywhere("stored", *self._where())
+            answers = await self._cluster.ask_all("stored", *self._where())
         for node, stored in answers.items():
             for entry in (stored or {}).get("entries", ()):
-                used_by = [record.name for record in self._users(entry)]
-                shown = {name: value for name, value in entry.items() if name != "source"}
-                entries.append(
-                    shown | {"node": node, "used_by": used_by, "valid": None if entry["kind"] == "profile" else entry["fault"] is None}
-                )
+                valid = None if entry["kind"] == "profile" else entry["fault"] is None
+                entries.append(DiskEntry(**entry, node=node, used_by=[record.name for record in self._users(entry)], valid=valid))
             for folder in (stored or {}).get("folders", ()):
-                folders.append(folder | {"node": node, "limit_bytes": self._limit_bytes(folder["kind"])})
-        return {"entries": entries, "folders": folders}
+                folders.append(DiskFolder(**folder, node=node, limit_bytes=self._limit_bytes(folder["kind"])))
+        return DiskAnswer(entries=entries, folders=folders)
 
-    async def remove(self, kind: str, name: str, node: str | None) -> dict[str, Any]:
+    async def remove(self, kind: str, name: str, node: str | None) -> RemovedEntry:
         """Raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
         node = node or self._cluster.node_ip
-        if not any((entry["kind"], entry["id"], entry["node"]) == (kind, name, node) for entry in (await self.listing())["entries"]):
+        entries = (await self.listing()).entries
+        entry = next((entry for entry in entries if (entry.kind, entry.id, entry.node) == (kind, name, node)), None)
+        if entry is None:
             raise NotFound(f"{kind[:16]}/{name[:80]} is not on node {node[:64]}. GET /admin/v1/disk lists what the nodes keep.")
         if self._jobs.running("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():
-            if record.state not in _AT_REST and _may_use(record, kind, name):
+            if record.state not in _AT_REST and _may_use(record, entry):
                 raise Conflict(f"{kind}/{name} was not removed: {record.name}, which is {record.state.value}, may use it. Unload it first.")
         freed = await self._cluster.ask(node, "remove_stored", kind, name, *self._where(), timeout_s=REMOVE_TIMEOUT_S)
         self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
-        return {"kind": kind, "id": name, "node": node, "freed_bytes": freed}
+        return RemovedEntry(kind=kind, id=name, node=node, freed_bytes=freed)
 
     async def verify(self, kind: str | None, name: str | None) -> Operation:
         """Begin; the operation's message names the faults. Raises Conflict for a second one: each holds a thread of an agent."""
@@ -119,18 +123,18 @@ class Disk:
         return self._jobs.start(VERIFY, name or "", partial(self._verify, kind, name))
 
     async def _verify(self, kind: str | None, name: str | None, tell: Tell) -> str:
-        entries = (await self.listing())["entries"]
-        chosen = [entry for entry in entries if kind in (None, entry["kind"]) and name in (None, entry["id"])]
+        entries = (await self.listing()).entries
+        chosen = [entry for entry in entries if kind in (None, entry.kind) and name in (None, entry.id)]
         if not chosen and name is None:
             return "Nothing is kept, so nothing was verified."
         if not chosen:
             raise StateError(f"There is no {'/'.join(filter(None, (kind, name)))} on any node; GET /admin/v1/disk lists what there is.")
         faults = []
         for number, entry in enumerate(chosen):
-            tell(f"{entry['name']} on {entry['node']}", Progress(phase="verifying", fraction=number / len(chosen)))
-            order = (entry["kind"], entry["id"], *self._where())
-            fault = await self._cluster.ask(entry["node"], "verify_stored", *order, timeout_s=VERIFY_TIMEOUT_S)
-            faults += [f"{entry['name']} on {entry['node']}: {fault}"] if fault else []
+            tell(f"{entry.name} on {entry.node}", Progress(phase="verifying", fraction=number / len(chosen)))
+            order = (entry.kind, entry.id, *self._where())
+            fault = await self._cluster.ask(entry.node, "verify_stored", *order, timeout_s=VERIFY_TIMEOUT_S)
+            faults += [f"{entry.name} on {entry.node}: {fault}"] if fault else []
         if faults:
             raise CheckpointError("; ".join(faults))
         return f"All {len(chosen)} can be used."
@@ -157,12 +161,14 @@ class Disk:
         return int(limit_gib * GIB) if kind == "quantized" and limit_gib is not None else None
 
 
-def _may_use(record: Record, kind: str, name: str) -> bool:
+def _may_use(record: Record, entry: DiskEntry) -> bool:
     """Whether an entry's files may be open. A hub folder is looked for in all words of the model's entry: its draft and tokenizer count."""
-    if record.spec is None or kind != "hub":
+    if entry.kind == "quantized":
+        return record.name in entry.used_by
+    if record.spec is None or entry.kind != "hub":
         return True
     words = repr(record.spec)
-    return name in words or name.removeprefix("models--").replace("--", "/", 1) in words
+    return entry.id in words or entry.name in words
 
 
 def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:
@@ -174,16 +180,14 @@ def _is_of(source: str, kind: str, model: str, quantize: object) -> bool:
 
 
 def register_disk(api: APIRouter, disk: Disk) -> None:
-    @api.get("/disk", **answers(DiskAnswer), summary="What the nodes keep of models: the hub's cache, quantized weights, profiles")
-    async def stored() -> dict[str, Any]:
+    @api.get("/disk", summary="What the nodes keep of models: the hub's cache, quantized weights, profiles")
+    async def stored() -> DiskAnswer:
         return await disk.listing()
 
     @api.post("/disk/verify", status_code=202, summary="Verify what the nodes keep; the hub's files are read whole")
     async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> Accepted:
         return accepted(await disk.verify(which.kind, which.id))
 
-    @api.delete(
-        "/disk/{kind}/{id}", **answers(RemovedEntry), summary="Remove one entry of a node, the daemon's own unless `node` names another"
-    )
-    async def remove_stored(kind: str, id: str, node: Annotated[str | None, Query(max_length=64)] = None) -> dict[str, Any]:
+    @api.delete("/disk/{kind}/{id}", summary="Remove one entry of a node, the daemon's own unless `node` names another")
+    async def remove_stored(kind: str, id: str, node: Annotated[str | None, Query(max_length=64)] = None) -> RemovedEntry:
         return await disk.remove(kind, id, node)

@@ -19,7 +19,11 @@ from workers.host.network import VARIABLES
 
 
 class Measuring(BaseModel, extra="forbid"):
-    """Between which nodes a rate is measured. nodes: `all` in sight, or two or more addresses; force: although a model uses them."""
+    """Between which nodes a rate is measured.
+
+    nodes: `all` in sight, or two or more addresses.
+    force: measure although a model uses them.
+    """
 
     nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=2, max_length=16)] = "all"
     force: bool = False

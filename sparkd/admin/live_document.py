@@ -19,7 +19,10 @@ OPERATIONS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode(NodeView):
-    """limits: the guard's marks. returning_bytes: memory of engines that ended which has not come back."""
+    """
+    limits: the guard's marks.
+    returning_bytes: memory of engines that ended which has not come back.
+    """
 
     limits: MemoryLimits | None
     engines: Sequence[EngineMemory]
@@ -36,7 +39,11 @@ class LiveModel(ModelView):
 
 
 class LiveCable(Cable):
-    """Nodes by their addresses. rate_gb_s: measured last, where it holds; problem: the worst finding, with what helps."""
+    """A cable, with its nodes by their addresses.
+
+    rate_gb_s: measured last, where it holds.
+    problem: the worst finding, with what helps.
+    """
 
     rate_gb_s: float | None
     verdict: str
@@ -53,7 +60,11 @@ class NodeAnswers:
 
 @dataclass(frozen=True, slots=True)
 class LiveDocument:
-    """The page's data. last_event: the number of the newest event; last_incident: the id of the newest incident."""
+    """The page's data.
+
+    last_event: the number of the newest event.
+    last_incident: the id of the newest incident.
+    """
 
     at_s: float
     settled: bool
@@ -76,7 +87,10 @@ def document_of(
     last_event: int,
     answers: NodeAnswers,
 ) -> LiveDocument:
-    """pins: the pinned models. limits: the guard's, for a node's MemTotal in bytes."""
+    """
+    pins: the pinned models.
+    limits: the guard's, for a node's MemTotal in bytes.
+    """
     engines: dict[str, list[EngineMemory]] = {}
     for engine in snapshot.engines:
         engines.setdefault(engine.node, []).append(engine)

@@ -1,4 +1,4 @@
-"""The admin API's routes about one model that the page shows: its last start, its settings, its layers. Never changes anything."""
+"""The admin API's routes about one model that the page shows: its last start, its settings, its layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
-from sparkd.admin.answers import answers
 from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
-from sparkd.capacity.layers import layers_of
+from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_here
@@ -26,12 +25,12 @@ from sparkd.config.config import Config
 from sparkd.config.engine_args import engine_args, recipe_of
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
-from sparkd.control.record import Record
 from sparkd.control.registry import Registry
-from sparkd.errors import ClusterError, ConfigError, Unavailable
+from sparkd.errors import ClusterError, Unavailable
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
 from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
@@ -50,7 +49,11 @@ class EnginePage(BaseModel):
 
 
 class RankSettings(BaseModel):
-    """command: as it was started; engine: the arguments that vLLM itself says are not its defaults. Null without an engine."""
+    """Null without an engine.
+
+    command: as it was started.
+    engine: the arguments that vLLM itself says are not its defaults.
+    """
 
     rank: int
     node: str
@@ -59,105 +62,68 @@ class RankSettings(BaseModel):
 
 
 class SettingsAnswer(BaseModel):
-    """configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back. resolved: every key,
-    with those of its recipe and the defaults. Values of `env` are masked."""
+    """Values of `env` are masked.
+
+    configured: the entry as it was given, `recipe` and not what it brings, by our names of keys; PUT takes it back.
+    resolved: every key, with those of its recipe and the defaults.
+    keys: those that an added model may have.
+    """
 
     configured: dict[str, Any]
     resolved: dict[str, Any]
+    keys: list[str]
     ranks: list[RankSettings]
 
 
-# `class` is no name of an attribute.
-LayerClass = create_model(
-    "LayerClass",
-    __doc__="Tensors that differ in a number of their names only. class: what they are; result_bytes: null where loading would fail.",
-    **{"class": (str, ...)},  # type: ignore[call-overload]
-    name=(str, ...),
-    count=(int, ...),
-    shape=(list[int], ...),
-    dtype=(str, ...),
-    bytes=(int, ...),
-    format=(str | None, ...),
-    result_bytes=(int | None, ...),
-    refused=(str | None, ...),
-)
-
-
-class LayersAnswer(BaseModel):
-    """As `sparkd ls --layers` prints it."""
-
-    folder: str
-    quantization: str | None
-    quantize: dict[str, Any]
-    layers: list[LayerClass]  # type: ignore[valid-type]
-    count: int
-    bytes: int
-    result_bytes: int | None
-    held: dict[str, Any]
-    notes: list[str]
-
-
 def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
-    """Before the route of a model itself, whose name may have slashes."""
+    """Register them before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> ModelStart:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
         return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
 
-    @api.get("/models/{name:path}/metrics", **answers(EnginePage), summary="The metrics of a model's engine, asked now")
-    async def engine_metrics(name: str) -> dict[str, Any]:
+    @api.get("/models/{name:path}/metrics", summary="The metrics of a model's engine, asked now")
+    async def engine_metrics(name: str) -> EnginePage:
         record = registry.find(name)
         page = await page_of(record.upstream) if record.upstream is not None else None
         if page is None:
             raise Unavailable(f"The engine of {record.name} gives no metrics now: `sparkd ps` says whether it is READY.")
-        return {"text": page}
+        return EnginePage(text=page)
 
     @api.get(
         "/models/{name:path}/settings",
-        **answers(SettingsAnswer),
         summary="A model's keys as configured and as resolved, and what its engine says of itself, rank by rank",
     )
-    async def settings(name: str) -> dict[str, Any]:
-        record = registry.find(name, configured=True)
-        ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in record.attempt.handles))
-        return {**_keys(record), "ranks": ranks}
+    async def settings(name: str) -> SettingsAnswer:
+        spec = registry.spec(name)
+        ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in registry.find(name).attempt.handles))
+        return SettingsAnswer(configured=dict(spec.given), resolved=_resolved(spec), keys=sorted(KEYS), ranks=ranks)
 
     read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 
-    @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
-    async def layers(name: str) -> dict[str, Any]:
-        record = registry.find(name, configured=True)
-        return await read_layers.get(record.name, partial(asyncio.to_thread, _layers, record, registry.config))
+    @api.get("/models/{name:path}/layers", summary="A model's layers, and the format that each gets")
+    async def layers(name: str) -> LayerListing:
+        spec = registry.spec(name)
+        return await read_layers.get(spec.name, partial(asyncio.to_thread, _layers, spec, registry.config))
 
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
-    record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
-    env = raw.get("env")
+    record, env = registry.records.get(name), raw.get("env")
     if record is None or record.spec is None or not isinstance(env, Mapping):
         return dict(raw)
     own = {variable: value.get_secret_value() for variable, value in record.spec.env.items()}
     return {**raw, "env": {variable: own.get(variable, value) if value == MASK else value for variable, value in env.items()}}
 
 
-def _layers(record: Record, config: Config) -> dict[str, Any]:
+def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
-    if record.spec is None:
-        raise ConfigError(f"{record.name} is configured no more.")
-    spec = record.spec
     own = spec.environment(config.engine)
     checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, own)
     wish = best_of(spec.quantize)
     recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide).to_json()
-
-
-def _keys(record: Record) -> dict[str, Any]:
-    spec = record.spec
-    if spec is None:
-        raise ConfigError(f"{record.name} is configured no more.")
-    return {"configured": spec.given, "resolved": _resolved(spec)}
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:
@@ -168,12 +134,12 @@ def _resolved(spec: ModelConfig) -> dict[str, Any]:
     return keys
 
 
-async def _rank_settings(cluster: Cluster, handle: RankHandle) -> dict[str, Any]:
+async def _rank_settings(cluster: Cluster, handle: RankHandle) -> RankSettings:
     try:
         lines = await cluster.ask(handle.node_id, "setting_lines", handle.log_path, timeout_s=LINES_TIMEOUT_S)
     except ClusterError:
         lines = []
-    return {"rank": handle.rank, "node": handle.node_id, **engine_settings(lines)}
+    return RankSettings(rank=handle.rank, node=handle.node_id, **engine_settings(lines))
 
 
 def engine_settings(lines: Iterable[str]) -> dict[str, Any]:

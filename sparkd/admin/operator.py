@@ -36,8 +36,12 @@ class Operator:
     def known(self, meant: Mapping[str, Any], model: str, name: str | None, *, changes: bool) -> str | None:
         """The model that a user means by MODEL, None for one to add.
 
-        meant: what `meaning` says of it. model: MODEL as it was typed. name: the name for a model to add. changes: whether it shall have
-        other keys. Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
+        meant: what `meaning` says of it.
+        model: MODEL as it was typed.
+        name: the name for a model to add.
+        changes: whether it shall have other keys.
+
+        Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
         has, or where a known model would get other keys.
         """
         is_recipe, source, config = "recipe" in meant["spec"], meant["spec"].get("model"), self._registry.config

@@ -39,7 +39,7 @@ _STEPS = {"importing": "vLLM is being imported", "ready": "vLLM is ready", "aski
 
 
 class PlanOption(BaseModel):
-    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
+    """One format over so many nodes. footprint: bytes, null where vLLM would not serve the model so. reserved_gib: by a start, on each."""
 
     model: str
     prequantized: str | None
@@ -51,11 +51,16 @@ class PlanOption(BaseModel):
     reason: str | None
     max_model_len: int
     longest: int | None
+    reserved_gib: int
     footprint: dict[str, Any] | None
 
 
 class PlanChoice(PlanOption):
-    """The best option. ranks: the command and the environment of each; config: a model's entry that asks for it."""
+    """The best option.
+
+    ranks: the command and the environment of each.
+    config: a model's entry that asks for it.
+    """
 
     name: str
     config: dict[str, Any] | None
@@ -65,15 +70,23 @@ class PlanChoice(PlanOption):
 
 
 class PlanRefusal(BaseModel):
-    """Why no option fits. cause: memory, cache, length, links, vllm, split, format or uncounted; message: with one thing to do."""
+    """Why no option fits.
+
+    cause: memory, cache, length, links, vllm, split, format or uncounted.
+    message: with one thing to do.
+    """
 
     cause: str
     message: str
 
 
 class PlanAnswer(BaseModel):
-    """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
-    load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
+    """Whether a model fits, and how.
+
+    bytes: of its weights as they are stored.
+    unloaded: bytes of the parts of its files that vLLM does not load, `mtp` without speculative decoding only.
+    unknown_experts: bytes of experts that no format changes, by the tensors' names.
+    """
 
     model: str
     entry: dict[str, Any] | None
@@ -90,7 +103,6 @@ class PlanAnswer(BaseModel):
     options: list[PlanOption]
     choice: PlanChoice | None
     refusal: PlanRefusal | None
-    floor: list[dict[str, Any]]
     notes: list[str]
     vllm: dict[str, Any] = Field(
         description="`runtime`, its `version` or null, whether it has `answered` about this model, and how many questions are `unanswered`"

@@ -16,6 +16,7 @@ from sparkd.capacity.planned_entry import MODEL_CHARACTERS
 from sparkd.config.recipe_check import described, resolve, summary
 from sparkd.control.registry import Registry
 from sparkd.errors import NotFound
+from sparkd.recipes.admin_policy import KEYS
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 
 
@@ -24,6 +25,7 @@ class Meaning(BaseModel):
 
     name: str
     spec: dict[str, str]
+    keys: list[str] = Field(description="The keys that the spec of an added model may have")
     known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 
@@ -74,7 +76,7 @@ def register_recipes(api: APIRouter, registry: Registry, operator: Operator) -> 
         changes: bool = False,
     ) -> dict[str, Any]:
         meant = await asyncio.to_thread(operator.meaning, source)
-        return {**meant, "known": None if model is None else operator.known(meant, model, name, changes=changes)}
+        return {**meant, "keys": sorted(KEYS), "known": None if model is None else operator.known(meant, model, name, changes=changes)}
 
     @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:

@@ -56,7 +56,11 @@ class ModelStart:
 
 @dataclass(slots=True)
 class _Start:
-    """phases: when each began. Times are wall-clock seconds. read_bytes: from the disk."""
+    """Times are wall-clock seconds.
+
+    phases: when each began.
+    read_bytes: from the disk.
+    """
 
     began_s: float
     phases: dict[str, float] = field(default_factory=dict)

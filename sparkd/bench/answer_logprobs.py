@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
-from typing import Any
+import msgspec
 
 from sparkd.errors import EngineError
 
-_POSITIONS = re.compile(r'"prompt_logprobs"\s*:\s*\[')
-_BETWEEN = re.compile(r"[\s,]*")
-_DECODER = json.JSONDecoder()
-_UNREADABLE = "The engine's answer has no log-probabilities of the prompt that can be read: `sparkd bench --quality` needs vLLM's."
 
-
-@dataclass(frozen=True, slots=True)
-class ReadPassage:
-    """ids: of the passage's tokens; likely: {token id: log-probability} for each but the first."""
+class ReadPassage(msgspec.Struct):
+    """
+    ids: of the passage's tokens.
+    likely: {token id: log-probability} for each but the first.
+    """
 
     ids: list[int]
     likely: list[dict[str, float]]
 
 
-def read_passage(answer: bytes) -> ReadPassage:
-    """Read a completion with `prompt_logprobs` and `return_token_ids`. Blocks for a second where it is large, so it runs on a thread.
+class _Token(msgspec.Struct):
+    logprob: float
 
-    It decodes one position at a time, because json.loads of the whole would hold Python's lock all the while. Raises EngineError.
-    """
+
+class _Prompt(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Token] | None]
+    prompt_token_ids: list[int]
+
+
+class _Completion(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+
+
+class _Prompts(msgspec.Struct):
+    choices: list[_Prompt]
+
+
+class _Completions(msgspec.Struct):
+    choices: list[_Completion]
+
+
+def read_passage(answer: bytes) -> ReadPassage:
+    """Read a completion with `prompt_logprobs` and `return_token_ids`. Raises EngineError."""
     try:
-        text = answer.decode()
-        match = _POSITIONS.search(text)
-        if match is None:
-            raise EngineError(_UNREADABLE)
-        likely, place = list[dict[str, float]](), _BETWEEN.match(text, match.end()).end()  # type: ignore[union-attr]
-        while text[place] != "]":
-            position, place = _DECODER.raw_decode(text, place)
-            if position is not None:
-                likely.append({token: float(one["logprob"]) for token, one in position.items()})
-            place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
-        rest = json.loads(f"{text[: match.end()]}{text[place:]}")
-        ids = [int(token) for token in rest["choices"][0]["prompt_token_ids"]]
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise EngineError(_UNREADABLE) from None
-    if len(ids) != len(likely) + 1 or not likely:
-        raise EngineError(_UNREADABLE)
-    return ReadPassage(ids, likely)
+        (choice,) = msgspec.json.decode(answer, type=_Prompts).choices
+    except ValueError:
+        raise _unreadable("log-probabilities of the prompt") from None
+    positions = filter(None, choice.prompt_logprobs)
+    likely = [{token: known.logprob for token, known in position.items()} for position in positions]
+    if len(choice.prompt_token_ids) != len(likely) + 1 or not likely:
+        raise _unreadable("log-probabilities of the prompt")
+    return ReadPassage(choice.prompt_token_ids, likely)
 
 
 def read_tokens(answer: bytes) -> dict[int, list[int]]:
     """By prompt, the tokens of a completion with `return_token_ids`. Raises EngineError."""
     try:
-        choices: list[dict[str, Any]] = json.loads(answer)["choices"]
-        return {int(choice["index"]): [int(token) for token in choice["token_ids"]] for choice in choices}
-    except (LookupError, TypeError, ValueError):
-        raise EngineError("The engine's answer has no token ids that can be read: `sparkd bench --quality` needs vLLM's.") from None
+        return {choice.index: choice.token_ids for choice in msgspec.json.decode(answer, type=_Completions).choices}
+    except ValueError:
+        raise _unreadable("token ids") from None
+
+
+def _unreadable(what: str) -> EngineError:
+    return EngineError(f"The engine's answer has no {what} that can be read: `sparkd bench --quality` needs vLLM's.")

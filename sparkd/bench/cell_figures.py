@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,8 +17,14 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state of a model's nodes. at_s: wall clock; power_w: of all their GPUs; power_at_s: when the meter of a single node said so;
-    memory_bytes: of the engine, host and device; kv_use: 0 to 1."""
+    """The state of a model's nodes.
+
+    at_s: wall clock.
+    power_w: of all their GPUs.
+    memory_bytes: of the engine, host and device.
+    kv_use: 0 to 1.
+    power_at_s: when the meter of a single node said so.
+    """
 
     at_s: float
     power_w: float | None = None
@@ -53,7 +60,9 @@ def engine_figures(before: Sample | None, after: Sample | None, moments: Sequenc
     grown = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
     drafts, queries = grown.get("spec_decode_num_drafts_total"), grown.get("prefix_cache_queries_total")
     accepted = [after.accepted[place] - before.accepted.get(place, 0.0) for place in sorted(after.accepted)]
+    answered, answered_before = _answered(after), _answered(before)
     return EngineFigures(
+        requests=None if answered is None else int(answered - (answered_before or 0)),
         prompt_tokens=_count(grown, "prompt_tokens_total"),
         output_tokens=_count(grown, "generation_tokens_total"),
         kv_use_peak=peak,
@@ -64,18 +73,28 @@ def engine_figures(before: Sample | None, after: Sample | None, moments: Sequenc
     )
 
 
-def others_tokens(prompt_tokens: int, output_tokens: int, figures: EngineFigures) -> int | None:
-    """Tokens of others' requests, by the engine's counters; None where it has none. The first two are the tool's own counts."""
+def others_tokens(requests: int, prompt_tokens: int, output_tokens: int, figures: EngineFigures) -> int | None:
+    """Tokens of others' requests, by the engine's counters, at least 1 where it answered one; None where it has no counters.
+
+    requests, prompt_tokens, output_tokens: the tool's own counts.
+    """
     if figures.prompt_tokens is None or figures.output_tokens is None:
         return None
     beyond = (figures.prompt_tokens - prompt_tokens, figures.output_tokens - output_tokens)
-    ours = all(more <= INEXACT * own for more, own in zip(beyond, (prompt_tokens, output_tokens), strict=True))
-    return 0 if ours else sum(max(0, more) for more in beyond)
+    answered_others = (figures.requests or 0) > requests
+    # An answer to others that began before and ends later is seen by its tokens alone.
+    ours = not answered_others and all(more <= INEXACT * own for more, own in zip(beyond, (prompt_tokens, output_tokens), strict=True))
+    return 0 if ours else max(1, sum(max(0, more) for more in beyond))
 
 
 def computed_prompt_tokens(tokens: int, figures: EngineFigures) -> int:
     """Those of the prompts' tokens that were not in the prefix cache."""
     return round(tokens * (1 - (figures.prefix_hit_share or 0.0)))
+
+
+def _answered(sample: Sample) -> float | None:
+    """Requests that have got a first token so far."""
+    return sample.buckets.get("time_to_first_token_seconds", {}).get(math.inf)
 
 
 def _count(grown: dict[str, float], name: str) -> int | None:

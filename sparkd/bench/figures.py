@@ -98,15 +98,6 @@ def answer_metric(cell: CellResult, key: str) -> Metric | None:
     return metric(_row(cell, of_context=False), key)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest values, linearly, as numpy does by default."""
-    ranked = sorted(values)
-    place = share * (len(ranked) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (ranked[above] - ranked[below]) * (place - below)
-
-
 def max_concurrency(result: BenchResult) -> int:
     """The most requests at once in the whole profile, as llama-benchy's `max_concurrency`."""
     return max((cell.cell.concurrency for cell in result.cells), default=1)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import Any, Literal
 
 import httpx
@@ -20,16 +20,14 @@ from sparkd import __version__
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
 from sparkd.bench.client import Client, model_path
 from sparkd.bench.divergence import divergences, perplexity
-from sparkd.bench.figures import one_line, percentile
+from sparkd.bench.figures import one_line
 from sparkd.bench.passages import (
     GREEDY_TOKENS,
     LOOKED_UP,
-    OWN_TEXT,
     SHIPPED,
     TOP,
     agreement,
     checked,
-    name_of,
     passages,
     prompts,
     shipped_text,
@@ -49,7 +47,11 @@ _GREEDY = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0, "
 
 @dataclass(slots=True)
 class _Reference:
-    """The answers of the unquantized model. likely: by passage, the TOP log-probabilities of each position; tokens: of its answers."""
+    """The answers of the unquantized model.
+
+    likely: by passage, the TOP log-probabilities of each position.
+    tokens: of its answers, by prompt.
+    """
 
     likely: list[list[dict[str, float]]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -58,7 +60,6 @@ class _Reference:
 class QualityBench(BaseModel):
     """
     text: the name of the text.
-    profile: a shorter one.
     content: of the text.
     formats: spellings, `entry` for the mix of the entry, or empty for the entry's own or FORMATS.
     """
@@ -67,7 +68,7 @@ class QualityBench(BaseModel):
 
     kind: Literal["quality"] = "quality"
     text: str
-    profile: str
+    profile: str = "quality"
     content: str = Field(repr=False)
     formats: tuple[str, ...] = ()
     tool: str = f"sparkd {__version__}"
@@ -124,9 +125,9 @@ class QualityBench(BaseModel):
         for number, piece in enumerate(pieces):
             tell("reading the text", 0.5 + 0.25 * number / len(pieces))
             question: dict[str, Any] = {"prompt": piece, "max_tokens": 1, "prompt_logprobs": LOOKED_UP}
-            read = await asyncio.to_thread(read_passage, await _answer(client, lent, question))
+            read = read_passage(await _answer(client, lent, question))
             theirs = None if reference is None or form == STORED else reference.likely[number]
-            mine, apart, loss = await asyncio.to_thread(_compared, read, theirs, keep=form == STORED)
+            mine, apart, loss = _compared(read, theirs, keep=form == STORED)
             said.likely.append(mine)
             divergent += apart
             losses += [loss] * len(read.likely)
@@ -138,7 +139,7 @@ class QualityBench(BaseModel):
             perplexity=_perplexity(losses),
             tokens=len(losses),
             kl=fmean(divergent) if divergent else None,
-            kl_p99=percentile(divergent, 0.99) if divergent else None,
+            kl_p99=quantiles(divergent, n=100, method="inclusive")[98] if len(divergent) > 1 else None,
             agreement=agreement(reference.tokens, said.tokens) if reference is not None and form != STORED else None,
         )
         return row, said if form == STORED else None
@@ -197,6 +198,6 @@ def quality_bench(formats: Sequence[str], text: str | None, text_name: str | Non
     """Raises BadRequest for a format that is none, and for a text that is too short or too long."""
     for form in formats:
         check_format(form)
-    name = SHIPPED if text is None else text_name or OWN_TEXT
+    name = SHIPPED if text is None else text_name or "text"
     content = shipped_text() if text is None else checked(name, text)
-    return QualityBench(text=text_label(name, content), profile=name_of(content), content=content, formats=tuple(dict.fromkeys(formats)))
+    return QualityBench(text=text_label(name, content), content=content, formats=tuple(dict.fromkeys(formats)))

@@ -54,6 +54,7 @@ class Energy(Value):
 class EngineFigures(Value):
     """The engine's own counts of a cell's requests. null: it does not count that."""
 
+    requests: int | None = Field(default=None, description="Requests whose first token came meanwhile")
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     kv_use_peak: float | None = Field(default=None, description="Share of the KV cache, 0 to 1")
@@ -98,8 +99,12 @@ class CellResult(Value):
 
 
 class Published(Value):
-    """A figure of the recipe that was published elsewhere. what: its key in the recipe, such as decode_tokens_per_s; to: the end of a
-    range; when: the conditions, in the source's words."""
+    """A figure of the recipe that was published elsewhere.
+
+    what: its key in the recipe, such as decode_tokens_per_s.
+    to: the end of a range.
+    when: the conditions, in the source's words.
+    """
 
     what: str
     value: float
@@ -122,7 +127,12 @@ class Predicted(Value):
 
 
 class BenchSubject(Value):
-    """The model that was measured. entry: its keys as configured, secrets masked; format: of the weights as they run; driver: NVIDIA's."""
+    """The model that was measured.
+
+    entry: its keys as configured, secrets masked.
+    format: of the weights as they run.
+    driver: NVIDIA's.
+    """
 
     model: str
     source: str

@@ -45,7 +45,10 @@ class RunningBench:
         await asyncio.to_thread(self._store.write, self.result)
 
     def tell(self, message: str, fraction: float | None = None, phase: str = "measuring") -> None:
-        """The operation's message, as a line for the daemon. fraction: of the whole bench, 0 to 1."""
+        """The operation's message, as a line for the daemon.
+
+        fraction: of the whole bench, 0 to 1.
+        """
         say({"message": message, "fraction": fraction, "phase": phase})
 
     async def ready(self, model: str | None = None, *, once: bool = False) -> Model:

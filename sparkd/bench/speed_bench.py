@@ -137,7 +137,7 @@ class SpeedBench(BaseModel):
                 rows=rows,
                 prompt_tokens=requests.prompt_tokens,
                 output_tokens=requests.output_tokens,
-                others_tokens=others_tokens(requests.prompt_tokens, requests.output_tokens, figures),
+                others_tokens=others_tokens(len(requests.began), requests.prompt_tokens, requests.output_tokens, figures),
                 energy=energy(power_points(watch.moments), span, requests.prompts(), requests.running(), tokens, bench.result.idle_w),
                 engine=figures,
                 machine=machine_figures(moments),

@@ -19,7 +19,11 @@ _END_S = 10.0
 
 
 def environment(home: Path, temporary: Path) -> dict[str, str]:
-    """The daemon's own may hold keys, and a proxy would be asked for 127.0.0.1. home: in place of the user's; temporary: of /tmp."""
+    """The daemon's own may hold keys, and a proxy would be asked for 127.0.0.1.
+
+    home: in place of the user's.
+    temporary: in place of /tmp.
+    """
     own = {"HOME": str(home), "TMPDIR": str(temporary), "PATH": os.environ.get("PATH", os.defpath)}
     return {**own, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.account import Account, cache_limit, serving_of
-from sparkd.capacity.evidence import Ways
-from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, choose, doubt_in_short, gib, short_cache
-from sparkd.capacity.footprint import FitRequest
+from sparkd.capacity.evidence import GUESS, Ways
+from sparkd.capacity.fit import (
+    DEFAULT_CONTEXT,
+    Cause,
+    Option,
+    doubt_in_short,
+    fitted,
+    gib,
+    it_needs,
+    serving_of,
+    short_cache,
+    single_formats,
+)
+from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
-from sparkd.capacity.kv_cache import KvLayout, fitting, longest, sized
-from sparkd.capacity.weights import Inventory, even_formats, possible_ranks
+from sparkd.capacity.kv_cache import fitting, longest, sized
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
-from sparkd.config.quantize import is_open
-from sparkd.errors import CheckpointError
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 
@@ -86,26 +94,36 @@ class FitRefusal:
 
 def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None:
     """The reason why no node can ever hold the model; None if one can. where: `this node`; most_gib: the most that it offers."""
-    args, known = need.args, need.account
-    kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
-    room = int((most_gib - kept) * GIB)
-    if known is not None and (short := _short_cache(need, known, room)):
-        return short
-    if known is not None and args.memory_gib is None and known.surely > room:
-        free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
-        reason = f"{args.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}"
-        return FitRefusal(reason, _cure(need, known, most_gib, room))
-    if known is not None and args.memory_gib is not None and outgrown(known, args.memory_gib) and need.gib <= most_gib:
-        least_gib = ceil(known.least / GIB)
-        smaller = least_gib > most_gib
-        cure = _cure(need, known, most_gib, int(args.memory_gib * GIB)) if smaller else Cure({"memory_gib": least_gib})
-        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {known.sentence}", cure)
-    if short := share_too_large(args, need.gib, need.hardware, most_gib, where):
-        return short
+    args, option, known = need.args, need.option, need.known
+    if option is not None and option.cause in ("length", "vllm"):
+        return FitRefusal(f"{args.name} cannot be served: {option.reason}", replace(_cure(option, [option], 1), effect=""), option.cause)
+    if option is not None and known is not None and (lacks := _lacks(option, known, need.gib, most_gib, where)):
+        return lacks
+    if share := share_too_large(args, need.gib, need.hardware, most_gib, where):
+        return share
     if need.gib > most_gib:
         size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}, or set memory_gib")
         return FitRefusal(f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB", size)
     return None
+
+
+def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str) -> FitRefusal | None:
+    """Why the footprint is more than a node can hold, or than the entry allows. gib: to reserve."""
+    args, needs = option.args, it_needs(option.args, known)
+    if args.memory_gib is not None:
+        if gib > most_gib or not outgrown(known, args.memory_gib):
+            return None
+        least_gib = ceil(known.least / GIB)
+        cure = _smaller(option, known, int(args.memory_gib * GIB)) if least_gib > most_gib else Cure({"memory_gib": least_gib})
+        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure or _SMALLER)
+    kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
+    room = int((most_gib - kept) * GIB)
+    if known.sureness != GUESS and (short := short_cache(args, known)):
+        return FitRefusal(f"{args.name} does not fit: {short}", _cache_cure(option, known, room - known.fixed))
+    if known.surely <= room:
+        return None
+    free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
+    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, room) or _SMALLER)
 
 
 def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
@@ -120,23 +138,31 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
     return FitRefusal(reason, Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"))
 
 
-def refusal(options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> FitRefusal | None:
-    """The refusal of a plan; None if an option fits, or without options.
+def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> FitRefusal | None:
+    """The refusal of a plan over so many nodes; None if an option fits, or without options.
+
+    is_open: whether the options have every format already.
 
     If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
     """
     if not options or any(option.fits for option in options):
         return None
     counted = [(option, option.footprint) for option in options if option.footprint is not None]
-    fewest = min(options, key=lambda option: (option.nodes, option.pipeline))
+    fewest = min(options, key=lambda option: (option.nodes, option.ways[1]))
     option = max(counted, key=lambda pair: min(pair[1].free_bytes, pair[1].load_free_bytes))[0] if counted else fewest
     reason = f"{_BEGIN[option.cause or 'memory']}{doubt_in_short(option.reason or '')}"
-    return FitRefusal(reason, _plan_cure(option, options, inventory, wish), option.cause or "memory")
+    cure = None
+    if option.cause == "memory" and option.footprint is not None and not is_open:
+        args, room = option.args, max(0, room_of(option.args, option.node))
+        cure = _smaller(option, option.footprint, room)
+        if cure is None and args.split != (1, 1):
+            cure = advice(args, option.headers, option.node, room, instead_of=prod(args.split))
+    return FitRefusal(reason, cure or _cure(option, options, nodes), option.cause or "memory")
 
 
-def outgrown(known: Account | None, memory_gib: float | None) -> bool:
-    """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
-    which measures. None is never too much, or too little."""
+def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
+    """Whether the model needs more than the memory_gib of its entry, by more than the footprint may be wrong. Otherwise the engine decides,
+    which measures."""
     if known is None or memory_gib is None:
         return False
     return known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES) > memory_gib * GIB
@@ -153,9 +179,9 @@ def advice(
     serving = serving_of(args, headers, hardware)
     if serving.unknown:
         return None
-    machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
-    wish = FitRequest(serving.max_model_len, 1, ways[0] * ways[1], serving, None, args.enforce_eager, 0, ways=(ways,))
-    options = choose(headers.model, machine, wish).options
+    node = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
+    one = replace(args, max_model_len=serving.max_model_len, cache=AUTO, margin_bytes=0, share=None, memory_gib=None)
+    options = [fitted(candidate, node, ways) for candidate in single_formats(one, headers, node)]
     own = AS_STORED if args.recipe is None or args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
     if not instead_of and any(option.fits and option.format == own for option in options):
         return None  # then it is another key that stands in the way
@@ -167,77 +193,56 @@ def advice(
     return Cure({**split, "max_model_len": shorter}) if shorter else None
 
 
-def _cure(need: Requirement, known: Account, most_gib: int, room: int) -> Cure:
+def _smaller(option: Option, known: Footprint, room: int) -> Cure | None:
     """In place of a cache of a given size a smaller one, where room bytes hold one request; else another choice."""
-    layout, wanted, tokens = known.layout, need.args.cache, known.max_model_len
-    if less := fitting(wanted, layout, tokens, room - known.fixed):
-        size, cost = sized(less, layout, tokens) or 0, known.kv
+    layout, args, tokens, cost = known.layout, option.args, known.kv.max_model_len, known.kv
+    if less := fitting(args.cache, layout, tokens, room - known.fixed):
+        size = sized(less, layout, tokens) or 0
         return Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
-    node = replace(need.hardware, memory_bytes=most_gib * GIB, system_bytes=0)
-    cure = advice(need.args, need.headers, node, room, need.ways)
-    if cure is not None and known.cache is not None and known.cache > known.kv.least:
+    cure = advice(args, option.headers, option.node, room, option.ways)
+    if cure is not None and known.cache is not None and known.cache > cost.least:
         return replace(cure, settings={**cure.settings, "kv_cache": {"sequences": 1}})
-    return cure or _SMALLER
+    return cure
 
 
-def _short_cache(need: Requirement, known: Account, room: int) -> FitRefusal | None:
-    """Why a cache of its size would hold no request. room: bytes for the engine."""
-    args, tokens = need.args, known.max_model_len
-    wanted = args.cache if known.cache is not None else None
-    cache = wanted if isinstance(wanted, Mapping) else None
-    size = known.cache if known.cache is not None else cache_limit(args, need.platform)
-    short = short_cache(cache, size, known.kv)
-    if size is None or short is None or args.memory_gib is not None or known.upper is not None:
-        return None
-    return FitRefusal(f"{args.name} does not fit: {short}", _cache_cure(cache, size, known.layout, tokens, room - known.fixed))
+def _cache_cure(option: Option, known: Footprint, room: int) -> Cure:
+    """In place of a cache that holds no request of full length, one that does, else a length for which it is enough.
 
-
-def _cache_cure(cache: Mapping[str, Any] | None, size: int, layout: KvLayout, tokens: int, room: int) -> Cure:
-    """In place of a cache that holds no request of `tokens` tokens, one that does, else a length for which it is enough.
-
-    cache, size: as in sparkd.capacity.fit.short_cache.
     room: the most bytes that a cache may have.
     """
-    cost = layout.cost(tokens)
+    cost, cache = known.kv, cache_of(option.args, option.node.platform) or {}
     if cost.least <= room:
-        blocks, own = {"blocks": cost.blocks + 1}, {"tokens": tokens}
-        return Cure({"kv_cache": blocks if "blocks" in (cache or ()) else own if "tokens" in (cache or ()) else {"sequences": 1}})
+        blocks, own = {"blocks": cost.blocks + 1}, {"tokens": cost.max_model_len}
+        return Cure({"kv_cache": blocks if "blocks" in cache else own if "tokens" in cache else {"sequences": 1}})
     # The bytes of a cache in tokens or requests follow from the length.
-    shorter = longest(cache, layout, tokens, room, limit=size if cache is None else None)
+    shorter = longest(cache, known.layout, cost.max_model_len, room)
     return Cure({"max_model_len": shorter}) if shorter else _SMALLER
 
 
-def _plan_cure(option: Option, options: Sequence[Option], inventory: Inventory, wish: FitRequest) -> Cure:
-    source, needed = inventory.checkpoint.quantization, option.footprint
+def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
+    """The largest lever for an option that does not fit. options: all that were tried, over at most so many nodes."""
+    model, needed = option.headers.model, option.footprint
+    source = model.checkpoint.quantization
     match option.cause:
         case "cache" if needed is not None:
-            size = needed.parts["kv"] if wish.cache is not None else wish.cache_limit or 0
-            return _cache_cure(wish.cache, size, needed.layout, option.serving.max_model_len, needed.room)
+            return _cache_cure(option, needed, needed.room)
         case "length":
-            return Cure({"max_model_len": inventory.shape.max_len}, "--ctx")
+            return Cure({"max_model_len": option.longest}, "--ctx")
         case "links":
             return Cure(deed="run `sparkd fabric` to check the cables")
         case "vllm":
             return Cure(deed="choose another model" if option.nodes == 1 else "choose another tensor_parallel")
         case "split":
-            return Cure(deed=f"choose another tensor_parallel: {possible_ranks(inventory.shape, option.tensor)}")
+            return Cure(deed=f"choose a tensor_parallel that divides its {model.shape.heads} attention heads")
         case "format":
-            return Cure(deed=f"choose {_even(inventory, wish) or 'another format'} (--quantize, or quantize of the entry)")
+            return Cure(deed="choose another format (--quantize, or quantize of the entry)")
         case "uncounted":
             return Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
         case _ if option.longest:
             return Cure({"max_model_len": option.longest}, "--ctx")
-        case _ if wish.limit is not None:
+        case _ if limit_of(option.args, option.node) is not None:
             return Cure(deed="raise that limit of the entry")
         case _ if all(other.format == AS_STORED for other in options) and (source is None or source.requantizable):
             return Cure(deed="choose a smaller format, such as --quantize nvfp4")
         case _:
-            return Cure(deed=f"share it by more than {wish.nodes} node{'s' if wish.nodes > 1 else ''} (--nodes)")
-
-
-def _even(inventory: Inventory, wish: FitRequest) -> str | None:
-    """The formats whose groups divide the columns that those of the request do not."""
-    try:
-        return None if wish.quantize is None else even_formats(inventory.formatted(wish.quantize))
-    except CheckpointError:
-        return None
+            return Cure(deed=f"share it by more than {nodes} node{'s' if nodes > 1 else ''} (--nodes)")

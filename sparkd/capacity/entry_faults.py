@@ -8,26 +8,28 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparkd.capacity.evidence import Evidence
+from sparkd.capacity.fit import Option, candidates_of, checked
 from sparkd.capacity.formats import mixes_of
 from sparkd.capacity.headers import headers_here, inventory_in
-from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import uneven_groups, uneven_heads
+from sparkd.capacity.weights import uneven_groups
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.config.quantize import AUTO
-from sparkd.entry.trusted_commits import refusal
+from sparkd.config.trusted_commits import refusal
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
 from sparkd.hardware import SPARK
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import InquiryRuntime, kept_here
 from sparkd.vllm.flags import LOAD_FORMAT
 from workers.quantization.best_wish import best_of
-from workers.quantization.recipe import AS_IT_IS
 
 # The load formats that need every file of a checkpoint; others read no weights here, or files of their own.
 _READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", LOAD_FORMAT)
+
+# The causes for which vLLM refuses an entry.
+_OF_VLLM = ("vllm", "split", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,11 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
     if why := format_fault(args):
         yield EntryFault("quantize", why)
-    if (why := _refusal(args, InquiryRuntime(runtime, places(config.state_dir)))) is not None:
-        yield EntryFault("model" if args.split == (1, 1) else "tensor_parallel", f"vLLM refuses it: {why}.")
+    if refused := _refused(args, InquiryRuntime(runtime, places(config.state_dir))):
+        if refused.cause == "length":
+            yield EntryFault("max_model_len", f"{refused.reason}: set at most {refused.longest}.")
+        else:
+            yield EntryFault("model" if args.split == (1, 1) else "tensor_parallel", f"vLLM refuses it: {refused.reason}.")
 
 
 def file_fault(args: EngineArgs) -> CheckpointError | None:
@@ -109,16 +114,14 @@ def format_fault(args: EngineArgs) -> str | None:
         return error.message if wish is None else None
 
 
-def _refusal(args: EngineArgs, runtime: InquiryRuntime) -> str | None:
-    """vLLM's refusal of the entry in an answer that is kept, else the heads that its ranks cannot share; without a full stop, None
-    without either."""
-    headers = headers_here(args)
+def _refused(args: EngineArgs, runtime: InquiryRuntime) -> Option | None:
+    """The option of the entry that vLLM refuses, by a kept answer, its heads or its length; None if it refuses nothing."""
+    args, headers = args.undecided(), headers_here(args)
     if headers is None:
         return None
-    consultation = Evidence(ask=partial(kept_here, runtime=runtime)).consultation(args, headers.model.checkpoint, SPARK)
-    consultation.ask([(AS_IT_IS, *args.split)])
-    exact = consultation.exact(AS_IT_IS, Serving(1, tensor_parallel=args.split[0]))
-    return exact.refusal if exact.decides else uneven_heads(headers.model.shape, args.split[0])
+    candidates = candidates_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime)))
+    option = checked(candidates[0], SPARK, args.split) if candidates else None
+    return None if option is None or option.cause not in _OF_VLLM else option
 
 
 def refuse_faulty(specs: Iterable[ModelConfig], config: Config) -> None:

@@ -60,7 +60,10 @@ def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
 
 
 def step_bytes(shape: Shape, serving: Serving, *, images: bool) -> int:
-    """The largest step, beside weights and cache. A step of single tokens takes what its logits do. images: whether it has an encoder."""
+    """The largest step, beside weights and cache. A step of single tokens takes what its logits do.
+
+    images: whether the model has an encoder.
+    """
     rows = max(serving.max_num_seqs, min(serving.max_num_seqs, DRAFTED_REQUESTS) * (1 + serving.speculative_tokens))
     batch = STEP_ROWS * serving.max_num_batched_tokens * shape.hidden * shape.dtype_bytes
     return max(batch, rows * shape.vocab * (shape.dtype_bytes + LOGITS_BYTES)) + (ENCODER_BYTES if images else 0)

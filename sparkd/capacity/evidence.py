@@ -81,6 +81,9 @@ class Exact:
         return frozenset({WEIGHTS, CACHE}) if OTHER in unknown else frozenset({WEIGHTS, CACHE}) - self.settled
 
 
+NO_ANSWER = Exact()
+
+
 def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:
     """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
     refusal = answer.refusal
@@ -233,7 +236,7 @@ class Consultation:
             exact = exact_of(stored, serving, same_format=False) if stored is not None else None
             if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
                 exact = None  # it may be the stored format that vLLM does not split or does not run
-        return exact or Exact()
+        return exact or NO_ANSWER
 
     def ask_formats(self, inventory: Inventory, quantize: QuantizationRecipe | None, splits: Sequence[Ways]) -> Inventory:
         """Ask about the model as stored at every split, which settles the cache for all formats, then about each format, best first.
@@ -344,16 +347,15 @@ class Evidence:
 
     profiles: measurements of earlier starts on this machine, by the engine's release `vllm`.
     ask: vLLM's answers about a model.
-    draft: the headers of its draft, which need not be on this machine.
     """
 
     profiles: tuple[KeptProfile, ...] = ()
     vllm: str | None = None
     ask: Ask = nobody
-    draft: Checkpoint | None = None
 
-    def consultation(self, args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware) -> Consultation:
-        return Consultation(self.ask, checkpoint, args.flags, args.env, hardware, self.draft)
+    def consultation(self, args: EngineArgs, headers: Headers, hardware: Hardware) -> Consultation:
+        draft = None if headers.drafting is None else headers.drafting.draft
+        return Consultation(self.ask, headers.model.checkpoint, args.flags, args.env, hardware, draft)
 
     def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
         """The measurements of an earlier start of this engine."""

@@ -1,25 +1,33 @@
-"""Owns the choice: every format at every way over the nodes, which of them fit, and which is best. Never starts anything."""
+"""Whether a model fits, and how: one rule judges each format, split and length. A start takes the option that a plan shows."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
-from sparkd.capacity.evidence import EXACT, GUESS
-from sparkd.capacity.footprint import FitRequest, Footprint, footprint
-from sparkd.capacity.formats import quality_of, recipes
-from sparkd.capacity.kv_cache import KvCost, Serving, longest
+from sparkd.capacity.evidence import NOTHING, Consultation, Evidence, Ways
+from sparkd.capacity.footprint import Footprint, footprint, limit_of
+from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_of, recipes
+from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving, largest
 from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
+from sparkd.checkpoint.prequantized import prequantized
 from sparkd.checkpoint.shape import LENGTHS
+from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
+from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import BLOCKS_FLAG
+from workers.quantization.best_wish import BEST
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 CONTEXT_STEP = 1024
-# Without a requested length, a format fits from this length on (or from the model's own), and gets as much more as there is room for.
+# For `max_model_len: auto` a format fits from this length on (or from the model's own), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
 # The characters of a sentence of vLLM's, which may have all of a configuration in it.
 _DOUBT_CHARACTERS = 300
@@ -28,65 +36,63 @@ Rank = tuple[bool, float, int, int]
 # memory: of a node, or of the entry's limit; cache: of its given size; length: more tokens than the model has; links: between nodes; vllm:
 # its own word; split: of the tensors over ranks; format: of the weights; uncounted: nothing tells what the cache takes.
 Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format", "uncounted"]
-_CALLED = {
-    "weights": "of weights",
-    "kv": "KV cache",
-    "peak": "for a batch",
-    "graphs": "CUDA graphs",
-    "context": "CUDA context",
-    "processes": "processes",
-}
+# By a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
+Unlinked = Mapping[int, str]
+LINKED: Unlinked = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One format and split of the model.
+class Candidate(NamedTuple):
+    """A model in one of the formats that come into question.
 
-    format: its spelling. tensor, pipeline: parallel sizes.
-    footprint: None if the split is not legal.
-    reason, cause: None if it fits, otherwise one sentence and its kind.
-    longest: tokens that each of `requests` requests may have; 0 if it does not fit.
-    copy, method: the quantized checkpoint of the model that is served instead, and how it is quantized.
+    args: the entry in this format.
+    headers: of its files, or of those of a quantized copy.
+    recipe: of its weights.
+    format: the recipe's name in a plan.
+    is_copy: whether it is another checkpoint than the entry names.
     """
 
+    args: EngineArgs
+    headers: Headers
+    evidence: Evidence
+    consultation: Consultation
+    recipe: QuantizationRecipe
     format: str
-    tensor: int
-    pipeline: int
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """One format, split and length of a model on nodes of one kind.
+
+    args: the entry in this format and length; the length stays `auto` where vLLM finds it by measuring.
+    headers: with vLLM's sizes of the model.
+    node: each of its nodes; system_bytes is what others hold there.
+    footprint: None if vLLM or the loader would refuse it.
+    reason, cause: None if it fits, otherwise one sentence and its kind.
+    longest: tokens that a request may have; 0 if it does not fit. If it is too long, those that the model supports.
+    is_counted: whether the numbers cover every flag of the entry; otherwise the start measures.
+    """
+
+    args: EngineArgs
+    headers: Headers
+    format: str
+    is_copy: bool
+    node: Hardware
+    ways: Ways
     serving: Serving
-    footprint: Footprint | None
-    reason: str | None
-    longest: int = 0
+    footprint: Footprint | None = None
+    reason: str | None = None
     cause: Cause | None = None
-    copy: str | None = None
-    method: str | None = None
+    longest: int = 0
+    is_counted: bool = False
 
     @property
     def nodes(self) -> int:
-        return self.tensor * self.pipeline
+        return self.ways[0] * self.ways[1]
 
     @property
     def fits(self) -> bool:
         return self.reason is None
-
-
-@dataclass(frozen=True, slots=True)
-class FitResult:
-    """The options, best first."""
-
-    options: tuple[Option, ...]
-
-    @property
-    def best(self) -> Option | None:
-        return self.options[0] if self.options and self.options[0].fits else None
-
-
-def choose(inventory: Inventory, hardware: Hardware, wish: FitRequest) -> FitResult:
-    options = [
-        _option(inventory, hardware, wish, name, recipe, ways)
-        for name, recipe in recipes(inventory, wish.quantize)
-        for ways in ways_of(wish)
-    ]
-    return FitResult(tuple(sorted(options, key=rank)))
 
 
 def rank(option: Option) -> Rank:
@@ -94,140 +100,247 @@ def rank(option: Option) -> Rank:
 
     A copy of the model had data to calibrate with: it ranks behind the stored model, and before a format that is quantized here.
     """
-    quality = 0.5 if option.copy is not None else float(quality_of(option.format))
-    return not option.fits, quality, option.nodes, option.pipeline
+    quality = 0.5 if option.is_copy else float(quality_of(option.format))
+    return not option.fits, quality, option.nodes, option.ways[1]
 
 
-def floor(option: Option, hardware: Hardware, steps: Sequence[float]) -> list[tuple[float, int, int]]:
-    """(gpu_memory_utilization, bytes it allows, bytes of them left to the cache; negative where vLLM would fail).
-
-    vLLM counts weights, what the driver holds and the peak of a batch; processes on the host are not in its budget.
-    """
-    if option.footprint is None:
-        return []
-    parts = option.footprint.parts
-    held = parts["weights"] + parts["context"] + parts["peak"] + parts["graphs"]
-    return [(share, int(share * hardware.memory_bytes), int(share * hardware.memory_bytes) - held) for share in steps]
-
-
-def smallest(option: Option, hardware: Hardware) -> float | None:
-    """The least gpu_memory_utilization, in hundredths, that holds one request of full length; None where none does."""
-    least = option.footprint.kv.least if option.footprint is not None else 0
-    return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
-
-
-def refuse_uncounted(inventory: Inventory, wish: FitRequest) -> None:
-    """Raises CheckpointError where neither vLLM nor config.json tells what a cache of the model takes."""
-    answers = (
-        wish.exact(AS_IT_IS, replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages)) for size, stages in ways_of(wish)
-    )
-    if not inventory.shape.attentions and not any(exact.decides for exact in answers):
-        reason = f"it has no {inventory.shape.gaps[0]}, and no vLLM has computed the size of this model's KV cache"
-        cure = "Set memory_gib in its entry; vLLM then sizes the cache"
-        raise CheckpointError(reason, file=f"{inventory.checkpoint.folder}/{inventory.checkpoint.config_file}", cure=cure)
-
-
-def ways_of(wish: FitRequest) -> tuple[tuple[int, int], ...]:
-    """(tensor, pipeline): those that come into question, else all over the nodes that are there."""
-    return wish.ways or tuple(splits(wish.nodes))
-
-
-def splits(most: int) -> Iterator[tuple[int, int]]:
+def splits(most: int) -> Iterator[Ways]:
     """(tensor, pipeline) over each number of nodes up to `most`: fewest nodes first, and of so many the most tensor parallelism."""
     for nodes in range(1, most + 1):
         yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
-def _option(
-    inventory: Inventory,
-    hardware: Hardware,
-    wish: FitRequest,
-    name: str,
-    recipe: QuantizationRecipe,
-    ways: tuple[int, int],
-) -> Option:
-    tensor, pipeline = ways
-    context = wish.max_model_len or min(inventory.shape.max_len, DEFAULT_CONTEXT)
-    seqs = max(wish.serving.max_num_seqs, wish.requests)
-    serving = replace(wish.serving, max_model_len=context, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    if context > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
-        too_long = f"{context:,} tokens are more than the {inventory.shape.max_len:,} that the model supports"
-        return Option(name, tensor, pipeline, serving, None, too_long, cause="length")
+def candidates_of(
+    args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING, *, beside: bool = False
+) -> list[Candidate]:
+    """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
+    data to calibrate with, then by ourselves (see `rank`), then in mixes that are smaller than any one format.
+
+    beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
+    """
+    if not is_open(args.quantize):
+        return _formatted(args, headers, [] if args.recipe is None else [args.recipe], node, evidence)
+    found = _formatted(args, headers, open_recipes(headers.model, args.quantize, args.tensor_parallel or 1), node, evidence)
+    if args.quantize == AUTO and beside:
+        found[1:1] = [
+            candidate._replace(is_copy=True)
+            for other, there in _copies(args, headers)
+            for candidate in _formatted(other, there, [AS_IT_IS], node, evidence)
+        ]
+    return found
+
+
+def single_formats(args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING) -> list[Candidate]:
+    """The model in each of sparkd.capacity.formats.FORMATS and as it is stored, best first."""
+    return _formatted(args, headers, [recipe for _, recipe in recipes(headers.model, None)], node, evidence)
+
+
+def _formatted(
+    args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
+) -> list[Candidate]:
+    consultation = evidence.consultation(args, headers, node)
+    is_mixed = is_open(args.quantize)
+
+    def called(recipe: QuantizationRecipe) -> str:
+        if not recipe.quantizes:
+            return AS_STORED
+        return recipe.default.spelling if not recipe.rules else BEST if is_mixed else CONFIGURED
+
+    return [
+        Candidate(
+            args if recipe == args.recipe and not is_mixed else args.quantized(recipe),
+            headers,
+            evidence,
+            consultation,
+            recipe,
+            called(recipe),
+        )
+        for recipe in choices
+    ]
+
+
+def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
+    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
+    with it there is none."""
+    if args.trusts_code:
+        return
+    for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env}):
+        other = replace(args, model=name, revision=None, quantize=None, recipe=AS_IT_IS)
+        if (there := headers_here(other)) is not None:
+            yield other, there
+
+
+def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> list[Option]:
+    """The options of the candidates, at least one, over `ways` nodes like this one; the choice comes first.
+
+    The choice is the first that fits. If none does, it is the longest of those with a length of `auto`, else the smallest, whose refusal
+    gives the reason.
+    """
+    options = [fitted(candidate, node, ways, unlinked) for candidate in candidates]
+    best = next((number for number, option in enumerate(options) if option.fits), None)
+    if best is None:
+        best = max(range(len(options)), key=lambda number: options[number].longest)
+        if (tokens := options[best].longest) and candidates[best].args.max_model_len == AUTO:
+            options[best] = fitted(candidates[best], node, ways, unlinked, at_least=tokens)
+        else:
+            best = min(range(len(options)), key=lambda number: _least(options[number]))
+    return [options.pop(best), *options]
+
+
+def _least(option: Option) -> float:
+    return float("inf") if option.footprint is None else option.footprint.least
+
+
+def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
+    """The option without its footprint: with the reason for which vLLM or the loader would refuse it, if there is one."""
+    args, consultation, recipe = candidate.args, candidate.consultation, candidate.recipe
+    consultation.ask([(AS_IT_IS, *ways), (recipe, *ways)])
+    headers = replace(candidate.headers, model=consultation.completed(candidate.headers.model))
+    serving = serving_of(args, headers, node, ways)
+    option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
+    exact, shape = consultation.exact(recipe, serving), headers.model.shape
+    # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
+    longest = max(candidate.headers.model.shape.max_len, shape.max_len)
+    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+        return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
-    if tensor > 1 and tensor * pipeline in wish.unlinked:
-        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline], cause="links")
+    if ways[0] > 1 and option.nodes in unlinked:
+        return replace(option, reason=unlinked[option.nodes], cause="links")
     try:
-        model = inventory.formatted(recipe)
-        if reason := uneven_groups(model):
-            # Before vLLM's own refusal, which names no format that fits.
-            return Option(name, tensor, pipeline, serving, None, reason, cause="format")
-        exact = wish.exact(recipe, serving)
-        if exact.refusal is not None:
-            return Option(name, tensor, pipeline, serving, None, exact.refusal, cause="vllm")
-        if not exact.decides and (reason := uneven_heads(inventory.shape, tensor)):
-            return Option(name, tensor, pipeline, serving, None, reason, cause="split")
-        if exact.layout is None and not inventory.shape.attentions:
-            return Option(name, tensor, pipeline, serving, None, "the size of its KV cache is unknown", cause="uncounted")
-
-        def at(tokens: int) -> Footprint:
-            return footprint(model, replace(serving, max_model_len=tokens), hardware, wish)
-
-        needed = at(context)
-        length = _longest(needed, inventory, wish)
+        uneven = uneven_groups(candidate.headers.model.formatted(recipe))
     except CheckpointError as error:
-        return Option(name, tensor, pipeline, serving, None, error.clause, cause="format")
-    if wish.max_model_len is None and needed.fits and length > context:
-        # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
-        more = at(length)
-        if not more.fits:
-            length = max(context, _longest(more, inventory, wish))
-            more = at(length)
-        needed, context = (more, length) if more.fits else (needed, context)
-        length = context
-        serving = replace(serving, max_model_len=length)
-    if not needed.fits:
-        return Option(name, tensor, pipeline, serving, needed, _short(needed, hardware, length, wish), length, "memory")
-    size = needed.parts["kv"] if wish.cache is not None else wish.cache_limit
-    if short := short_cache(wish.cache, size, needed.layout.cost(context)):
-        return Option(name, tensor, pipeline, serving, needed, short, length, "cache")
-    return Option(name, tensor, pipeline, serving, needed, None, length)
+        return replace(option, reason=error.clause, cause="format")
+    if uneven is not None:
+        # Before vLLM's own refusal, which names no format that fits.
+        return replace(option, reason=uneven, cause="format")
+    if exact.refusal is not None:
+        return replace(option, reason=exact.refusal, cause="vllm")
+    if not exact.decides and (heads := uneven_heads(shape, ways[0])):
+        return replace(option, reason=heads, cause="split")
+    if exact.layout is None and not shape.attentions:
+        gap = f"its {headers.model.checkpoint.config_file} has no {shape.gaps[0]}" if shape.gaps else "its configuration has no layers"
+        return replace(option, reason=f"{gap}, and no vLLM has computed the size of its KV cache", cause="uncounted")
+    return replace(option, is_counted=serving.unknown <= exact.settled)
 
 
-def _longest(needed: Footprint, inventory: Inventory, wish: FitRequest) -> int:
-    """The model's own length, or so many whole steps; 0 where not even the weights come in."""
-    most = max(inventory.shape.max_len, wish.max_model_len or 0)
-    size = wish.cache or {"sequences": wish.requests}
-    return 0 if needed.load_free_bytes < 0 else longest(size, needed.layout, most, needed.room, limit=wish.cache_limit, step=CONTEXT_STEP)
+def fitted(
+    candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED, *, at_least: int = DEFAULT_CONTEXT
+) -> Option:
+    """The candidate over `ways` nodes like this one: its bytes, and whether it fits.
+
+    at_least: tokens from which on a length of `auto` fits.
+    """
+    option = checked(candidate, node, ways, unlinked)
+    if option.reason is not None:
+        return option
+    args, headers, recipe = candidate.args, option.headers, candidate.recipe
+    model = replace(candidate.headers.model.formatted(recipe), inventory=headers.model)
+    is_auto, most = args.max_model_len == AUTO, option.serving.max_model_len
+
+    def at(tokens: int) -> Footprint:
+        own = args if tokens == most and not is_auto else replace(args, max_model_len=tokens)
+        serving = serving_of(own, headers, node, ways)
+        exact = candidate.consultation.exact(recipe, serving)
+        measured = candidate.evidence.learned(own, headers, ways, node)
+        return footprint(model, serving, node, own, exact, measured)
+
+    def fits(tokens: int) -> bool:
+        needed = at(tokens)
+        return needed.fits and short_cache(args, needed) is None
+
+    longest, enough = largest(fits, most, CONTEXT_STEP), min(most, at_least) if is_auto else most
+    tokens = max(longest, enough)
+    needed = at(tokens)
+    own = replace(args, max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
+    option = replace(option, args=own, serving=replace(option.serving, max_model_len=tokens), footprint=needed, longest=longest)
+    if longest >= enough:
+        return option
+    if short := short_cache(args, needed):
+        return replace(option, reason=short, cause="cache")
+    return replace(option, reason=_short(args, needed, node, longest), cause="memory")
 
 
-def short_cache(cache: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> str | None:
-    """Why a cache of `size` bytes holds no request; None where it does, or has no size: else vLLM ends its start, with all weights loaded.
-    cache: the size as it was asked for, None for that of a CPU's engine."""
+def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Ways = (1, 1)) -> Serving:
+    """`unknown` of it says what the entry changes in a way that the formulas do not have."""
+    model, drafted, kv_dtype = headers.model, headers.drafting, args.kv_cache_dtype
+    # By its own quantizing, in a wider type or by another configuration vLLM makes other weights of the stored ones than are counted.
+    is_other = WEIGHTS in args.changes or (args.own_quantization and model.checkpoint.quantization is None)
+    uncounted = is_other or (drafted is None and args.drafts)
+    length = args.max_model_len if isinstance(args.max_model_len, int) else model.shape.max_len
+    batch = BATCH_TOKENS[hardware.platform]
+    if not args.chunked_prefill:
+        batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
+    source = model.checkpoint.quantization
+    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (args.quantize is None or not source.requantizable):
+        kv_dtype = source.kv_dtype
+    plain = Serving(
+        max_model_len=length,
+        max_num_seqs=args.max_num_seqs or SEQUENCES[hardware.platform],
+        max_num_batched_tokens=args.max_num_batched_tokens or batch,
+        tensor_parallel=ways[0],
+        pipeline_parallel=ways[1],
+        prefix_caching=args.prefix_caching,
+        kv_dtype=kv_dtype,
+        platform=hardware.platform,
+        block_tokens=args.block_tokens,
+        unknown=args.changes | ({WEIGHTS, CACHE} if uncounted else frozenset()),
+    )
+    return plain if drafted is None else drafted.serving(plain)
+
+
+def _is_beyond(args: EngineArgs, model: Inventory) -> bool:
+    """Whether vLLM may serve requests that are longer than config.json says (vllm/config/model.py, _get_and_verify_max_len)."""
+    allowed = args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    return allowed or args.other_config or LENGTHS[0] in model.shape.gaps or "model_max_length" in model.checkpoint.config
+
+
+def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
+    """Why the cache, which has a given size, holds no request; None where it does: else vLLM ends its start, with all weights loaded."""
+    cost, size = needed.kv, needed.cache
     if size is None or cost.least <= size:
         return None
+    cache = args.cache if isinstance(args.cache, Mapping) else {}
     request = f"one request of {cost.max_model_len:,} tokens needs"
-    if cache is not None and "tokens" in cache:
+    if "tokens" in cache:
         return f"kv_cache holds {cache['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
-    if cache is not None and "blocks" in cache:
+    if "blocks" in cache:
         return f"{BLOCKS_FLAG} is {cache['blocks']:,}, and {request} {cost.blocks + 1:,} blocks"
-    name = "the cache of a CPU's engine" if cache is None else "kv_cache"
+    name = "kv_cache" if cache else "the cache of a CPU's engine"
     return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}"
 
 
-def _short(needed: Footprint, hardware: Hardware, longest: int, wish: FitRequest) -> str:
-    there = gib(hardware.memory_bytes)
-    if needed.load_free_bytes < 0:
-        # The parts that count while the weights come; the cache and the batch are not there yet.
-        parts = [f"{gib(needed.parts['weights'])} of weights", f"{gib(needed.load_peak_bytes - needed.parts['weights'])} for the loader"]
-        parts += [f"{gib(needed.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if needed.parts[name] >= GIB // 10]
-        parts += [f"{gib(needed.system_bytes)} system"] if needed.system_bytes else []
-        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the available {there}, before any KV cache"
-    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in needed.parts.items() if size >= GIB // 10]
-    shorter = f"; {longest:,} tokens of context would fit" if longest else ""
-    if wish.limit is not None and needed.total > wish.limit[0]:
-        return f"{' + '.join(parts)} are {gib(needed.total - wish.limit[0])} more than {wish.limit[1]}{shorter}"
-    parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
-    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
+def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) -> str:
+    """Why its bytes are too many for a node, or for the limit of its entry."""
+    limit, kept = limit_of(args, node), f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
+    there = f"a node has {gib(node.memory_bytes)}, less {kept}"
+    if limit is not None and needed.total > limit[0]:
+        there = f"that is more than {limit[1]}"
+    elif needed.free_bytes >= 0:
+        there = f"while the weights come, the loader needs {gib(-needed.load_free_bytes)} more than a node has"
+    return f"{it_needs(args, needed)}; {there}" + (f"; {longest:,} tokens of context would fit" if longest else "")
+
+
+def it_needs(args: EngineArgs, known: Footprint) -> str:
+    """The parts of its least, for a message."""
+    is_larger = known.cache is not None and known.cache > known.kv.least
+    what = f"for one request of {known.kv.max_model_len:,} tokens"
+    if is_larger and args.cache_words:
+        what = f"as its entry sets it ({args.cache_words})"
+    rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
+    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
+    total, (weights, cache, batch, processes) = _adding_up(sizes)
+    held = " and what CUDA holds" if known.parts["context"] else ""
+    largest = f"{batch} for the largest batch{held}"
+    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
+
+
+def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
+    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
+    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
+        tenths[number] += 1
+    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
 
 
 def gib(size: float) -> str:
@@ -236,31 +349,6 @@ def gib(size: float) -> str:
 
 def _size(size: int) -> str:
     return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
-
-
-def format_notes(best: Option | None) -> Iterator[str]:
-    """Names the format that computes prompts faster, beside the one that has its size and is more accurate."""
-    if best is not None and best.format == "nvfp4" and best.serving.platform == "cuda":
-        yield (
-            "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "
-            "less accurate (docs/formats.md)."
-        )
-
-
-def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
-    """A note about a guess: what config.json does not tell. doubt: the reason why vLLM gave no answer, None without one."""
-    guessed = not is_answered(options) and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
-    silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
-    if guessed and inventory.shape.gaps:
-        missing = ", ".join(inventory.shape.gaps)
-        yield f"Its {inventory.checkpoint.config_file} does not tell {missing}, and {silent}."
-    elif guessed and doubt is not None:
-        yield f"The numbers are a guess: {silent}."
-
-
-def is_answered(options: Iterable[Option]) -> bool:
-    """Whether vLLM has built the model."""
-    return any(option.footprint is not None and option.footprint.sureness == EXACT for option in options)
 
 
 def doubt_in_short(doubt: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from math import ceil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.capacity.estimate import (
     MIB,
+    PROCESS_BYTES,
     cache_doubt,
     context_bytes,
     graph_bytes,
@@ -18,13 +18,15 @@ from sparkd.capacity.estimate import (
     step_bytes,
     weights_doubt,
 )
-from sparkd.capacity.evidence import EXACT, GUESS, Exact, MeasuredPeaks
+from sparkd.capacity.evidence import EXACT, GUESS, NO_ANSWER, Exact, MeasuredPeaks
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.checkpoint.shape import Shape
+from sparkd.config.engine_args import EngineArgs
 from sparkd.hardware import Hardware
+from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
-from workers.quantization.recipe import QuantizationRecipe
+from workers.kv.settings import CPU_KV_CACHE_GIB
 
 # The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
 LOADER_BYTES = 154 * MIB
@@ -33,49 +35,46 @@ CACHE_STAGING_BYTES = 260 * MIB
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
 
 
-@dataclass(frozen=True, slots=True)
-class FitRequest:
-    """One question: which formats and splits of a model fit, and how much of a node each takes.
+def cache_of(args: EngineArgs, platform: str) -> Mapping[str, Any] | None:
+    """The size of the engine's cache (sparkd.capacity.kv_cache.sized); None for one that takes what is left. On a CPU it always has one
+    (sparkd.config.kv_cache.sizing_of)."""
+    given = args.given_cache(platform)
+    if given is None and platform == "cpu" and args.cache is None and not args.vllm_sizes:
+        return {"bytes": CPU_KV_CACHE_GIB * GIB}
+    return given
 
-    max_model_len: tokens; None for as many as fit, at least DEFAULT_CONTEXT.
-    requests: the number that runs at once at that length.
-    nodes: the number of nodes.
-    serving: the settings of the engine.
-    quantize: a recipe; None for any of sparkd.capacity.formats.FORMATS.
-    eager: without CUDA graphs.
-    margin_bytes: that stay free; None for the default.
-    unlinked: by a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
-    ways: the allowed (tensor, pipeline); None for all.
-    cache: a configured size (sparkd.capacity.kv_cache.sized); None for one that holds `requests`.
-    cache_limit: its most bytes.
-    limit: most bytes of the engine, and the setting that limits it.
-    beyond: whether a length may exceed the model's own.
-    learned: the measurements of an earlier start; None without one.
-    exact: vLLM's numbers for a format and a split.
+
+def limit_of(args: EngineArgs, hardware: Hardware) -> tuple[int, str] | None:
+    """Most bytes of the engine by its entry, and the setting that says so; None without a limit.
+
+    gpu_memory_utilization limits all but the processes' memory on the host.
     """
+    limits = []
+    if args.memory_gib is not None:
+        limits.append((int(args.memory_gib * GIB), f"the memory_gib of {args.memory_gib:g} in its entry"))
+    if args.share is not None:
+        size = int(args.share * hardware.memory_bytes) + (PROCESS_BYTES[hardware.platform] if hardware.unified else 0)
+        limits.append((size, f"the {size / GIB:.1f} GiB of {args.share_words}"))
+    return min(limits, default=None)
 
-    max_model_len: int | None = None
-    requests: int = 1
-    nodes: int = 1
-    serving: Serving = field(default_factory=lambda: Serving(0))
-    quantize: QuantizationRecipe | None = None
-    eager: bool = False
-    margin_bytes: int | None = None
-    unlinked: Mapping[int, str] = field(default_factory=dict)
-    ways: tuple[tuple[int, int], ...] | None = None
-    cache: Mapping[str, Any] | None = None
-    cache_limit: int | None = None
-    limit: tuple[int, str] | None = None
-    beyond: bool = False
-    learned: Callable[[QuantizationRecipe, Serving], MeasuredPeaks | None] = lambda _recipe, _serving: None
-    exact: Callable[[QuantizationRecipe, Serving], Exact] = lambda _recipe, _serving: Exact()
+
+def margin_in(args: EngineArgs, hardware: Hardware) -> int:
+    """Bytes of a node that stay free beside the engine; of a share of the node's memory vLLM takes all."""
+    return 0 if args.share is not None else margin_of(hardware, args.margin_bytes)
+
+
+def room_of(args: EngineArgs, hardware: Hardware) -> int:
+    """Most bytes of the engine: what others leave of a node but for the margin, within the entry's limit."""
+    free, limit = hardware.memory_bytes - hardware.system_bytes - margin_in(args, hardware), limit_of(args, hardware)
+    return free if limit is None else min(free, limit[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The account of one rank and its node.
 
-    total: bytes for `requests` requests of max_model_len tokens. free_bytes: left of them and the margin, negative if it does not fit.
+    cache: bytes of a cache with a given size; None for one that takes what is left, of which `parts` has one request of full length.
+    free_bytes: left of the parts and the margin, negative if it does not fit.
     *_s: seconds; decode_tokens_s: an upper bound for one request. Each is None if the machine's rates are unknown.
     limit_bytes: most bytes of the whole engine; None for all of the node.
     sureness: of weights and cache, one of sparkd.capacity.evidence.
@@ -85,7 +84,7 @@ class Footprint:
     parts: Mapping[str, int]
     kv: KvCost
     layout: KvLayout
-    requests: float
+    cache: int | None
     weights: Weights
     margin_bytes: int
     system_bytes: int
@@ -129,8 +128,18 @@ class Footprint:
 
     @property
     def fixed(self) -> int:
-        """All but the cache."""
-        return self.total - self.parts["kv"]
+        """All but the cache, with what a guess may be too low."""
+        return self.total - self.parts["kv"] + self.upper_bytes
+
+    @property
+    def least(self) -> int:
+        """For one request of full length, or the cache of the given size; without them the model cannot serve."""
+        return self.fixed + max(self.kv.least, self.parts["kv"])
+
+    @property
+    def surely(self) -> int:
+        """The bytes without which it cannot run even where the guess of its cache is too high."""
+        return self.fixed - self.upper_bytes if self.sureness == GUESS else self.least
 
     @property
     def room(self) -> int:
@@ -138,46 +147,56 @@ class Footprint:
         return self.free_bytes + self.parts["kv"]
 
 
-def footprint(model: FormattedModel, serving: Serving, hardware: Hardware, request: FitRequest) -> Footprint:
-    """The account of one node for an engine that serves so."""
+def footprint(
+    model: FormattedModel,
+    serving: Serving,
+    hardware: Hardware,
+    args: EngineArgs,
+    exact: Exact = NO_ANSWER,
+    measured: MeasuredPeaks | None = None,
+) -> Footprint:
+    """The account of one node for an engine that serves so.
+
+    args: its cache, its limits and whether it captures graphs.
+    exact: vLLM's numbers, which go before the formulas.
+    measured: of an earlier start, which goes before both.
+    """
     inventory, shape = model.inventory, model.inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = model.weights(ranks, stages)
-    exact, learned = request.exact(model.recipe, serving), request.learned(model.recipe, serving)
     layout = exact.layout or kv_layout(shape, serving)
-    kv, cache_bytes = layout.cost(serving.max_model_len), sized(request.cache, layout, serving.max_model_len)
+    kv, cache = layout.cost(serving.max_model_len), sized(cache_of(args, hardware.platform), layout, serving.max_model_len)
     held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
     parts = {
         "weights": held,
-        "kv": cache_bytes if cache_bytes is not None else ceil(request.requests * kv.per_request) + kv.block_bytes,
-        "peak": learned.peak if learned else step_bytes(shape, serving, images="vision" in weights.by_kind),
-        "graphs": learned.graphs if learned else graph_bytes(shape, serving, hardware, eager=request.eager),
+        "kv": kv.least if cache is None else cache,
+        "peak": measured.peak if measured else step_bytes(shape, serving, images="vision" in weights.by_kind),
+        "graphs": measured.graphs if measured else graph_bytes(shape, serving, hardware, eager=args.enforce_eager),
         "context": context_bytes(hardware, ranks * stages),
         "processes": process_bytes(hardware),
     }
     guesses = exact.guesses(serving.unknown)
-    available = hardware.memory_bytes
-    margin = margin_of(hardware, request.margin_bytes)
+    limit = limit_of(args, hardware)
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     return Footprint(
         parts=parts,
         kv=kv,
         layout=layout,
-        requests=request.requests,
+        cache=cache,
         weights=weights,
-        margin_bytes=margin,
+        margin_bytes=margin_in(args, hardware),
         system_bytes=hardware.system_bytes,
-        memory_bytes=available,
+        memory_bytes=hardware.memory_bytes,
         load_peak_bytes=parts["weights"] + LOADER_BYTES + (CACHE_STAGING_BYTES if weights.changed else 0),
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=None if request.limit is None else request.limit[0],
+        limit_bytes=None if limit is None else limit[0],
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
-        upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache_bytes is None else 0,
+        upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache is None else 0,
     )
 
 

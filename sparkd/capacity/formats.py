@@ -28,7 +28,7 @@ _RUNGS = 32
 
 
 def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Iterator[tuple[str, QuantizationRecipe]]:
-    """(name, recipe) of each, best first. requested: None for any of FORMATS."""
+    """(name, recipe) of each, best first: the one that was requested, or any of FORMATS."""
     source = inventory.checkpoint.quantization
     if (recipe := requested) is not None:
         yield (recipe.default.spelling if not recipe.rules else CONFIGURED) if recipe.quantizes else AS_STORED, recipe
@@ -40,7 +40,9 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
 
 
 def open_recipes(model: Inventory, quantize: object, ranks: int = 1) -> Iterator[QuantizationRecipe]:
-    """The recipes that `auto` or `best` may become, best first. ranks: of tensor parallelism.
+    """The recipes that `auto` or `best` may become, best first.
+
+    ranks: of tensor parallelism.
 
     Raises ConfigError where no mix is as small as `best` asks for.
     """
@@ -57,7 +59,9 @@ def quality_of(name: str) -> int:
 
 
 def mixes_of(model: Inventory, wish: BestWish, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
-    """Plain recipes, best first; with a size in the wish one. ranks: of tensor parallelism, each of which gets whole groups.
+    """Plain recipes, best first; with a size in the wish one.
+
+    ranks: of tensor parallelism, each of which gets whole groups.
 
     Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
     """

@@ -21,14 +21,15 @@ from workers.kv.profiles import checkpoint_of
 
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
-# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
-_SUFFIX_DEPTH = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The headers of a model, wherever they are. model: of model and draft together. identity: the name of its files
-    (workers.kv.profiles.checkpoint_of), None where they are not on this machine."""
+    """The headers of a model, wherever they are.
+
+    model: of model and draft together.
+    identity: the name of its files (workers.kv.profiles.checkpoint_of), None where they are not on this machine.
+    """
 
     model: Inventory
     drafting: Drafting | None = None
@@ -36,28 +37,38 @@ class Headers:
 
     @staticmethod
     def of(args: EngineArgs, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
-        """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
+        """With the draft of the flags.
+
+        read: the headers of a draft, by folder or hub id.
+
+        Raises CheckpointError, and ConfigError for a draft that is not counted.
+        """
         model = inventory(checkpoint, shape_of(checkpoint.config))
-        model = model.widened() if args.wide else model
-        drafted = of_config(args.draft, read) if args.draft is not None else None
-        both = model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape)
-        return Headers(both, drafted, checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None)
+        identity = checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None
+        return _with_draft(args, model, lambda: checkpoint, read, identity)
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
-    """With the draft that its flags ask for; None where the model's are not on this machine, or none of the kinds that are counted."""
+    """With the draft of the flags; None where the model's are not on this machine, or none of the kinds that are counted."""
     folder = folder_of(args.model, args.revision, args.env)
     if folder is None:
         return None
     try:
         identity = checkpoint_of(folder)
         model = _read(folder, identity)
-        model = model.widened() if args.wide else model
-        drafted = None if args.draft is None else of_config(args.draft, lambda name: _draft(name, args.env))
-        both = model if drafted is None or not drafted.layers else drafted.inventory(read_bounded(read_checkpoint, folder), model.shape)
-        return Headers(both, drafted, identity)
+        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, args.env), identity)
     except (CheckpointError, ConfigError, OSError):
         return None
+
+
+def _with_draft(
+    args: EngineArgs, model: Inventory, whole: Callable[[], Checkpoint], read: Callable[[str], Checkpoint], identity: str | None
+) -> Headers:
+    """whole: reads the model's headers with the layers that predict ahead."""
+    model = model.widened() if args.wide else model
+    drafted = of_config(args.draft, read) if args.draft is not None else None
+    both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
+    return Headers(both, drafted, identity)
 
 
 def inventory_in(folder: str) -> Inventory:
@@ -108,8 +119,8 @@ class Drafting:
         drafts."""
         own = inventory(checkpoint, shape, ahead=self.ahead)
         if self.ahead and not has_layers_ahead(own):
-            told = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
-            raise ConfigError(f"speculative {self.method}: {told}: choose off, ngram or suffix.", param="speculative")
+            reason = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
+            raise ConfigError(f"speculative {self.method}: {reason}: choose off, ngram or suffix.", param="speculative")
         if self.draft is None:
             return own
         parts = tuple(_beside(inventory(self.draft, shape_of(self.draft.config))))
@@ -122,11 +133,8 @@ class Drafting:
 
 
 def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
-    """config: vLLM's own (config/speculative.py). Raises CheckpointError and ConfigError for a draft that is missing."""
-    config = {key.replace("-", "_"): value for key, value in config.items()}
+    """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
-    if method == "suffix" and tokens is None:
-        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     tokens = tokens if type(tokens) is int and tokens > 0 else 1
     if method in _OF_TEXT:
         return Drafting(method, tokens)

@@ -46,7 +46,12 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """block_bytes: one block of the pool, on one rank. blocks: of a request of max_model_len tokens. block_tokens: of full attention."""
+    """The cost of one request.
+
+    block_bytes: of one block of the pool, on one rank.
+    blocks: of a request of max_model_len tokens.
+    block_tokens: of full attention.
+    """
 
     block_bytes: int
     blocks: int
@@ -67,18 +72,14 @@ class KvCost:
         """Least bytes of a cache that serves one such request: vLLM keeps one block for itself."""
         return self.per_request + self.block_bytes if self.blocks else 0
 
-    def requests(self, pool_bytes: int) -> float:
-        """Requests of max_model_len tokens, as vLLM's "maximum concurrency" counts them."""
-        return pool_bytes // self.block_bytes / self.blocks if self.blocks else float("inf")
-
-    def tokens(self, pool_bytes: int) -> int:
-        return int(self.requests(pool_bytes) * self.max_model_len) if self.blocks else 0
-
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window;
-    whether that is a chunk). state_blocks: that a request takes of a group of states, None for sparkd's own count."""
+    """How the layers share the pool, which no length of a request changes.
+
+    groups: (tokens of a block, 0 for a state; window; whether that is a chunk).
+    state_blocks: that a request takes of a group of states, None for sparkd's own count.
+    """
 
     block_bytes: int
     groups: tuple[tuple[int, int | None, bool], ...]
@@ -90,9 +91,19 @@ class KvLayout:
         return KvCost(self.block_bytes, blocks, max((tokens for tokens, *_ in self.groups), default=0), max_model_len)
 
     def _blocks(self, block_tokens: int, window: int | None, chunked: bool, max_model_len: int) -> int:
-        if not block_tokens and self.state_blocks is not None:
-            return self.state_blocks
-        return _blocks(block_tokens, window, chunked, self.serving, max_model_len)
+        """The blocks of one group that a request of max_model_len tokens takes."""
+        serving = self.serving
+        if not block_tokens:
+            # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
+            own = (2 if serving.prefix_caching else 1) + serving.speculative_tokens
+            return own if self.state_blocks is None else self.state_blocks
+        if window is None:
+            return ceil(max_model_len / block_tokens)
+        in_flight = (serving.batches_in_flight + serving.pipeline_parallel - 1) * serving.max_num_batched_tokens
+        if chunked:
+            # It begins with a block (vllm/v1/kv_cache_interface.py, ChunkedLocalAttentionSpec).
+            return ceil(min(window + in_flight, max_model_len) / block_tokens)
+        return ceil(min(window - 1 + in_flight, max_model_len) / block_tokens) + 1
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
@@ -143,21 +154,6 @@ def _lookahead(serving: Serving) -> int:
     drafts = serving.speculative_tokens
     steps = 2 if serving.batches_in_flight > 1 else 1
     return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
-
-
-def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
-    """The blocks of one group that a request of max_model_len tokens takes."""
-    if not block_tokens:
-        # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
-        return (2 if serving.prefix_caching else 1) + serving.speculative_tokens
-    if window is None:
-        return ceil(max_model_len / block_tokens)
-    batches = serving.batches_in_flight + serving.pipeline_parallel - 1
-    if chunked:
-        # It begins with a block (vllm/v1/kv_cache_interface.py, ChunkedLocalAttentionSpec).
-        return ceil(min(window + batches * serving.max_num_batched_tokens, max_model_len) / block_tokens)
-    held = min(window - 1 + batches * serving.max_num_batched_tokens, max_model_len)
-    return ceil(held / block_tokens) + 1
 
 
 def most_written(least: int, most: int) -> int:

@@ -17,9 +17,9 @@ from sparkd.capacity.requirement import refused_flags, runtime_of
 from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.kv_cache import without_cpu_space
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.entry.parser_choice import with_parsers
-from sparkd.entry.trusted_commits import commits_of, pinned
+from sparkd.config.trusted_commits import commits_of, pinned
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.hardware import JIT_CAPS, Hardware
@@ -134,8 +134,8 @@ def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[st
         if getattr(written, key) is None and getattr(spec, key) not in (None, OFF):
             decided[key] = getattr(spec, key)
     # No entry asks for stages of a pipeline: `tensor_parallel: auto` takes them.
-    if written.tensor_parallel == AUTO and option.tensor > 1 and option.pipeline == 1:
-        decided["tensor_parallel"] = option.tensor
+    if written.tensor_parallel == AUTO and option.ways[0] > 1 and option.ways[1] == 1:
+        decided["tensor_parallel"] = option.ways[0]
     return decided
 
 
@@ -147,7 +147,7 @@ def _ranks(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Har
     ranks = []
     for number in range(option.nodes):
         own: dict[str, Any] = {
-            "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
+            "flags": [*flags, *parallel_flags(*option.ways, number, "HEAD", MASTER_PORT, spec.executor)],
             "env": fields["env"] | network | own_env,
             "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
         }
@@ -231,8 +231,6 @@ def _docker_argv(choice: Mapping[str, Any], rank: Mapping[str, Any], image: str,
         # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
         words += ["--host", "127.0.0.1" if several else "0.0.0.0", "--port", str(PORT)]
     name = _UNSAFE.sub("-", f"{choice['name']}-{rank['node']}" if several else choice["name"])
-    # Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go).
-    name = name if len(name) > 1 and name[0].isalnum() else f"model-{name}"
     argv = ["docker", "run", "-d", "--name", name, "--restart", "unless-stopped"]
     argv += ["--gpus", "all", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if gpu else []
     argv += ["--ipc", "host", *(["--network", "host"] if several else ["-p", f"127.0.0.1:{PORT}:{PORT}"])]

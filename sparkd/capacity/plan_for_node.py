@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Answers
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.plan import plan, vllm_json
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
 from sparkd.capacity.requirement import runtime_of
@@ -28,12 +28,11 @@ from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.config.quantize import AUTO
-from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import ClusterError, ConfigError, EngineError, Unavailable
 from sparkd.execution.bounded_call import NoAnswer, call
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
-from sparkd.hardware import KNOWN, Hardware
+from sparkd.hardware import KNOWN, Hardware, machine
 from sparkd.state.documents import Documents
 from sparkd.vllm.ask.answers import ModelAnswer
 from sparkd.vllm.ask.cache import places as answers_in
@@ -48,6 +47,8 @@ NAMES: tuple[LearnedName, ...] = ("bandwidth_bytes_s", "disk_bytes_s")
 LIMIT_S = 60.0
 # Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
 _PLANS = Threads("plan", 2, 4)
+# By number of nodes, why that many of the daemon's nodes cannot share a model. rdma: whether they need it.
+Unlinked = Callable[..., Awaitable[Mapping[int, str]]]
 # Finds another node's runtime for an interpreter that this node lacks.
 Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
@@ -93,10 +94,6 @@ class PlanOrder:
     config: Config
     places: Collection[str] | None = None
     there: NodeRuntime | None = None
-
-
-class Unlinked(Protocol):
-    async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
 
 
 def hardware_here(name: str, config: Config) -> Hardware:

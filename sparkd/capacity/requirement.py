@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from math import ceil
+from typing import Any
 
-from sparkd.capacity.account import Account, account, candidate_of, candidates_of, illegal, machine, needed_gib, resolved
 from sparkd.capacity.entry_faults import file_fault, format_fault
-from sparkd.capacity.evidence import Answers, Evidence, Ways
-from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.evidence import EXACT, Answers, Evidence, Ways
+from sparkd.capacity.fit import Option, candidates_of, checked, choose
+from sparkd.capacity.footprint import Footprint
+from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args
 from sparkd.config.quantize import AUTO, is_open
-from sparkd.entry.parser_choice import with_parsers
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
-from sparkd.hardware import Hardware
+from sparkd.hardware import Hardware, machine
 from sparkd.units import GIB
-from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
@@ -32,6 +32,8 @@ from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
 
 log = logging.getLogger(__name__)
+
+VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,10 @@ def offered_gib(config: Config) -> int:
 class Requirement:
     """The need of one model on each of its nodes.
 
-    spec, args: without `auto`. gib: whole GiB to reserve.
-    account: from the checkpoint's headers; None if they do not suffice.
+    spec, args: without `auto`.
+    gib: whole GiB to reserve.
+    option: how it fits; None if its headers are not here.
     vllm: its version, if it is known.
-    ways: the tensor and pipeline sizes of this need.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     nodes: the nodes that have its runtime; None for any.
     """
@@ -87,10 +89,8 @@ class Requirement:
     hardware: Hardware
     entrypoint: str
     gib: int
-    account: Account | None
+    option: Option | None
     vllm: str | None = None
-    ways: Ways = (1, 1)
-    headers: Headers | None = None
     parsers: Parsers | None = None
     nodes: frozenset[str] | None = None
 
@@ -98,44 +98,73 @@ class Requirement:
     def platform(self) -> str:
         return self.hardware.platform
 
-
-class Node(Protocol):
-    def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """The abilities of a Python environment: `platform`; `entrypoint` and `vllm` (its version), or None; `packages`, a digest of
-        them; and `mem_total_bytes` of its node, if that is another one.
-        """
+    @property
+    def known(self) -> Footprint | None:
+        return known_of(self.option)
 
 
 def requirement_of(
-    spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
+    spec: ModelConfig,
+    config: Config,
+    facts: Mapping[str, Any],
+    free_gib: float,
+    offered_gib: float,
+    ways: Ways = (1, 1),
+    beside: bool = False,
 ) -> Requirement:
-    """The requirement of an entry, with a choice for each `auto` and its parsers. Uses vLLM's kept answers, and never asks.
+    """The requirement of an entry, with a choice for each `auto`. Uses vLLM's kept answers, and never asks.
 
+    facts: of its runtime (workers.host.runtime.Runtime as JSON), with the node's mem_total_bytes if that is another one.
     free_gib: the most that a node has free of other models.
     offered_gib: the GiB that the node lends.
     ways: the tensor and pipeline sizes, with each rank on its own node.
     beside: whether `quantize: auto` may use a quantized copy that is on this machine.
 
     Raises RankError if the runtime is missing, and ModelUnusable if the folder is missing or holds no model.
-    Raises ConfigError for a number of the entry that vLLM would refuse too, and CheckpointError as sparkd.capacity.account.account.
+    Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
     if absent := unusable_of(spec, config.engine, config.model_places()):
         raise absent
-    facts = node.runtime(runtime_of(spec, config))
     entrypoint, hardware = _entrypoint(spec, config, facts), _hardware(config, facts)
+    node = replace(hardware, system_bytes=hardware.memory_bytes - int(free_gib * GIB))
     args = engine_args(spec, spec.environment(config.engine))
-    headers, known = headers_here(args), None
-    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
+    headers, option = headers_here(args), None
+    candidates = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts), beside=beside)
     args = args.undecided()
     if candidates:
-        evidence = evidence_of(spec, config, facts)
-        chosen = resolved(candidates, hardware, int(free_gib * GIB), ways, evidence)
-        args, headers, known = chosen.args, chosen.headers, account(chosen, hardware, evidence, ways)
-    gib = needed_gib(args, hardware, offered_gib, known)
-    spec, parsers = decided(spec, args), None
-    if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, args.env)
-    return Requirement(spec, args, hardware, entrypoint, gib, known, facts.get("vllm"), ways, headers, parsers=parsers)
+        option = choose(candidates, node, ways)[0]
+        args = option.args
+    gib = reserved_gib(args, hardware, offered_gib, known_of(option))
+    return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
+
+
+def known_of(option: Option | None) -> Footprint | None:
+    """The bytes of a model; None if only a start can tell them."""
+    return None if option is None or not option.is_counted else option.footprint
+
+
+def reserved_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Footprint | None = None) -> int:
+    """Whole GiB to reserve on a node; Ray's custom resources are whole numbers above one.
+
+    1. memory_gib of the entry.
+    2. The footprint, where the cache has a size; for gpu_memory_utilization that share, in which vLLM stays.
+
+    Without a footprint, and for a cache of all that is free, all that the node lends.
+
+    hardware: the node.
+    offered_gib: that it lends; of a guess no more is reserved.
+    """
+    if args.memory_gib is not None:
+        return ceil(args.memory_gib)
+    node_gib = hardware.memory_bytes / GIB
+    share_gib = ceil((args.share or 0.0) * node_gib)
+    if known is not None and known.cache is not None and (args.blocks is not None or not args.vllm_sizes):
+        size = known.fixed + known.cache
+        if known.sureness != EXACT and offered_gib is not None:
+            size = max(known.surely, min(size, int(offered_gib * GIB)))
+        return max(ceil(size / GIB), share_gib)
+    most = ceil(VLLM_DEFAULT_UTILIZATION * node_gib)
+    return share_gib or (most if offered_gib is None else min(most, int(offered_gib)))
 
 
 def _entrypoint(spec: ModelConfig, config: Config, facts: Mapping[str, Any]) -> str:
@@ -156,44 +185,44 @@ def _hardware(config: Config, facts: Mapping[str, Any]) -> Hardware:
     return machine(platform, total_bytes, 0) if isinstance(total_bytes, int) else this_node(platform)
 
 
-def ask_vllm(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> None:
+def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: Ways) -> None:
     """Ask this node's vLLM about a model whose format, length or reservation depends on the answer; answers are kept. Blocks for the 10 to
     40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts."""
-    args, found = engine_args(spec, spec.environment(config.engine)), node.runtime(runtime_of(spec, config))
-    platform = platform_of(found, config)
+    args, platform = engine_args(spec, spec.environment(config.engine)), platform_of(facts, config)
     is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
-    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, found.get("vllm")):
+    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):
         return
     headers = headers_here(args)
     if headers is None:
         return
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
-    consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
+    consultation = evidence.consultation(args, headers, this_node(platform))
     try:
         consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
         log.warning("%s is placed by an estimate, because vLLM could not be asked about it: %s", spec.name, error)
 
 
-def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
+def evidence_of(spec: ModelConfig, config: Config, facts: Mapping[str, Any]) -> Evidence:
     """Measurements of earlier starts, and kept answers of the runtime's vLLM. Never asks vLLM.
 
-    found: the abilities of the runtime, on this node or another.
+    facts: of the runtime, on this node or another.
     """
-    vllm, profiles = found.get("vllm"), profiles_in(str(config.profiles_path))
+    vllm, profiles = facts.get("vllm"), profiles_in(str(config.profiles_path))
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
-    away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))
+    away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(facts.get("packages", "")))
     runtime = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
     return Evidence(profiles, vllm, Answers(partial(kept_answers, runtime=runtime)).ask)
 
 
-def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
+def why_illegal(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: Ways) -> str | None:
     """The reason why vLLM would not split the model over `ways`; None if it would, or without headers here. Raises RankError."""
-    facts, args = node.runtime(runtime_of(spec, config)), engine_args(spec, spec.environment(config.engine)).undecided()
+    args, node = engine_args(spec, spec.environment(config.engine)).undecided(), _hardware(config, facts)
     headers = headers_here(args)
-    stored = None if headers is None else candidate_of(args, headers)
-    return None if stored is None else illegal(stored, _hardware(config, facts), ways, evidence_of(spec, config, facts))
+    stored = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts))
+    option = checked(stored[0], node, ways) if stored else None
+    return None if option is None or option.cause not in ("vllm", "split") else option.reason
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
@@ -208,14 +237,12 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
 
 
 def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM here refuses; without its answer for those that are not written in full.
+    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not spec.runs_vllm(config.engine):
-        return ()
     if not _is_ours(spec, config, vllm):
-        return tuple(shortened(spec.vllm_flags()))
+        return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))

@@ -31,8 +31,6 @@ _WHOLE = frozenset({"router", "norm"})
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# Nodes that a model may be split over.
-MOST_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,8 @@ class PartGroup:
 
     @property
     def misfit(self) -> int | None:
-        """The columns that the groups of its format do not divide, which the loader refuses (Quantizer.check of
-        workers/load/formats/base.py); None where they do."""
+        """The columns that the groups of its format do not divide, which the loader refuses (Format.check); None where they
+        do."""
         group = None if self.form is None else self.form.group
         return next((columns for _, columns in self.shapes if columns % group), None) if group is not None else None
 
@@ -240,7 +238,7 @@ def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format], chec
     groups: dict[object, list[tuple[WeightPart, Outcome | None]]] = {}
     for part in parts:
         tensor = part.tensor
-        outcome = outcome_of(tensor.name, assignment, checkpoint.tensors)
+        outcome = outcome_of(tensor.name, assignment, checkpoint)
         form = None if outcome is None else outcome.format
         groups.setdefault((_starred(tensor.name), tensor.shape, tensor.dtype, part.count, form), []).append((part, outcome))
     for alike_parts in groups.values():
@@ -280,28 +278,11 @@ def uneven_heads(shape: Shape, ranks: int) -> str | None:
     return f"{shape.heads} attention heads do not divide by {ranks} ranks" if shape.heads % ranks else None
 
 
-def possible_ranks(shape: Shape, ranks: int) -> str:
-    """The other sizes of tensor parallelism by which its heads divide, in words."""
-    return ", ".join(str(size) for size in range(1, MOST_RANKS + 1) if size != ranks and uneven_heads(shape, size) is None)
-
-
 def uneven_groups(model: FormattedModel) -> str | None:
     """Why the loader would refuse the formats, with those that would fit; None where it would not."""
-    uneven = next(_uneven(model), None)
-    if uneven is None:
-        return None
-    name, columns, form, fits = uneven
-    return f"{columns} columns of {name} do not divide into groups of {form.group}: {fits} would fit"
-
-
-def even_formats(model: FormattedModel) -> str | None:
-    """The formats for the weight of `uneven_groups`, in words; None where there is none."""
-    return next((fits for *_, fits in _uneven(model)), None)
-
-
-def _uneven(model: FormattedModel) -> Iterator[tuple[str, int, Format, str]]:
-    """(tensor, its columns, its format, formats that fit)."""
     for group in model.groups:
-        if group.misfit is not None and group.form is not None and group.form.group is not None:
-            name = group.part.tensor.name
-            yield name, group.misfit, group.form, fitting(group.form.group, group.misfit, group.form.name)
+        form, columns = group.form, group.misfit
+        if form is not None and form.group is not None and columns is not None:
+            fits = fitting(form.group, columns, form.name)
+            return f"{columns} columns of {group.part.tensor.name} do not divide into groups of {form.group}: {fits} would fit"
+    return None

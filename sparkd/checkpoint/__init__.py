@@ -18,11 +18,13 @@ from sparkd.checkpoint.foreign_json import shown
 from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header
 from sparkd.checkpoint.index import INDEX, object_of, read_index
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
+from sparkd.checkpoint.shape import text_config
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, CheckpointUnread
 
 __all__ = [
-    "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "towers_of",
+    "CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class", "text_config",
+    "towers_of",
 ]  # fmt: skip
 
 CONFIG = "config.json"
@@ -48,8 +50,12 @@ MAX_LACKING = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: the content of config_file;
-    config_sha256: of that file's bytes."""
+    """A folder's weights.
+
+    tensors: by name, in the order of the shards, then of the offsets.
+    config: the content of config_file.
+    config_sha256: of that file's bytes.
+    """
 
     folder: str
     config: Mapping[str, Any]
@@ -66,7 +72,11 @@ class Checkpoint:
 
 
 class Source(Protocol):
-    """A folder or hub repository with a checkpoint. place: the prefix of its paths; names: the names of its files."""
+    """A folder or hub repository with a checkpoint.
+
+    place: the prefix of its paths.
+    names: of its files.
+    """
 
     @property
     def place(self) -> str: ...
@@ -113,8 +123,10 @@ def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> 
     """The missing weights files: files that an index names, or else the numbers in other files' names imply.
 
     Only the format that vLLM takes in a folder counts, so an incomplete set of *.bin beside complete safetensors lacks nothing, nor does a
-    folder without Mistral's second copy. names: the complete files below one folder; content: reads an index; where it raises
-    CheckpointError or OSError, the numbers count.
+    folder without Mistral's second copy.
+
+    names: the complete files below one folder.
+    content: reads an index; where it raises CheckpointError or OSError, the numbers count.
     """
     folders: dict[str, list[str]] = {}
     for name in names:
@@ -133,8 +145,7 @@ def selected(source: Source) -> Selection:
     if INDEX not in source.names:
         files = _weight_files(source.place, source.names)
         if lacking := sorted(_numbered(files) - set(source.names)):
-            count = _lacking_count(files)
-            more = f" and {count - 1} more files" if count > 1 else ""
+            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
             raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
         return Selection(file, config, digest, files, {})
     index = read_index(source.content(INDEX), source.path(INDEX))
@@ -217,13 +228,6 @@ def _numbered(weights: Collection[str]) -> set[str]:
     return set(islice(names, len(weights) + MAX_LACKING))
 
 
-def _lacking_count(weights: Iterable[str]) -> int:
-    """The number of missing files of the numbered sets."""
-    matches = [match for match in map(_NUMBERED.fullmatch, weights) if match]
-    there = sum(1 <= int(match[2]) <= int(match[3]) for match in matches)
-    return sum(int(total) for _, total, _ in {(match[1], match[3], match[4]) for match in matches}) - there
-
-
 def _without_config(source: Source) -> CheckpointError:
     """The error for a folder without config.json, which may hold a format that vLLM reads and sparkd cannot count."""
     reason = f"there is no {CONFIG} in it"
@@ -254,16 +258,11 @@ def _counting(later: TensorRef, earlier: TensorRef, index: Mapping[str, str]) ->
 def _listing(folder: str) -> set[str]:
     try:
         return set(os.listdir(folder))
-    except FileNotFoundError:
-        reason, cure = "the folder is not there", "Download the model, or correct the path"
-    except NotADirectoryError:
-        reason, cure = "it is a file where the checkpoint's folder is expected", "Give the folder that holds config.json and *.safetensors"
-    except OSError as error:
-        reason = f"the folder cannot be read: {error.strerror}"
-        raise CheckpointUnread(reason, file=shown(folder), cure="Check its owner and mode") from None
-    except ValueError as error:
-        reason, cure = f"the folder cannot be read: {error}", "Correct the path"
-    raise CheckpointError(reason, file=shown(folder), cure=cure)
+    except (OSError, ValueError) as error:
+        reason = f"the folder cannot be read: {getattr(error, 'strerror', None) or error}"
+        is_wrong = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
+        kind, cure = (CheckpointError, "Correct the path") if is_wrong else (CheckpointUnread, "Check its owner and mode")
+        raise kind(reason, file=shown(folder), cure=cure) from None
 
 
 def _weight_files(folder: str, names: Iterable[str]) -> list[str]:

@@ -71,9 +71,10 @@ def towers_of(config: Mapping[str, Any]) -> frozenset[str]:
 def tensor_class(name: str, shape: Sequence[int], towers: Collection[str] = ()) -> str:
     """One of CLASSES, by the tensor's name; three dimensions distinguish packed experts from a single projection of the same name.
 
+    The class `attention` has the large projections of a token mixer (softmax, linear attention, Mamba), `state_space` its small parameters
+    and convolutions, `expert` routed experts, one by one or packed, `vision` towers, projectors and generators of any modality but text.
+
     towers: see `towers_of`.
-    attention: the large projections of a token mixer (softmax, linear attention, Mamba); state_space: its small parameters and
-    convolutions; expert: routed experts, one by one or packed; vision: towers, projectors and generators of any modality other than text.
     """
     return "vision" if towers and name.partition(".")[0] in towers else _class(_NUMBER.sub("0", name), len(shape))
 

@@ -18,28 +18,18 @@ MAX_HEADER_VALUES = 800_000
 _SHOWN = 120
 
 
-class _NoJson(ValueError):
-    """A fault of JSON that Python's parser accepts."""
-
-
-def parsed(raw: bytes, path: str, cure: str, *, strict: bool = False) -> Any:
-    """The value. Raises CheckpointError for too many values, for other text than UTF-8 and JSON, and for one that is nested too deeply.
-
-    strict: the text is a safetensors header. A repeated key, NaN, Infinity and -Infinity are refused: Python, transformers and vLLM accept
-    them, and published files have them, but the Rust reader of headers does not accept them.
-    """
-    most = MAX_HEADER_VALUES if strict else MAX_VALUES
+def parsed(raw: bytes, path: str, cure: str, *, most: int = MAX_VALUES) -> Any:
+    """The value. Raises CheckpointError for more than `most` values, for text that is not UTF-8 or JSON, and for one nested too deeply."""
     # Too many rather than too few: a text may have these characters, too.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most:
         raise CheckpointError(f"the JSON in it has more than {most} values", file=path, cure=cure)
-    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": _constant} if strict else {}
     try:
-        return json.loads(raw.decode(), **hooks)
+        return json.loads(raw.decode())
     except UnicodeDecodeError as error:
         reason = f"it is not UTF-8 at byte {error.start}"
     except RecursionError:
         reason = "it is nested too deeply"
-    except (json.JSONDecodeError, _NoJson) as error:
+    except json.JSONDecodeError as error:
         reason = str(error)
     except ValueError:
         # Python reads no number of more than 4300 digits (sys.set_int_max_str_digits).
@@ -51,16 +41,3 @@ def shown(name: object) -> str:
     """A name from a foreign file, short enough and printable for a message."""
     text = str(name) if isinstance(name, str) and name.isprintable() and name else ascii(name)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _NoJson(f"the key {shown(twice)} stands twice in one object")
-    return mapping
-
-
-def _constant(name: str) -> Any:
-    raise _NoJson(f"{name} is no JSON")

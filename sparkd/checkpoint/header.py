@@ -10,9 +10,10 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, BinaryIO
 
-from sparkd.checkpoint.foreign_json import parsed, shown
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, parsed, shown
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUnread
 
@@ -67,7 +68,7 @@ class Shard:
 
 
 def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
-    """One file's identity and its tensors in the order of their offsets. path: absolute. Raises CheckpointError.
+    """The identity of the file at an absolute path, and its tensors in the order of their offsets. Raises CheckpointError.
 
     Reads the header only. The file's real size bounds the memory, whatever the length field claims.
     """
@@ -84,7 +85,11 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
 
 
 def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
-    """Bytes of the JSON. prefix: the first 8 bytes of the file, fewer if it is shorter; size_bytes: the file's. Raises CheckpointError."""
+    """Bytes of the JSON. Raises CheckpointError.
+
+    prefix: the first 8 bytes of the file, fewer if it is shorter.
+    size_bytes: the file's.
+    """
     if len(prefix) < PREFIX_BYTES:
         raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
     if prefix.startswith(b"version "):
@@ -100,9 +105,9 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
 
 
 def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tuple[Shard, list[TensorRef]]:
-    """Parse a header and check it against the file's size. header: the JSON without its length. Raises CheckpointError."""
+    """Parse a header, the JSON without its length, and check it against the file's size. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
-    table = parsed(header, path, AGAIN, strict=True)
+    table = parsed(header, path, AGAIN, most=MAX_HEADER_VALUES)
     if not isinstance(table, dict):
         raise CheckpointError("the header is no JSON object", file=path, cure=AGAIN)
     if not isinstance(table.pop(_METADATA, {}), dict | None):
@@ -133,31 +138,15 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
     """One entry of the header, checked by itself."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if type(dtype) is str and dtype not in DTYPE_BITS:
+            raise _fault(f"its dtype {shown(dtype)} is not known", path, name, "Update sparkd, or store the tensor in another dtype")
+        are_sizes = all(type(size) is int and 0 <= size <= MAX_COUNT for size in (*shape, start, end))
+        is_named = name.isprintable() and name
+        if is_named and are_sizes and len(shape) <= MAX_DIMENSIONS and DTYPE_BITS[dtype] * prod(shape) == 8 * (end - start):
+            return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
     except (TypeError, KeyError, ValueError):
-        raise _fault("its entry in the header is not {dtype, shape, data_offsets: [begin, end]}", path, name) from None
-    if not name.isprintable() or not name:
-        raise _fault("a tensor's name is empty or has control characters", path, name)
-    if type(start) is not int or type(end) is not int or not 0 <= start <= end <= MAX_COUNT:
-        raise _fault(f"its offsets {shown([start, end])} are not two numbers in ascending order from 0", path, name)
-    bits = _bits(dtype, shape, path, name)
-    if bits != 8 * (end - start):
-        problem = f"its offsets hold {end - start} bytes, and {dtype} of shape {shown(shape)} has {shown(f'{bits} bits')}"
-        raise _fault(problem, path, name)
-    return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
-
-
-def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
-    """The bits of a whole tensor."""
-    bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
-    if bits is None:
-        raise _fault(f"its dtype {shown(dtype)} is not known", path, name, "Update sparkd, or store the tensor in another dtype")
-    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        raise _fault(f"its shape is not an array of at most {MAX_DIMENSIONS} numbers", path, name)
-    for size in shape:
-        if type(size) is not int or not 0 <= size <= MAX_COUNT:
-            raise _fault(f"its shape {shown(shape)} has a member that is not a size", path, name)
-        bits *= size
-    return bits
+        pass
+    raise _fault(f"its entry {shown(entry)} is not {{dtype, shape, data_offsets: [begin, end]}} with as many bytes", path, name)
 
 
 def _check_cover(tensors: Sequence[TensorRef], path: str, begin: int, data_bytes: int) -> None:

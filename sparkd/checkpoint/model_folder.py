@@ -11,7 +11,8 @@ from sparkd.errors import ConfigError, ModelUnusable
 from workers.host.hub_cache import hub_cache
 
 if TYPE_CHECKING:
-    from sparkd.config.model import EngineDefaults, ModelConfig
+    from sparkd.config.config import EngineSettings
+    from sparkd.config.model import ModelConfig
 
 # The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
@@ -29,10 +30,12 @@ def places_of(sources: Iterable[str], environ: Mapping[str, str]) -> tuple[str, 
 
 def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, tokenizer: bool = False) -> ModelUnusable | None:
     """The error to raise, with a message for clients that does not say where the folder is; None where it can be a model's, or where
-    `folder` is a hub id. vllm: what another module reads there is its own affair. tokenizer: whether an engine needs one from there.
+    `folder` is a hub id. Blocks.
 
+    vllm: whether the engine is vLLM; another module reads there what it likes.
     places: the folders of `places_of`, None for anywhere. Outside of them every fault has the same message, so that a caller cannot probe
-    which paths exist. Blocks.
+        which paths exist.
+    tokenizer: whether an engine needs one from there.
     """
     fault = _fault(folder, vllm=vllm, tokenizer=tokenizer)
     if fault is None:
@@ -47,7 +50,7 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None, 
     return ModelUnusable(message, client_message=f"There is no model there that sparkd can read: {cure}")
 
 
-def unusable_of(spec: ModelConfig, engine: EngineDefaults, places: Collection[str] | None = None) -> ModelUnusable | None:
+def unusable_of(spec: ModelConfig, engine: EngineSettings, places: Collection[str] | None = None) -> ModelUnusable | None:
     """`unusable` for the folder of an entry, by what its engine reads there. Blocks."""
     return unusable(spec.model, vllm=spec.runs_vllm(engine), places=places, tokenizer=spec.reads_tokenizer)
 

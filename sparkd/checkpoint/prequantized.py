@@ -1,4 +1,4 @@
-"""Owns finding an existing quantized checkpoint of a model on this machine. Never takes one checkpoint for another.
+"""Finds an existing quantized checkpoint of a model on this machine.
 
 The plan offers such a checkpoint under its own name. The match is strict, because a fine-tune has the same shape as its model: the name is
 the model's followed by the words of a quantization, the shape is equal in every number, and under another owner the model card names the
@@ -32,7 +32,9 @@ _CARD_BYTES = 64 << 10
 def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]) -> Iterator[tuple[str, Checkpoint]]:
     """(folder or hub id, headers) of each, by name: those beside a folder, those of the hub cache for a hub id. Whole ones only.
 
-    source: the model's folder or hub id; checkpoint: its headers. environ: of the engine, which says where the cache is.
+    source: the model's folder or hub id.
+    checkpoint: its headers.
+    environ: of the engine, which says where the cache is.
     """
     if checkpoint.quantization is not None:
         return

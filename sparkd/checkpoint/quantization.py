@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from math import prod
 from typing import Any
 
+from sparkd.checkpoint.shape import text_config
 from sparkd.checkpoint.tensors import TensorRef
 
 # The formats that the loader can convert back to BF16, one tensor at a time; the others are served as stored.
@@ -17,10 +18,12 @@ _BLOCK = [128, 128]
 
 @dataclass(frozen=True, slots=True)
 class SourceQuantization:
-    """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, nvfp4-a4, modelopt_mixed, compressed-tensors, awq, gptq or other.
+    """The existing quantization of a checkpoint.
 
-    details: the section of the configuration. For the fp8 methods, each `weight` has a `weight_scale_inv` or `weight_scale`.
-    apart: the section is in hf_quant_config.json, and config.json has none.
+    method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, nvfp4-a4, modelopt_mixed, compressed-tensors, awq, gptq or other; for the fp8
+        methods, each `weight` has a `weight_scale_inv` or `weight_scale`.
+    details: the section of the configuration.
+    apart: whether the section is in hf_quant_config.json, and config.json has none.
     """
 
     method: str
@@ -58,20 +61,23 @@ class SourceQuantization:
 def source_quantization(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, tensors: Mapping[str, TensorRef]
 ) -> SourceQuantization | None:
-    """The quantization of a checkpoint; None for unquantized weights. config: config.json; modelopt: hf_quant_config.json, if it exists."""
+    """The quantization of a checkpoint; None for unquantized weights.
+
+    config: config.json.
+    modelopt: hf_quant_config.json, if it exists.
+    """
     stated = _stated(config)
     details = stated or _modelopt_details(modelopt)
     if details is None:
         # The configuration does not mention FP8 weights: their scales show the method.
-        scaled = _fp8_by_scales(tensors, details={})
+        scaled = _fp8_by_scales(tensors)
         return SourceQuantization(scaled) if scaled else None
     return SourceQuantization(_method(details, tensors), details, apart=stated is None)
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization section of config.json, or of the text model's part of it in a multimodal model."""
-    places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
-    for place in places:
+    for place in (config, text_config(config)):
         for key in ("quantization_config", "compression_config"):
             section = place.get(key)
             if isinstance(section, Mapping) and section:
@@ -92,7 +98,7 @@ def _method(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str
     if method in ("fp8", "fbgemm_fp8", "ptpc_fp8"):
         if details.get("weight_block_size"):
             return "fp8_block" if details["weight_block_size"] == _BLOCK else "other"
-        return _fp8_by_scales(tensors, details) or "fp8_tensor"
+        return _fp8_by_scales(tensors) or "fp8_tensor"
     if method.startswith("modelopt"):
         return _modelopt(details, tensors)
     if method == "compressed-tensors":
@@ -114,11 +120,11 @@ def _modelopt(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> s
     if algorithm in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD"):
         return "nvfp4"
     if algorithm == "FP8":
-        return _fp8_by_scales(tensors, details) or "fp8_tensor"
+        return _fp8_by_scales(tensors) or "fp8_tensor"
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return "fp8_channel"
     if algorithm in ("FP8_PB_WO", "FP8_PB_REAL"):
-        return _fp8_by_scales(tensors, details) or "fp8_block"
+        return _fp8_by_scales(tensors) or "fp8_block"
     return "mxfp4" if algorithm == "MXFP4" else "other"
 
 
@@ -146,34 +152,19 @@ def _compressed_tensors(details: Mapping[str, Any]) -> str:
     return methods.get(strategies.pop(), "compressed-tensors")
 
 
-def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any]) -> str | None:
+def _fp8_by_scales(tensors: Mapping[str, TensorRef]) -> str | None:
     """The method of the first scaled FP8 weight, None where there is no such weight."""
-    weights = dict(_fp8_weights(tensors.items()))
-    wanted = {name.removesuffix("weight") + each for name in weights for each in _SCALE_NAMES}
-    # Not looked up by name, see sparkd.checkpoint.tensors.Tensors.
-    scales = {name: tensor for name, tensor in tensors.items() if name in wanted} if wanted else {}
-    for name, tensor in weights.items():
+    for name, tensor in tensors.items():
+        if tensor.dtype != "F8_E4M3" or len(tensor.shape) != 2 or not name.endswith(".weight"):
+            continue
         stem = name.removesuffix("weight")
-        scale = next((scales[stem + each] for each in _SCALE_NAMES if stem + each in scales), None)
+        scale = next((tensors[stem + each] for each in _SCALE_NAMES if stem + each in tensors), None)
         if scale is None:
             continue
-        count, rows = _product(scale.shape), tensor.shape[-2]
-        if count == 1:
+        rows, columns = tensor.shape
+        if (count := prod(scale.shape)) == 1:
             return "fp8_tensor"
         if count == rows:
             return "fp8_channel"
-        blocks = -(-rows // 128), -(-tensor.shape[-1] // 128)
-        return "fp8_block" if tuple(scale.shape[-2:]) == blocks else "other"
+        return "fp8_block" if tuple(scale.shape[-2:]) == (-(-rows // 128), -(-columns // 128)) else "other"
     return None
-
-
-def _fp8_weights(items: Iterable[tuple[str, TensorRef]]) -> Iterable[tuple[str, TensorRef]]:
-    weights = ((name, each) for name, each in items if each.dtype == "F8_E4M3" and len(each.shape) == 2 and name.endswith(".weight"))
-    return islice(weights, 64)
-
-
-def _product(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -18,7 +18,6 @@ from sparkd.checkpoint import (
     Selection,
     Shard,
     assembled,
-    lacking_weights,
     read_checkpoint,
     selected,
 )
@@ -47,7 +46,8 @@ def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], p
     """The headers of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError,
     CheckpointError.
 
-    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
+    environ: of the engine, which says where the cache and the hub are.
+    progress: called after each header that the hub sent.
     """
     return checkpoint_at(source_of(text), revision, environ, progress)
 
@@ -93,10 +93,7 @@ def complete(snapshot: str | Path) -> tuple[Folder, Selection] | None:
         return None
     # A link of the cache may lead nowhere.
     there = {name for name in folder.names if os.path.exists(folder.path(name))}
-    if not there.issuperset(selection.files):
-        return None
-    # `selected` has read what an index says.
-    return (folder, selection) if selection.index or not lacking_weights(there, folder.content) else None
+    return (folder, selection) if there.issuperset(selection.files) else None
 
 
 class _Repository:

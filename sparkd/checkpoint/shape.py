@@ -49,8 +49,9 @@ _MOST_LAYERS, _MOST = 4096, 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Keys and values of every token: heads times (key_dim + value_dim) elements. window: tokens it looks back, None for all of them.
+    """Keys and values of every token: heads times (key_dim + value_dim) elements.
 
+    window: tokens it looks back, None for all of them.
     latent: one vector of key_dim for all heads together, on every rank (multi-head latent attention); heads is 1 then.
     """
 
@@ -67,7 +68,6 @@ class Shape:
 
     layers, hidden, heads, vocab: 0 where it does not.
     dtype: that vLLM computes in.
-    intermediate, expert_width: of the MLP, and of one routed expert.
     attentions: of each layer in order, None for one that keeps nothing of a token; empty where it does not tell how wide keys are.
     state_bytes: of one request, in all layers with a state together.
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model.
@@ -80,8 +80,6 @@ class Shape:
     hidden: int
     heads: int
     vocab: int
-    intermediate: int
-    expert_width: int
     max_len: int
     dtype: str
     attentions: tuple[Attention | None, ...]
@@ -122,8 +120,6 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         hidden=hidden,
         heads=heads,
         vocab=stated["vocab_size"],
-        intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
-        expert_width=_count(text, "moe_intermediate_size", "expert_ffn_hidden_size"),
         max_len=_max_len(text),
         dtype=_dtype(config, text),
         attentions=_attentions(text, layers),

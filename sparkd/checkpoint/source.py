@@ -27,8 +27,10 @@ def source_of(text: str) -> str:
 
 
 def folder_of(source: str, revision: str | None, environ: Mapping[str, str]) -> str | None:
-    """Where the files of a folder or a hub id are for an engine of this machine; None where they are not. environ: the engine's own, which
-    goes before what it inherits."""
+    """Where the files of a folder or a hub id are for an engine of this machine; None where they are not.
+
+    environ: the engine's own, which overrides what it inherits.
+    """
     if source.startswith("/"):
         return source
     found = snapshot_of(source, revision, {**cache_places(os.environ), **cache_places(environ)})

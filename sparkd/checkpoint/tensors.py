@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 
 class TensorRef(NamedTuple):
-    """The place of one tensor. dtype: safetensors code ("BF16"); path: absolute, or a hub's hf:// path; offset: bytes from the start of the
-    file. A tuple, because a large checkpoint has 190,000 of them."""
+    """The place of one tensor. A tuple, because a large checkpoint has 190,000 of them.
+
+    dtype: safetensors code ("BF16").
+    path: absolute, or a hub's hf:// path.
+    offset: bytes from the start of the file.
+    """
 
     name: str
     dtype: str

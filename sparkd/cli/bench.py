@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
-from typer.core import TyperGroup
 
-from sparkd.cli.options import argument, group, option
+from sparkd.cli.options import DefaultVerb, argument, group, option
 from sparkd.cli.session import NoWait, Session, verb
-from sparkd.errors import ConfigError, Conflict, RankError, SparkdError
+from sparkd.errors import ConfigError, RankError, SparkdError
 from sparkd.render import models as show
 from sparkd.render.table import Table
 
@@ -26,28 +24,16 @@ if TYPE_CHECKING:
     from sparkd.bench.compare import Comparison
     from sparkd.bench.result import BenchResult
 
-RUN = "run"
-# llama-benchy's own book has half of that.
-MOST_BOOK_BYTES = 1_500_000
 # Columns of words, which go on below.
 WORDS = ("WHY", "WHEN", "SOURCE", "PHASES")
 NAMES = ("MODEL", "OUR CELL", "THROTTLED")
 BENCH = argument(metavar="BENCH", help="Id of a bench, from `sparkd bench ls`.")
 
 
-class _RunByDefault(TyperGroup):
-    """`sparkd bench MODEL` is `sparkd bench run MODEL`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [RUN, *args]
-        return super().parse_args(ctx, args)
-
-
 def register(app: typer.Typer) -> None:
     about = "Measure a model: tokens a second, times, watts, joules.\n\n`sparkd bench MODEL` runs a profile."
-    bench = group("bench", cls=_RunByDefault, help=about)
-    bench.command(RUN)(verb(run))
+    bench = group("bench", cls=DefaultVerb, help=about)
+    bench.command("run")(verb(run))
     bench.command("ls")(verb(ls))
     bench.command("show")(verb(show_one))
     bench.command("compare")(verb(compare))
@@ -61,7 +47,7 @@ def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name.")],
     profile: Annotated[str, option("--profile", metavar="NAME|FILE", help="See `bench profiles`; or sparkrun's YAML.")] = "quick",
-    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for llama-benchy in place of its own.")] = None,
+    book: Annotated[Path | None, option("--book", metavar="FILE", help="A text for the prompts, in place of empty words.")] = None,
     load: Annotated[bool, option("--load", help="Measure its loads: cold, from the quantized cache, swaps.")] = False,
     times: Annotated[int, option("--times", metavar="N", min=1, max=50, help="Loads of each way, with --load.")] = 3,
     other: Annotated[str | None, option("--from", metavar="OTHER", help="The other model of the swaps, with --load.")] = None,
@@ -95,11 +81,11 @@ def run(
     elif "/" in profile or profile.endswith((".yaml", ".yml")):
         body |= {"profile": Path(profile).stem[:80], "profile_text": _text(Path(profile))}
     if book is not None:
-        body |= {"book": _book(book), "book_name": book.name[:256]}
+        body |= {"book": _text(book), "book_name": book.name[:256]}
     if quality:
         body |= {"kind": "quality", "formats": [form.strip() for form in (formats or "").split(",") if form.strip()]}
     if text is not None:
-        body |= {"text": own_text(text), "text_name": text.name[:256]}
+        body |= {"text": _text(text), "text_name": text.name[:256]}
     started = session.client.post("/bench", body)
     running = f"{started['bench']} is running. `sparkd cancel {started['operation']}` ends it."
     if no_wait:
@@ -239,44 +225,13 @@ def _text(path: Path) -> str:
         raise ConfigError(f"The file {path} cannot be read: {why}. Give a file of plain text.") from None
 
 
-def _book(path: Path) -> str:
-    text = _text(path)
-    size = len(text.encode())
-    if not 1000 <= size <= MOST_BOOK_BYTES:
-        raise ConfigError(f"The book {path} has {size:,} bytes: give a text of 1,000 to {MOST_BOOK_BYTES:,}.")
-    return text
-
-
-def own_text(path: Path) -> str:
-    """Raises ConfigError where the file cannot be read, or is longer than a quality bench takes."""
-    from sparkd.bench.passages import MOST_TEXT_BYTES
-
-    try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise ConfigError(f"The text {path} has {path.stat().st_size:,} bytes, and at most {MOST_TEXT_BYTES:,} are read: shorten it.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"The text {path} cannot be read: {why}. Give a file of plain text.") from None
-
-
 def _ended(session: Session, started: dict[str, Any], again: str) -> None:
     """Follow a bench to its end and show its result. again: how to go on with one that is incomplete.
 
-    Raises RankError where the bench failed, Conflict where it was cancelled, and Exit where a cell or a format failed."""
+    Raises RankError where the bench failed, Exit where a cell or a format failed, and as `Session.follow` does.
+    """
     operation = session.client.get(f"/operations/{started['operation']}")
-    began_s = time.monotonic()
-
-    def shown(now: dict[str, Any]) -> tuple[str, str]:
-        return f"{now['message']}  ({time.monotonic() - began_s:,.0f} s)", now["message"]
-
-    try:
-        operation = session.follow(operation, shown)
-    except KeyboardInterrupt:
-        session.err.print(f"\nNo longer waiting; {started['bench']} goes on. `sparkd cancel {started['operation']}` ends it.", markup=False)
-        raise
-    if operation["state"] == "CANCELLED":
-        raise Conflict(f"{started['bench']} was cancelled: {operation['message']} {again}")
+    operation = session.follow(operation, f"the bench {started['bench']}", lambda now: (now["message"], now["message"]), again=again)
     result = _result(session, started["bench"])
     _show(session, result)
     if operation["state"] == "FAILED":

@@ -17,10 +17,10 @@ from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError, EngineError
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import flags_in, parsed, value_of
+from sparkd.vllm.flags import flags_in, value_of
 from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
-from sparkd.vllm.unaccounted_args import NUMBERS, SHARE, amount_in, reserved_whole, share_of
+from sparkd.vllm.unaccounted_args import reserved_whole
 from workers.vllm.symbols import SUPPORTED
 
 _NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
@@ -191,24 +191,6 @@ class _Entry:
         entrypoint = self._model.entrypoint_of(self._config.engine)
         if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
             yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
-        yield from self._of_numbers()
-
-    def _of_numbers(self) -> Iterator[ConfigProblem]:
-        """Numbers of flags that stand for keys, and are outside of the key's range."""
-        args = self._model.extra_args
-        flags = parsed(args)
-        if SHARE in flags and share_of(flags) is None:
-            yield self._at_flag(FlagNote(SHARE, "it must be above 0 and at most 1."))
-        for name in (*NUMBERS, "max-model-len"):
-            text = value_of(args, name) or "1"
-            if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
-                yield self._at_flag(FlagNote(name, "it must be above 0."))
-        tokens, requests = (
-            amount_in(flags, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
-        )
-        if tokens is not None and requests is not None and tokens < requests:
-            reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
-            yield self._at("max_num_batched_tokens", f"{reason}. Raise it, or lower max_num_seqs.")
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
@@ -234,8 +216,6 @@ class _Entry:
 
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
-        if getattr(self._model, key) is None and key.replace("_", "-") in parsed(self._model.extra_args):
-            return self._at_flag(FlagNote(key.replace("_", "-"), message), severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return self._document.place(("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 

@@ -1,4 +1,4 @@
-"""The verb `doctor`: how well the nodes are prepared, what is wrong and what helps. Never changes anything that was not agreed to."""
+"""The verb `doctor`: how well the nodes are prepared, what is wrong and what helps."""
 
 from __future__ import annotations
 

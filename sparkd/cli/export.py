@@ -1,4 +1,4 @@
-"""`sparkd export`: runs the program that writes a quantized checkpoint, in the Python environment that has torch. Never imports it."""
+"""`sparkd export`: runs the program that writes a quantized checkpoint, in the Python environment that has torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,40 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.render import models as show
 from workers.host.interpreter import module_command, program_environment
 
 if TYPE_CHECKING:
-    from sparkd.cli.quantized import Chosen
+    from sparkd.config.config import Config
+    from workers.quantization.recipe import QuantizationRecipe
 
 # The time that a program that was interrupted gets to remove what it has written.
 REMOVE_S = 60.0
 # A rate over less than this says nothing about the rest.
 HONEST_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint and what is to be made of it.
+
+    runtime: the Python that has torch, "" for ours.
+    cache_dir: where it may be already.
+    """
+
+    folder: str
+    recipe: QuantizationRecipe
+    runtime: str
+    cache_dir: str
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +54,7 @@ def export(
     model: Annotated[str, argument(metavar="MODEL", help="A configured name, a folder or a hub id.")],
     folder: Annotated[Path, argument(metavar="DIR", help="The folder to create.")],
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe.")] = None,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    config: EntryFile = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], option("--device", help="Device that quantizes; default auto.")] = "auto",
 ) -> None:
     """Write a model's quantized checkpoint into a folder.
@@ -46,7 +62,6 @@ def export(
     Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
     """
     from sparkd.cli.config_file import config_of
-    from sparkd.cli.quantized import chosen
 
     wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
     _check_groups(wanted)
@@ -65,6 +80,38 @@ def export(
     how = "copied from the cache" if ended["from"] == "cache" else "quantized"
     value = {"folder": os.path.abspath(folder), "bytes": ended["bytes"], "from": ended["from"]}
     session.answer(value, f"{folder}: {show.size(ended['bytes'])} of weights, {how}.")
+
+
+def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[str, str]) -> Chosen:
+    """The model that `export` writes: a folder, a configured name, or a hub id in the local cache. Raises ConfigError, CheckpointError.
+
+    quantize: a recipe as YAML, in place of the configured one.
+    """
+    from sparkd.checkpoint.model_folder import refuse_unusable
+    from sparkd.checkpoint.source import snapshot_of, source_of
+    from sparkd.cli.named_entry import value_of
+    from sparkd.config.quantize import is_open
+    from workers.quantization.recipe import QuantizationRecipe
+
+    configured = config.lookup(model)
+    source = source_of(configured.model if configured else model)
+    runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
+    env = {**environ, **(configured.environment(config.engine) if configured else {})}
+    if not source.startswith("/"):
+        if configured is None and "/" not in source:
+            sources = "a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config"
+            raise ConfigError(f"No model is called {model}: give {sources}.")
+        snapshot = snapshot_of(source, configured.revision if configured else None, env)
+        if snapshot is None:
+            raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
+        source = str(snapshot)
+    refuse_unusable(source, vllm=True)
+    own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
+    value = value_of(quantize) if quantize is not None else own
+    recipe = QuantizationRecipe.parse(value)
+    if not recipe.quantizes:
+        raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
+    return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
 
 
 def _check_groups(wanted: Chosen) -> None:

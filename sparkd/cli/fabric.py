@@ -1,15 +1,14 @@
-"""The verbs `fabric` and `nodes`: how nodes are linked, what is wrong with it, each one's environment, who is there. Never changes one."""
+"""The verbs `fabric` and `nodes`: how nodes are linked, what is wrong with it, each one's environment, and which nodes are there."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sparkd.cli.options import option
-from sparkd.cli.session import Session, Timeout, verb
-from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
-from sparkd.render import models as show
+from sparkd.cli.session import Session, Timeout, copying, verb
+from sparkd.errors import ConfigError, RankError, SparkdError
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +26,7 @@ def fabric(
     """Show how the nodes are linked, and which links have faults.
 
     Lists cages, twins, rails and cables of all nodes, and a fix for each fault. Exits with 1 if a check fails. A measurement sends at most
-    512 MiB between two nodes; Ctrl-C stops it.
+    512 MiB between two nodes. Ctrl-C stops waiting; `sparkd cancel OPERATION` cancels the measurement.
     """
     if measure is not None:
         _measure(session, measure, force, timeout)
@@ -51,26 +50,12 @@ def nodes(session: Session) -> None:
 
 
 def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None) -> None:
-    """To its end; Ctrl-C and the time-out cancel it. Raises RankError where it failed, Conflict where it was cancelled, Unavailable."""
-    client = session.client
+    """Raises RankError where it failed, and as `Session.follow` does."""
     names = [name.strip() for name in nodes.split(",") if name.strip()]
     between = "all" if names == ["all"] else names
     if between != "all" and len(between) < 2:
         raise ConfigError("--measure names two or more nodes, separated by commas, or all.")
-    operation = client.post("/fabric/measure", {"nodes": between, "force": force})
-
-    def shown(now: dict[str, Any]) -> tuple[str, str] | None:
-        return (show.copying(now["message"], now["progress"], session.err), now["message"]) if now["progress"] else None
-
-    try:
-        operation = session.follow(operation, shown, timeout_s)
-    except KeyboardInterrupt:
-        client.delete(f"/operations/{operation['id']}")
-        raise
-    if operation["state"] == "RUNNING":
-        client.delete(f"/operations/{operation['id']}")
-        raise Unavailable(f"The measurement has not ended after {timeout_s:g} s and was cancelled.")
+    operation = session.client.post("/fabric/measure", {"nodes": between, "force": force})
+    operation = session.follow(operation, "the measurement", copying(session), timeout_s)
     if operation["state"] == "FAILED":
         raise RankError(operation["message"])
-    if operation["state"] == "CANCELLED":
-        raise Conflict(f"The measurement was cancelled: {operation['message']}")

@@ -1,4 +1,4 @@
-"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events. Never imports the daemon or its parts."""
+"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from sparkd.admin.client import model_path
-from sparkd.cli.options import argument, option
+from sparkd.checkpoint.source import name_of, source_of
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Follow, NoWait, Session, Timeout, how_on, verb
-from sparkd.errors import ConfigError, Unavailable
+from sparkd.errors import ConfigError, NotFound, Unavailable
 from sparkd.render import models as show
 from sparkd.units import MOST, whole
 
@@ -73,19 +75,16 @@ def rm(
     model: Model,
     no_wait: NoWait = False,
     timeout: Timeout = None,
-    cached: Annotated[bool, option("--cached", help="Remove its quantized weights on this node instead.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --cached: path of sparkd.yaml.")] = None,
+    cached: Annotated[bool, option("--cached", help="Remove its quantized weights on all nodes instead.")] = False,
 ) -> None:
     """Unload and remove a model that `sparkd run` added.
 
-    With --cached, removes the model's quantized weights from this node, of a configured model those in its own format. This needs no
-    daemon, and MODEL may also be a folder or a hub id.
+    With --cached, removes the model's quantized weights from all nodes, of a configured model those in its own format. MODEL may then also
+    be a folder, a hub id or an entry of `sparkd ls --cached`.
     """
     if cached:
-        _remove_cached(session, model, config)
+        _remove_cached(session, model)
         return
-    if config is not None:
-        raise ConfigError("--config needs --cached.")
     operation = session.client.delete(model_path(model))
     _finish(session, [operation], no_wait, timeout)
     if not session.json:
@@ -106,25 +105,27 @@ def ls(
     session: Session,
     of: Annotated[str | None, option("--layers", metavar="MODEL", help="List the layers of a model (name, folder or hub id).")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: try this format or recipe.")] = None,
-    cached: Annotated[bool, option("--cached", help="List the quantized weights kept on this node.")] = False,
+    cached: Annotated[bool, option("--cached", help="List the quantized weights that the nodes keep.")] = False,
     quick: Annotated[bool, option("--quick", help="With --layers: do not start vLLM to ask it.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: path of sparkd.yaml.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """List all known models, resident or not.
 
     --layers lists a model's weights, what `quantize` makes of them, and what vLLM says a GPU holds of them. It needs no daemon if MODEL is
-    a folder or a configured name; --cached never needs one.
+    a folder or a configured name.
     """
     if cached:
         if of is not None or quantize is not None:
             raise ConfigError("--cached cannot be combined with --layers or --quantize.")
-        _list_cached(session, config)
+        disk = session.client.get("/disk")
+        kept = {part: [row for row in disk[part] if row["kind"] == "quantized"] for part in ("entries", "folders")}
+        session.answer(kept, lambda: show.cached(kept, session.out))
         return
     if of is not None:
         _list_layers(session, of, quantize, config, quick=quick)
         return
     if quantize is not None or config is not None or quick:
-        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs --layers or --cached.")
+        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs it too.")
     models = session.client.models()
     session.answer({"models": models}, lambda: show.known(models, session.out))
 
@@ -188,38 +189,31 @@ def events(
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
     from sparkd.cli.plan import consult
-    from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
-    with headers_of(model) as progress:
+    with show.headers_of(model) as progress:
         vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard
     session.answer(answer, lambda: show.layers(answer, session.out))
 
 
-def _list_cached(session: Session, config: Path | None) -> None:
-    from sparkd.cli.config_file import config_of
-    from sparkd.cli.folder_owner import refuse_another_users
-    from sparkd.cli.quantized import listing
+def _remove_cached(session: Session, model: str) -> None:
+    from sparkd.bench.load_bench import quantized_of
 
-    loaded = config_of(config, os.environ)
-    refuse_another_users(loaded.quantized_path)
-    rows = listing(loaded)
-    session.answer(rows, lambda: show.cached(rows, session.out))
-
-
-def _remove_cached(session: Session, model: str, config: Path | None) -> None:
-    from sparkd.cli.config_file import config_of
-    from sparkd.cli.folder_owner import refuse_another_users
-    from sparkd.cli.quantized import remove
-
-    loaded = config_of(config, os.environ)
-    refuse_another_users(loaded.quantized_path)
-    removed, swept_bytes = remove(model, loaded)
-    lines = [f"{row['name']}: removed, {show.size(row['size_bytes'])} freed." for row in removed]
-    lines += [show.swept(swept_bytes)] if swept_bytes else []
-    session.answer({"removed": removed, "swept_bytes": swept_bytes}, "\n".join(lines))
+    entries = session.client.get("/disk")["entries"]
+    view = next((view for view in session.client.models() if model in (view["name"], *view["aliases"])), None)
+    if view is not None:
+        chosen = quantized_of(view["name"], view["quantize"], entries)
+    else:
+        names = {model, name_of(source_of(model))}
+        kept = [entry for entry in entries if entry["kind"] == "quantized"]
+        chosen = [entry for entry in kept if names.intersection((entry["id"], entry["name"].partition(" ")[0]))]
+    if not chosen:
+        raise NotFound(f"No node keeps quantized weights of {model[:128]}. `sparkd ls --cached` lists them.")
+    removed = [session.client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"]) for entry in chosen]
+    lines = [f"{row['id']}: removed from {row['node']}, {show.size(row['freed_bytes'])} freed." for row in removed]
+    session.answer({"removed": removed}, "\n".join(lines))
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:

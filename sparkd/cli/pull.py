@@ -1,16 +1,15 @@
-"""The verb `pull`: a model's files on every node that shall serve it. Never loads one."""
+"""The verb `pull`: a model's files on every node that shall serve it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sparkd.admin.client import model_path
 from sparkd.cli.options import argument, option
-from sparkd.cli.session import NoWait, Session, Timeout, verb
-from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
-from sparkd.render import models as show
+from sparkd.cli.session import NoWait, Session, Timeout, copying, how_on, verb
+from sparkd.errors import ConfigError, RankError
 
 
 def register(app: typer.Typer) -> None:
@@ -36,32 +35,10 @@ def pull(
         raise ConfigError("--nodes names nodes, separated by commas, or all.")
     body = {"nodes": "all" if chosen == ["all"] else chosen, "revision": revision}
     operation = session.client.post(f"{model_path(model)}/pull", body)
+    text = f"{operation['model']}: the pull is running. {how_on(operation)}"
     if not no_wait:
-        operation = _wait(session, operation, timeout)
-    text = f"{operation['model']}: the pull is running. {_how_on(operation)}" if no_wait else operation["message"]
+        operation = session.follow(operation, f"the pull of {operation['model']}", copying(session), timeout)
+        if operation["state"] == "FAILED":
+            raise RankError(operation["message"])
+        text = operation["message"]
     session.answer({"operations": [operation]}, text)
-
-
-def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-    """Raises RankError where it failed, Conflict where it was cancelled, Unavailable on time-out."""
-    model = operation["model"]
-
-    def shown(now: dict[str, Any]) -> tuple[str, str] | None:
-        return (f"{model}: {show.copying(now['message'], now['progress'], session.err)}", now["message"]) if now["progress"] else None
-
-    try:
-        operation = session.follow(operation, shown, timeout_s)
-    except KeyboardInterrupt:
-        session.err.print(f"\nNo longer waiting; the pull of {model} continues. {_how_on(operation)}", markup=False)
-        raise
-    if operation["state"] == "RUNNING":
-        raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and continues. {_how_on(operation)}")
-    if operation["state"] == "FAILED":
-        raise RankError(operation["message"])
-    if operation["state"] == "CANCELLED":
-        raise Conflict(f"The pull of {model} was cancelled: {operation['message']}")
-    return operation
-
-
-def _how_on(operation: dict[str, Any]) -> str:
-    return f"`sparkd cancel {operation['id']}` cancels it; the same command resumes it."

@@ -1,4 +1,4 @@
-"""`sparkd reload`: the daemon reads its configuration again, and says what came of it. Never reads the file itself."""
+"""`sparkd reload`: the daemon reads its configuration again, and says what came of it."""
 
 from __future__ import annotations
 

@@ -1,17 +1,15 @@
-"""`sparkd requests`: who asked which model for how much, now and lately; `requests cancel` ends one. Never shows a prompt or an answer."""
+"""`sparkd requests`: who asked which model for how much, now and lately; `requests cancel` ends one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import wraps
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from sparkd.cli.options import argument, group, option
-from sparkd.cli.session import POLL_S, Follow, Session, given_options, verb
+from sparkd.cli.options import DefaultVerb, argument, group, option
+from sparkd.cli.session import POLL_S, Follow, Session, verb
 from sparkd.render import models as show
 from sparkd.render import requests as show_requests
 from sparkd.units import whole
@@ -21,8 +19,9 @@ PAGE = 1000
 
 
 def register(app: typer.Typer) -> None:
-    requests = group("requests", invoke_without_command=True)
-    requests.callback()(_alone(verb(listed)))
+    about = "Show the requests for models, or cancel one.\n\n`sparkd requests` lists them, with the options of `requests ls`."
+    requests = group("requests", cls=DefaultVerb, help=about)
+    requests.command("ls")(verb(listed))
     requests.command("cancel")(verb(cancel))
     app.add_typer(requests)
 
@@ -36,7 +35,7 @@ def listed(
     model: Annotated[str | None, option("--model", metavar="MODEL", help="Only requests for this model, by its name.")] = None,
     failed: Annotated[bool, option("--failed", help="Only requests that ended with an error.")] = False,
 ) -> None:
-    """Show the requests for models, or cancel one.
+    """Show the requests in flight and the last finished ones.
 
     Shows the time, the model, the name of the key, the status and the tokens, as the engine counted them. The daemon keeps the last 10,000
     finished requests (`request_log`), never a prompt or an answer.
@@ -53,19 +52,6 @@ def cancel(session: Session, request: Annotated[str, argument(metavar="ID", help
     """Cancel a request in flight; its client gets an error."""
     row = session.client.delete(f"/requests/{quote(request, safe='')}")
     session.answer(row, f"The request {row['request_id']} for {row['model']} is cancelled.")
-
-
-def _alone(command: Callable[..., None]) -> Callable[..., None]:
-    """The command of a group, which is not run where one of the group's verbs is. That verb has the options in front of it."""
-
-    @wraps(command)
-    def group(ctx: typer.Context, **arguments: Any) -> None:
-        if ctx.invoked_subcommand is None:
-            command(ctx, **arguments)
-        else:
-            ctx.find_root().obj = given_options(ctx, arguments["url"], arguments["key_file"], json=arguments["json"])
-
-    return group
 
 
 def _follow(session: Session, answer: dict[str, Any], chosen: dict[str, Any]) -> None:

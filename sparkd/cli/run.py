@@ -1,4 +1,4 @@
-"""`sparkd run`: brings a model in if need be, loads it and talks to it, once or in a loop. Never keeps what was said."""
+"""`sparkd run`: brings a model in if need be, loads it and talks to it, once or in a loop."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,63 +37,81 @@ _LOG_TELLS = frozenset(("EngineFrozen", "InternalError", "MemoryGuard", "NodeLos
 class Session:
     """The tools of a verb: the client, whether JSON is wanted, and the two streams."""
 
-    def __init__(self, options: CommonOptions) -> None:
-        url = base_url(options.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
-        self.client = Client(url, admin_key(options.key_file, os.environ))
-        self.json = options.json
+    def __init__(self, url: str | None, key_file: Path | None, *, json: bool) -> None:
+        self._url, self._key_file = url, key_file
+        self.json = json
         self.out: Console = show.terminal()
         self.err: Console = show.terminal(stderr=True)
+
+    @cached_property
+    def client(self) -> Client:
+        """Raises ConfigError for an address or a key file that is none."""
+        address = base_url(self._url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
+        return Client(address, admin_key(self._key_file, os.environ))
+
+    def close(self) -> None:
+        if "client" in vars(self):
+            self.client.close()
 
     def answer(self, value: Any, text: str | Callable[[], object]) -> None:
         """Print the value with --json, else the sentence, or what `text` draws."""
         if self.json:
             show.say_json(value)
-        elif isinstance(text, str):
-            show.say(self.out, text)
-        else:
+        elif callable(text):
             text()
+        elif text:
+            show.say(self.out, text)
 
     def follow(
-        self, operation: dict[str, Any], shown: Callable[[dict[str, Any]], tuple[str, str] | None], timeout_s: float | None = None
+        self,
+        operation: dict[str, Any],
+        name: str,
+        shown: Callable[[dict[str, Any]], tuple[str, str] | None],
+        timeout_s: float | None = None,
+        again: str = "",
     ) -> dict[str, Any]:
-        """The operation at its end, or as it is after timeout_s, still RUNNING. shown: a line for stderr, and the step that it tells."""
-        began_s = time.monotonic()
-        with show.progress(self.err) as line:
-            while operation["state"] == "RUNNING":
-                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
-                if left_s <= 0:
-                    break
-                if not self.json and (texts := shown(operation)) is not None:
-                    line(*texts)
-                operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
-        return operation
+        """The operation at its end, followed on stderr. Ctrl-C and a time-out end the waiting only.
 
-    def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:
-        """Follow a load or an unload to its end on stderr. Raises ModelFailed, Conflict where it was cancelled, Unavailable on time-out.
+        name: what it is, such as "the load of m".
+        shown: a line, and the step that it tells.
+        again: how to go on with one that was cancelled.
 
-        Ctrl-C ends the waiting only. brought_in: whether this command added the model, which is removed again where it does not exist or
-        cannot be reached.
+        Raises Conflict where it was cancelled, Unavailable on time-out.
         """
-        model, began_s = operation["model"], time.monotonic()
+        began_s = time.monotonic()
         try:
             with show.progress(self.err) as line:
                 while operation["state"] == "RUNNING":
-                    waited_s = time.monotonic() - began_s
-                    left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - waited_s)
+                    left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
                     if left_s <= 0:
-                        kind = operation["kind"]
-                        raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and continues. {how_on(operation)}")
-                    view = self._seen(model)
-                    if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
-                        bar = self._bar(view)
-                        message = bar.message if bar is not None else view["message"]
-                        progress = show.stage(view["state"], view["progress"], self.err, message)
-                        step = show.step(view["state"], bar.reason if bar is not None else view["reason"], view.get("wait"))
-                        line(f"{model}: {progress}  ({waited_s:.0f} s)", step)
+                        raise Unavailable(f"After {timeout_s:g} s {name} has not ended and continues. {how_on(operation)}")
+                    if not self.json and (texts := shown(operation)) is not None:
+                        line(f"{texts[0]}  ({time.monotonic() - began_s:,.0f} s)", texts[1])
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
-            self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} continues. {how_on(operation)}", markup=False)
+            show.say(self.err, f"\nNo longer waiting; {name} continues. {how_on(operation)}")
             raise
+        if operation["state"] == "CANCELLED":
+            raise Conflict(f"{name[0].upper()}{name[1:]} was cancelled: {operation['message']} {again}".rstrip())
+        return operation
+
+    def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:
+        """Follow a load or an unload to its end. Raises ModelFailed, and as `follow` does.
+
+        brought_in: whether this command added the model, which is removed again where it does not exist or cannot be reached.
+        """
+        model = operation["model"]
+
+        def shown(now: dict[str, Any]) -> tuple[str, str] | None:
+            view = self._seen(model)
+            if view is None or view["state"] in _STILL[now["kind"]]:
+                return None
+            bar = self._bar(view)
+            progress = show.stage(view["state"], view["progress"], self.err, bar.message if bar is not None else view["message"])
+            step = show.step(view["state"], bar.reason if bar is not None else view["reason"], view.get("wait"))
+            return f"{model}: {progress}", step
+
+        operation = self.follow(operation, f"the {operation['kind']} of {model}", shown, timeout_s)
         if operation["state"] == "FAILED":
             view = self._seen(model)
             if brought_in and view is not None and view["reason"] in ABSENT:
@@ -102,8 +120,6 @@ class Session:
                 raise ModelFailed(f"{model}: {operation['message']} {model} was removed again.")
             more = f"`sparkd logs {model}` shows more; " if view is not None and view["reason"] in _LOG_TELLS else ""
             raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops further attempts.")
-        if operation["state"] == "CANCELLED":
-            raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
 
     def _bar(self, view: dict[str, Any]) -> Condition | None:
@@ -120,19 +136,20 @@ class Session:
             return None
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is a Session: adds --url, --key-file and --json to the ones it declares itself."""
+def verb(function: Callable[..., None], *, daemon: bool = True) -> Callable[..., None]:
+    """A command whose first parameter is a Session: adds --json to the ones it declares itself, and of a daemon --url and --key-file."""
     own = inspect.signature(function, eval_str=True)
 
-    def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
-        session = Session(given_options(ctx, url, key_file, json=json))
+    def command(ctx: typer.Context, json: bool, url: str | None = None, key_file: Path | None = None, **arguments: Any) -> None:
+        before = ctx.find_root().obj or CommonOptions()
+        session = Session(url or before.url, key_file or before.key_file, json=json or before.json)
         try:
             function(session, **arguments)
         finally:
-            session.client.close()
+            session.close()
 
     named = inspect.Parameter.KEYWORD_ONLY
-    common = {"url": Url, "key_file": KeyFile, "json": Json}
+    common = ({"url": Url, "key_file": KeyFile} if daemon else {}) | {"json": Json}
     parameters = [
         inspect.Parameter("ctx", named, annotation=typer.Context),
         *(parameter.replace(kind=named) for parameter in list(own.parameters.values())[1:]),
@@ -144,11 +161,15 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def given_options(ctx: typer.Context, url: str | None, key_file: Path | None, *, json: bool) -> CommonOptions:
-    """The options of a verb, with those in front of it."""
-    before = ctx.find_root().obj or CommonOptions()
-    return replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
+def copying(session: Session) -> Callable[[dict[str, Any]], tuple[str, str] | None]:
+    """How far an operation is that copies bytes, for `Session.follow`."""
+
+    def shown(now: dict[str, Any]) -> tuple[str, str] | None:
+        return (show.copying(now["message"], now["progress"], session.err), now["message"]) if now["progress"] else None
+
+    return shown
 
 
 def how_on(operation: dict[str, Any]) -> str:
-    return f"`sparkd ps` shows it; `sparkd cancel {operation['id']}` cancels it."
+    seen = "`sparkd ps` shows it; " if operation["kind"] in _STILL else ""
+    return f"{seen}`sparkd cancel {operation['id']}` cancels it."

@@ -9,8 +9,8 @@ from dataclasses import replace
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.cluster.placer import HUB, Placer
 from sparkd.config.config import Config, ModelConfig
-from sparkd.entry.parser_choice import expected
-from sparkd.entry.tasks import abilities_of
+from sparkd.config.parser_choice import expected
+from sparkd.config.tasks import abilities_of
 from sparkd.errors import ClusterError, ModelUnusable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models, served_routes
 from sparkd.state.abilities import Abilities

@@ -12,8 +12,8 @@ from typing import Any
 from sparkd.capacity.advice import outgrown, too_large
 from sparkd.capacity.evidence import Ways
 from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.capacity.requirement import (
-    Node,
     Placement,
     Requirement,
     ask_vllm,
@@ -28,10 +28,10 @@ from sparkd.cluster.node_paths import slug_of
 from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
+from sparkd.config.hub_check import is_absent, look
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO
-from sparkd.entry.hub_check import is_absent, look
-from sparkd.entry.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
 from sparkd.execution.threads import Threads
 from sparkd.fabric.environment import wants_rdma
@@ -49,8 +49,13 @@ HUB = Threads("hub", 4)
 
 
 class Placer:
-    """Places models. `here` describes the Python environments of this node; `in_sight()` returns the nodes that answer, this one first;
-    total_gib is the memory that this node offers. config: returns the present one."""
+    """Places models.
+
+    config: returns the present one.
+    runtime_here: the facts of a Python environment of this node (workers.host.runtime.Runtime as JSON).
+    in_sight: returns the nodes that answer, this one first.
+    total_gib: the memory that this node offers.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class Placer:
         link: RayConnection,
         fabric: FabricNodes,
         reservations: Reservations,
-        here: Node,
+        runtime_here: Callable[[str], Mapping[str, Any]],
         in_sight: Callable[[], list[str]],
         total_gib: int,
     ) -> None:
@@ -66,7 +71,7 @@ class Placer:
         self._link = link
         self._fabric = fabric
         self._reservations = reservations
-        self._here = here
+        self._runtime_here = runtime_here
         self._in_sight = in_sight
         self._total_gib = total_gib
 
@@ -78,7 +83,7 @@ class Placer:
         await asyncio.to_thread(refuse_unloadable, spec, config)
         where = await self._where(config, spec)
         ways = (spec.tensor_parallel, 1) if isinstance(spec.tensor_parallel, int) else ALONE
-        await asyncio.to_thread(ask_vllm, spec, config, where, ways)
+        await asyncio.to_thread(ask_vllm, spec, config, where.facts, ways)
         if ways != ALONE:
             return await self._team(config, spec, where, ways)
         need = await self._need(config, spec, where, ALONE)
@@ -89,7 +94,7 @@ class Placer:
             need = await self._of_its_node(config, spec, where, need)
             node = self._reservations.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
-        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.account, need.args.memory_gib)):
+        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.known, need.args.memory_gib)):
             # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
             raise DoesNotFit(refusal, lasts=True)
         return await self._spread(config, spec, where, refusal)
@@ -102,7 +107,7 @@ class Placer:
 
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         if node == self._in_sight()[0]:
-            return await asyncio.to_thread(self._here.runtime, interpreter)
+            return await asyncio.to_thread(self._runtime_here, interpreter)
         return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
 
     async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Requirement) -> Requirement:
@@ -165,7 +170,7 @@ class Placer:
             return None
         better: list[tuple[int, int, int, Ways]] = []
         for nodes in range(2, len(self._in_sight()) + 1):
-            for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, where, nodes)):
+            for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, where.facts, nodes)):
                 need = await self._need(config, spec, where, ways)
                 if _quality(need) < _quality(alone) and await self._too_large(need, nodes) is None:
                     better.append((_quality(need), nodes, number, ways))
@@ -188,7 +193,7 @@ class Placer:
         full: NoRoom | None = None
         lasts = True
         for nodes in range(2, len(self._in_sight()) + 1):
-            for ways in await asyncio.to_thread(_ways, config, spec, where, nodes):
+            for ways in await asyncio.to_thread(_ways, config, spec, where.facts, nodes):
                 try:
                     return await self._team(config, spec, where, ways)
                 except MemoryReturns:
@@ -207,7 +212,7 @@ class Placer:
             reachable = f"only {len(seen)} {'are' if len(seen) > 1 else 'is'} reachable ({', '.join(seen)})"
             cure = "Connect more nodes (`sparkd fabric`), or remove tensor_parallel"
             raise DoesNotFit(f"{spec.name} needs {size} nodes, and {reachable}. {cure}.")
-        if illegal := await asyncio.to_thread(why_illegal, spec, config, where, ways):
+        if illegal := await asyncio.to_thread(why_illegal, spec, config, where.facts, ways):
             cure = "Remove tensor_parallel, or choose another number"
             raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
         need = await self._need(config, spec, where, ways)
@@ -242,7 +247,10 @@ class Placer:
         # A file next to the model on this node may be missing on another.
         beside = ways == ALONE and len(self._in_sight()) == 1
         lent_gib = self._reservations.offered.get(where.node, self._total_gib)
-        need = await asyncio.to_thread(requirement_of, spec, config, where, free_gib, lent_gib, ways, beside)
+        need = await asyncio.to_thread(requirement_of, spec, config, where.facts, free_gib, lent_gib, ways, beside)
+        if spec.runs_vllm(config.engine):
+            parsed, parsers = await asyncio.to_thread(with_parsers, need.spec, need.args.env)
+            need = replace(need, spec=parsed, parsers=parsers)
         if notes := await asyncio.to_thread(refused_flags, need.spec, config, need.vllm, ask=True):
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."
@@ -287,10 +295,10 @@ def _quality(need: Requirement) -> int:
     return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
 
 
-def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence[Ways]:
+def _ways(config: Config, spec: ModelConfig, facts: Mapping[str, Any], nodes: int) -> Sequence[Ways]:
     """The splits that vLLM accepts, most tensor parallelism first: it is faster than a pipeline over as many nodes."""
     split: Sequence[Ways] = [(nodes // stages, stages) for stages in range(1, nodes + 1) if nodes % stages == 0]
-    return [ways for ways in split if why_illegal(spec, config, node, ways) is None] or split[:1]
+    return [ways for ways in split if why_illegal(spec, config, facts, ways) is None] or split[:1]
 
 
 def _placement(need: Requirement, nodes: Sequence[str], ways: Ways) -> Placement:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from sparkd.config import fields as kinds
 from sparkd.config import kv_cache as kv_sizing
@@ -35,10 +35,13 @@ from sparkd.config.fields import (
 from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.reserved_args import trusts_code
 from workers.host.hub_cache import is_hub_id, is_revision
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 
+if TYPE_CHECKING:
+    from sparkd.config.config import EngineSettings
+
+VLLM_ENTRYPOINTS = ("auto", API_SERVER, COMMAND_LINE)
 # vLLM's bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
 _Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
 _PositiveShare = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=1)]
@@ -47,19 +50,6 @@ _Penalty = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=-2, le=2)]
 _Factor = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=2)]
 _Top = Annotated[int, BeforeValidator(kinds.no_bool), Field(ge=-1, le=2**31)]
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
-
-
-class EngineDefaults(Protocol):
-    """The values of the `engine:` section for models whose entry does not set them."""
-
-    @property
-    def runtime(self) -> Path | None: ...
-    @property
-    def entrypoint(self) -> str: ...
-    @property
-    def env(self) -> dict[str, SecretStr]: ...
-    @property
-    def platform(self) -> str: ...
 
 
 def _model(value: str, info: ValidationInfo) -> str:
@@ -235,36 +225,32 @@ class ModelConfig(TuningKeys):
         """Every name a request may call this model by, the canonical one first."""
         return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
 
-    def trusts_code(self) -> bool:
-        """Whether Python code that comes with the checkpoint runs in its engine."""
-        return self.trust_remote_code or trusts_code(self.extra_args)
-
     def vllm_flags(self) -> list[str]:
         """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         return flags_of(self)
 
-    def environment(self, engine: EngineDefaults) -> dict[str, str]:
+    def environment(self, engine: EngineSettings) -> dict[str, str]:
         """engine.env, then this model's, in plain text: for the rank's process only."""
         return {name: value.get_secret_value() for name, value in {**engine.env, **self.env}.items()}
 
-    def runtime_of(self, engine: EngineDefaults) -> Path | None:
+    def runtime_of(self, engine: EngineSettings) -> Path | None:
         """The Python interpreter whose environment has vLLM; None is sparkd's own."""
         return self.runtime or engine.runtime
 
-    def runs_vllm(self, engine: EngineDefaults) -> bool:
+    def runs_vllm(self, engine: EngineSettings) -> bool:
         """Whether the entry's engine is vLLM, as far as the entry shows."""
-        return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
+        return self.entrypoint_of(engine) in VLLM_ENTRYPOINTS
 
     @property
     def reads_tokenizer(self) -> bool:
         """Whether vLLM reads a tokenizer beside the model's weights: no flag names another one or none."""
         return not any(word.partition("=")[0] in ("--tokenizer", "--skip-tokenizer-init") for word in self.extra_args)
 
-    def entrypoint_of(self, engine: EngineDefaults) -> str:
+    def entrypoint_of(self, engine: EngineSettings) -> str:
         return self.entrypoint or engine.entrypoint
 
 
-def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
+def config_hash(model: ModelConfig, engine: EngineSettings) -> str:
     """A digest of 16 hex digits over everything that changes the engine's processes; a change of it restarts the engine.
 
     It excludes keys that only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata), the folder of

@@ -58,6 +58,13 @@ class Registry:
             raise self._unknown(name)
         return record
 
+    def spec(self, name: str) -> ModelConfig:
+        """The entry of a model, by name or alias. Raises UnknownModel, also for one that was removed and is only seen to its end."""
+        spec = self.find(name).spec
+        if spec is None:
+            raise self._unknown(name)
+        return spec
+
     def configure(self, base: Config) -> dict[str, list[str]]:
         """Take the file's configuration. A model that it no longer has is forgotten once it is STOPPED.
 

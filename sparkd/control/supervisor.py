@@ -230,7 +230,7 @@ class Supervisor:
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         self.journal.save_rest()
         with around("hints"):
-            self._cluster.tell(guard_hints(records.values()))
+            self._cluster.set_guard_hints(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
             observation = await self._cluster.observe()

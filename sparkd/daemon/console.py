@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 
 from rich.console import Console as Terminal
@@ -15,7 +15,7 @@ from rich.text import Text
 from sparkd.admin.client import DEFAULT_URL
 from sparkd.condition import Condition
 from sparkd.control.supervisor import Supervisor
-from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -32,15 +32,27 @@ class Console:
     """A live line for each model on a terminal, one line for each change elsewhere (a journal, a pipe)."""
 
     def __init__(
-        self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool, has_page: bool = True, lan_url: str | None = None
+        self,
+        base_url: str,
+        supervisor: Supervisor,
+        client: GatewayClient,
+        *,
+        needs_key: bool,
+        has_page: bool = True,
+        lan_url: str | None = None,
+        models: Collection[str] = (),
     ) -> None:
-        """lan_url: how other machines reach the gateway, where they do so by another address."""
+        """
+        lan_url: how other machines reach the gateway, where they do so by another address.
+        models: those of the command line, which are followed and asked; all that are loaded at start where there are none.
+        """
         self._base_url = base_url
         self._lan_url = lan_url
         self._supervisor = supervisor
-        self._asker = asker
+        self._client = client
         self._needs_key = needs_key
         self._has_page = has_page
+        self._models = models
         self._terminal = show.terminal()
         self._said: dict[str, str] = {}
         self._started_at_s = time.monotonic()
@@ -98,7 +110,8 @@ class Console:
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
-        return [view for view in self._supervisor.snapshot().models.values() if view.want is Want.RUNNING]
+        views = self._supervisor.snapshot().models.values()
+        return [view for view in views if view.want is Want.RUNNING and (not self._models or view.name in self._models)]
 
     def _first_ready(self) -> str | None:
         return next((view.name for view in self._wished() if view.state is ModelState.READY), None)
@@ -122,7 +135,7 @@ class Console:
 
     async def _ask(self, name: str, question: str) -> None:
         try:
-            answer = await self._asker.chat(name, question, ANSWER_TIMEOUT_S)
+            answer = await self._client.chat(name, question, ANSWER_TIMEOUT_S)
         except SparkdError as error:
             self._say(f"[red]{escape(show.printable(error.message))}[/]")
             return

@@ -1,4 +1,4 @@
-"""Owns what the doctor says of the vLLM of one Python: which symbols that sparkd uses it lacks, and what follows."""
+"""The doctor's findings on the vLLM of one Python: which symbols that sparkd uses it lacks, and what follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what `sparkd doctor --fix` may do on this node: settings in files of their own, and how each is undone. Never asks a question.
+"""The fixes that `sparkd doctor --fix` may make on this node: settings in files of their own, and how each is undone.
 
 Nothing here stops a process, touches a model's files or needs a restart; what would is a cure in words.
 """
@@ -21,8 +21,9 @@ SYSCTL_FILE = "etc/sysctl.d/60-sparkd-{name}.conf"
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """path: the file to make, below the root, empty where none is; it is never made over another. commands: argv, run in this order.
-
+    """
+    path: the file to make, below the root, empty where none is; it is never made over another.
+    commands: argv, run in this order.
     undo: what a person types to have it as before.
     """
 
@@ -76,7 +77,7 @@ def apply(fix: Fix, root: Path) -> None:
                 path.unlink(missing_ok=True)
             complaint = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             raise StateError(
-                f"`{' '.join(command)}` failed: {complaint[-1][:200] if complaint else 'it complaint nothing'}. Nothing was changed."
+                f"`{' '.join(command)}` failed: {complaint[-1][:200] if complaint else 'it said nothing'}. Nothing was changed."
             ) from error
 
 

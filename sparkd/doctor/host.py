@@ -1,4 +1,4 @@
-"""Owns one node as the doctor sees it: typed looks at what workers.host.inspection.sample read. Never judges anything."""
+"""One node as the doctor sees it: typed looks at what workers.host.inspection.sample read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SPARK = re.compile(r"\bGB10\b")
 
 
 class Host:
-    """name: of the node. raw: plain JSON, of which nothing needs to be there."""
+    """
+    name: of the node.
+    raw: plain JSON, of which nothing needs to be there.
+    """
 
     def __init__(self, name: str, raw: Mapping[str, Any]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Owns what the doctor says of memory on one node: swap, kernel settings, page cache, who holds what. Never changes anything.
+"""The doctor's findings on memory of one node: swap, kernel settings, page cache, and the processes that hold it.
 
 Figures: owners' measurements on DGX Sparks (the Nemotron NVFP4 32 GB guide, jschmied's setup guide, nimbus, sparkrun).
 """

@@ -1,4 +1,4 @@
-"""Owns the doctor's report as plain JSON: each node's findings, what differs between nodes, failed models. Never reads a node itself."""
+"""The doctor's report as plain JSON: each node's findings, what differs between nodes, failed models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from sparkd.state.snapshot import ModelView
 
 
 def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> dict[str, Any]:
-    """readings: by a node's name, what `workers.host.inspection.sample` answered; None without an answer. models: findings on failed
-    models."""
+    """
+    readings: by a node's name, what `workers.host.inspection.sample` answered; None without an answer.
+    models: findings on failed models.
+    """
     hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
     silent = [name for name, raw in readings.items() if raw is None]
     findings = (

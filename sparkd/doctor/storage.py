@@ -1,4 +1,4 @@
-"""Owns what the doctor says of devices, limits, caches, disks and time-outs of one node. Never changes anything."""
+"""The doctor's findings on devices, limits, caches, disks and time-outs of one node."""
 
 from __future__ import annotations
 

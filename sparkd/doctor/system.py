@@ -1,4 +1,4 @@
-"""Owns what the doctor says of kernel, driver, GPU and firmware of one node. Never changes anything.
+"""The doctor's findings on kernel, driver, GPU and firmware of one node.
 
 Which releases fail, and how, is what owners of DGX Sparks reported: eugr's spark-vllm-docker (issues 389 and 392), NV-Kernels pull requests
 590 and 591, open-gpu-kernel-modules issue 1358, NVIDIA's forum (366026, 383023).

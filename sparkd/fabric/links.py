@@ -125,7 +125,7 @@ def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True) -> tuple[tup
 
 def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
     """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
-    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.capacity.fit.FitRequest.
+    stop. Numbers for which there is a choice are left out. See sparkd.capacity.fit.Unlinked.
     """
     reasons = {}
     for size in range(2, len(nodes) + 1):

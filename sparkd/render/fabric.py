@@ -1,4 +1,4 @@
-"""How the fabric looks: each node with its cages and twins, the cables between nodes, findings with their cure. Never judges anything."""
+"""How the fabric looks: each node with its cages and twins, the cables between nodes, findings with their cure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def nodes(report: Mapping[str, Any], console: Console) -> None:
 
 
 def offers(machines: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
-    """Print the machines that could join. head: Ray's address of the head; no machine can join a head on loopback."""
+    """Print the machines that could join.
+
+    head: Ray's address of the head; no machine can join a head on loopback.
+    """
     ready = head is not None and not head.startswith("127.")
     how = f"`sparkd join {head}` there" if ready else "`sparkd join` there (`sparkd token` here prints the command)"
     for machine in all_printable(list(machines)):

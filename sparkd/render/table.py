@@ -1,4 +1,4 @@
-"""Owns how a table looks on a terminal: no name or value in it is ever cut or broken within a word."""
+"""A table on a terminal, which never cuts a name or value nor breaks it within a word."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class Table:
     """
 
     def __init__(self, *columns: str, right: Collection[str] = (), folds: Collection[str] = (), spare: Sequence[str] = ()) -> None:
-        """right: columns of numbers. folds: those of words, which go on below. spare: those that may be left out, the first one first."""
+        """
+        right: columns of numbers.
+        folds: those of words, which go on below.
+        spare: those that may be left out, the first one first.
+        """
         self._columns, self._right, self._folds, self._spare = columns, right, folds, spare
         self._rows: list[list[Text]] = []
 

@@ -1,4 +1,4 @@
-"""Owns the page's files as they are served: their names, types, tags and compressed forms. Never asks who wants them."""
+"""The page's files as they are served: their names, types, tags and compressed forms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class PageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file. tag: of its content; packed: compressed with gzip, None where that saves nothing."""
+    """
+    tag: of its content.
+    packed: compressed with gzip, None where that saves nothing.
+    """
 
     kind: bytes
     content: bytes

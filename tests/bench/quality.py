@@ -94,7 +94,7 @@ def weight_figures(folder: Path, form: str) -> list[str]:
             continue
         rows, columns = ref.shape
         used = quantizer(chosen)
-        used.check(ref.name, rows, columns)
+        chosen.check(ref.name, rows, columns)
         nbytes += chosen.nbytes(rows, columns)
         weights += rows * columns
         weight = stored(ref)[:ROWS].float()

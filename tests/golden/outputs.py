@@ -310,7 +310,6 @@ WRONG_WORDS = (
     "serve -o keys.admin=k",
     "serve --listen 127.0.0.1:1 --port 2",
     "serve --port 99999",
-    "rm m --config x",
     "ls --cached --layers m",
     "ls --quick",
     "doctor --root /nowhere",

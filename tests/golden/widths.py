@@ -13,7 +13,6 @@ from rich.console import Console
 from sparkd.bench.compare import Comparison, compare
 from sparkd.cli import bench, incidents
 from sparkd.render import fabric, models, plan, recipes, requests
-from sparkd.render.terminal import Page
 from tests.support.bench_example import example
 
 WIDTHS = (60, 80, 100, 120, 170)
@@ -70,19 +69,19 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _cached() -> dict[str, Any]:
-    row = {"name": "9f86d081884c7d65", "size_bytes": 44 * GIB, "created_s": 0.0, "used_s": 1000.0, "valid": True, "quantize": {}}
+    row = {"node": "192.168.100.10", "size_bytes": 44 * GIB, "used_s": 1000.0, "valid": True, "fault": None}
     rows = [
-        {**row, "model": LARGE, "entries": [], "format": "nvfp4", "tensor_parallel": (0, 2), "source": f"/models/{SOURCE}"},
+        {**row, "id": f"{LARGE}-nvfp4-9f86d081884c7d65", "used_by": []},
         {
             **row,
-            "model": SMALL,
-            "entries": ["chat", "code"],
-            "format": "experts=mxfp4, attention=fp8-block, rest=bf16",
-            "tensor_parallel": None,
-            "source": SMALL,
+            "id": f"{SMALL}-mxfp4-mixed-0f86d081884c7d65",
+            "used_by": ["chat", "code"],
+            "valid": False,
+            "fault": "/models/m has changed",
         },
     ]
-    return {"cached": rows, "swept_bytes": 0, "writing_bytes": 0, "folder": "/var/lib/sparkd/quantized", "limit_bytes": None}
+    folder = {"path": "/var/lib/sparkd/quantized", "node": "192.168.100.10", "size_bytes": 88 * GIB, "limit_bytes": 100 * GIB}
+    return {"entries": rows, "folders": [folder]}
 
 
 def _layers() -> dict[str, Any]:
@@ -137,10 +136,8 @@ def _options(console: Console) -> None:
              "processes": GIB, "free": 30 * GIB, "decode_tokens_s": 45.6, "first_load_s": 500.0, "next_load_s": 61.0}  # fmt: skip
     rest = {"fits": True, "nodes": 2, "tensor_parallel": 2, "pipeline_parallel": 1, "max_model_len": 262144, "model": SOURCE}
     formats = ("int4-g32", "int4-g64", "int4-g128", "experts=mxfp4, attention=fp8-block, rest=bf16")
-    page = Page()
-    page._console = console
     rows = [{**rest, "format": name, "footprint": parts} for name in formats]
-    plan._options({"hardware": {}, "options": rows}, page, every=False)
+    plan._options({"hardware": {}, "options": rows}, console, every=False)
 
 
 def _benches() -> list[dict[str, Any]]:

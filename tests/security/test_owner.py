@@ -105,9 +105,7 @@ def test_root_works_in_no_folder_that_others_may_write_to(folder: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize(
-    "verb", [["serve"], ["join", "192.0.2.1", "--token", "-"], ["leave"], ["token"], ["ls", "--cached"], ["rm", "m", "--cached"]]
-)
+@pytest.mark.parametrize("verb", [["serve"], ["join", "192.0.2.1", "--token", "-"], ["leave"], ["token"]])
 def test_root_does_nothing_in_a_folder_of_another_user(
     verb: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli import export
-from sparkd.cli.quantized import Chosen
+from sparkd.cli.export import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead
 from sparkd.doctor import fixes

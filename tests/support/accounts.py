@@ -1,57 +1,73 @@
-"""The account of an entry as the tests ask for it: parsed and with its headers read, then counted as sparkd.capacity does."""
+"""The footprint of an entry as the tests ask for it: parsed and with its headers read, then counted as sparkd.capacity does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from sparkd.capacity import account as accounts
 from sparkd.capacity import advice as advices
 from sparkd.capacity import entry_faults
-from sparkd.capacity.account import Account, candidate_of, candidates_of, machine
 from sparkd.capacity.estimate import kv_layout
 from sparkd.capacity.evidence import NOTHING, Evidence, Ways
-from sparkd.capacity.headers import headers_here
+from sparkd.capacity.fit import LINKED, Candidate, Option, Unlinked, candidates_of, choose, fitted, rank, single_formats, splits
+from sparkd.capacity.footprint import Footprint
+from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving
-from sparkd.capacity.requirement import Requirement
+from sparkd.capacity.requirement import Requirement, known_of, reserved_gib
+from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint.shape import Shape
+from sparkd.config.config import parse_model
 from sparkd.config.engine_args import decided, engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
-from sparkd.hardware import Hardware
+from sparkd.hardware import SPARK, Hardware, machine
 from sparkd.units import GIB
 
 Env = Mapping[str, str]
 
 
-def account(
-    spec: ModelConfig,
-    hardware: Hardware,
-    env: Env,
+def candidates(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, *, beside: bool = False) -> list[Candidate]:
+    args = engine_args(spec, env)
+    headers = headers_here(args)
+    return [] if headers is None else candidates_of(args, headers, hardware, evidence, beside=beside)
+
+
+def option(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, ways: Ways = (1, 1)) -> Option | None:
+    """In its own format, as stored for `auto`."""
+    spec = spec if spec.quantize not in ("auto", "best") else spec.model_copy(update={"quantize": None})
+    found = candidates(spec, hardware, env, evidence)
+    return fitted(found[0], hardware, ways) if found else None
+
+
+def account(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, ways: Ways = (1, 1)) -> Footprint | None:
+    """What a reservation is made of."""
+    return known_of(option(spec, hardware, env, evidence, ways))
+
+
+def resolved(spec: ModelConfig, hardware: Hardware, env: Env, free_bytes: int, *, beside: bool = False) -> ModelConfig:
+    node = replace(hardware, system_bytes=hardware.memory_bytes - free_bytes)
+    found = candidates(spec, node, env, beside=beside)
+    return decided(spec, choose(found, node)[0].args if found else engine_args(spec, env).undecided())
+
+
+def options(
+    model: Inventory,
+    hardware: Hardware = SPARK,
+    *,
+    nodes: int = 1,
+    ways: Iterable[Ways] | None = None,
+    unlinked: Unlinked = LINKED,
     evidence: Evidence = NOTHING,
-    ways: Ways = (1, 1),
-    *,
-    guesses: bool = False,
-) -> Account | None:
-    args = engine_args(spec, env)
-    headers = headers_here(args)
-    candidate = None if headers is None else candidate_of(args, headers)
-    return None if candidate is None else accounts.account(candidate, hardware, evidence, ways, guesses=guesses)
-
-
-def resolved(
-    spec: ModelConfig,
-    hardware: Hardware,
-    env: Env,
-    free_bytes: int,
-    *,
-    beside: bool = False,
-) -> ModelConfig:
-    args = engine_args(spec, env)
-    headers = headers_here(args)
-    candidates = () if headers is None else candidates_of(args, headers, beside=beside)
-    if not candidates:
-        return decided(spec, args.undecided())
-    return decided(spec, accounts.resolved(candidates, hardware, free_bytes).args)
+    **keys: Any,
+) -> list[Option]:
+    """An entry with these keys at every split, best first: in its format, or in every single one."""
+    args = engine_args(parse_model("m", {"model": "/m", "max_model_len": "auto", **keys}, over_admin=False), {})
+    headers = Headers(model)
+    found = single_formats(args, headers, hardware, evidence)
+    if args.quantize is not None or "quantize" in keys:
+        found = candidates_of(args, headers, hardware, evidence)
+    return sorted((fitted(one, hardware, split, unlinked) for one in found for split in ways or splits(nodes)), key=rank)
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
@@ -65,15 +81,14 @@ def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str
 
 
 def needed_gib(
-    spec: ModelConfig, platform: str, node_gib: float, env: Env, offered_gib: float | None = None, known: Account | None = None
+    spec: ModelConfig, platform: str, node_gib: float, env: Env, offered_gib: float | None = None, known: Footprint | None = None
 ) -> int:
-    return accounts.needed_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
+    return reserved_gib(engine_args(spec, env), machine(platform, int(node_gib * GIB), 0), offered_gib, known)
 
 
-def needing(spec: ModelConfig, platform: str, gib: int, known: Account | None, ways: Ways = (1, 1)) -> Requirement:
+def needing(spec: ModelConfig, platform: str, gib: int, how: Option | None) -> Requirement:
     """On a node of 121.6 GiB."""
-    args = engine_args(spec, {})
-    return Requirement(spec, args, machine(platform, int(121.6 * GIB), 0), "x", gib, known, ways=ways, headers=headers_here(args))
+    return Requirement(spec, engine_args(spec, {}), machine(platform, int(121.6 * GIB), 0), "x", gib, how)
 
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:

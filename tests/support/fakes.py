@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.admin.operator import Operator
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
@@ -20,7 +21,6 @@ from sparkd.control.effects import AskFunction
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.entry.node_runtime import NodeRuntime
 from sparkd.errors import MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.checks import Finding
@@ -184,14 +184,14 @@ class FakeCluster:
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings
 
-    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_guard_hints(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         self.told = told
 
     async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         return self.answers.get(method, {}).get(node_ip, [])
 
-    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
-        self.log.append(f"everywhere {method}")
+    async def ask_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        self.log.append(f"ask_all {method}")
         return self.answers.get(method, {})
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:

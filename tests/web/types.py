@@ -1,4 +1,4 @@
-"""Owns the types that the page is checked against: those of the admin API's document, as TypeScript.
+"""The types that the page is checked against: those of the admin API's document, as TypeScript.
 
 python -m tests.web.types      writes tests/web/types/admin.d.ts; needs `npm ci` in tests/web
 """

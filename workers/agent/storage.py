@@ -34,7 +34,7 @@ class Storage:
     _kv_dir: str | None
 
     def stored(self, folders: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-        """{"entries": [..], "folders": [..]}: see sparkd.admin.page_answers.DiskAnswer. Reads headers, no weights."""
+        """{"entries": [..], "folders": [..]}: see sparkd.admin.disk.DiskAnswer. Reads headers, no weights."""
         places = self._places(folders, environ)
         entries = [*_hub_entries(places[HUB]), *_quantized_entries(places[QUANTIZED]), *_profile_entries(places[PROFILE])]
         sums = {kind: sum(entry["size_bytes"] for entry in entries if entry["kind"] == kind) for kind in KINDS}

@@ -240,18 +240,6 @@ def sweep(cache_dir: str) -> int:
     return freed
 
 
-def swept(cache_dir: str) -> int:
-    """Like `sweep`, for a caller that does not hold `locked`. Returns 0 and touches nothing without leftovers. Raises OSError."""
-    try:
-        left = any(name.startswith((GONE, WRITING)) for name in os.listdir(cache_dir)) or bool(_unused_calibrations(cache_dir))
-    except FileNotFoundError:
-        return 0
-    if not left:
-        return 0
-    with locked(cache_dir):
-        return sweep(cache_dir)
-
-
 def _unused_calibrations(cache_dir: str) -> list[str]:
     """The files of calibrations that no entry names, and no load has used for a day. Raises OSError."""
     try:

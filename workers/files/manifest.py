@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sparkd.checkpoint import INDEX_END, is_weights, lacking_weights
+from sparkd.checkpoint import INDEX_END, Folder, is_weights, lacking_weights
 from sparkd.errors import RankError
 from workers.host.hub_cache import hub_cache, snapshot_of
 
@@ -160,7 +160,7 @@ def is_loaded(name: str) -> bool:
 
 def _lacks_weights(folder: Path, names: Set[str]) -> bool:
     """Whether a snapshot is whole, whose files appear once each is; a folder counts as far as names tell."""
-    return not any(map(is_weights, names)) or bool(lacking_weights(names, lambda name: (folder / name).read_bytes()))
+    return not any(map(is_weights, names)) or bool(lacking_weights(names, Folder(folder).content))
 
 
 def _blocks(path: Path) -> int:

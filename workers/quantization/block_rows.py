@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.checkpoint import TensorRef
+from sparkd.checkpoint import TensorRef, text_config
 from workers.quantization.fusion import siblings_of
 
 BLOCK = 128
@@ -61,6 +61,5 @@ def _parts(leaf: str, rows: int, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _number(config: Mapping[str, Any], key: str) -> int:
     """A number of the language model's configuration; 0 where config.json lacks it."""
-    text = config.get("text_config")
-    value = (text if isinstance(text, Mapping) else config).get(key)
+    value = text_config(config).get(key)
     return value if isinstance(value, int) else 0

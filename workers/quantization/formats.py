@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.errors import ConfigError, clause
+from sparkd.errors import CheckpointError, ConfigError, clause
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,13 @@ class Format:
         """Rows and columns at multiples of which a weight can be cut without cutting what shares a scale."""
         block = self.family.block
         return (block, block) if block is not None else (1, self.group or 1)
+
+    def check(self, name: str, rows: int, columns: int, file: str | None = None) -> None:
+        """Raises CheckpointError where a weight [rows, columns], the tensor `name` of `file`, cannot have this format."""
+        if self.group is not None and columns % self.group:
+            problem = f"K={columns} is not divisible by the group size {self.group}"
+            cure = f"Use {fitting(self.group, columns, self.name)} for it"
+            raise CheckpointError(problem, file=file, tensor=name, cure=cure)
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of a quantized weight [rows, columns] with its scales, as compressed-tensors stores them; bf16: two bytes an element."""

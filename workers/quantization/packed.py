@@ -9,10 +9,9 @@ under the names of the first layout (models/granitemoehybrid.py, `get_expert_map
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkd.checkpoint import Checkpoint, TensorRef
+from sparkd.checkpoint import Checkpoint, TensorRef, text_config
 from sparkd.errors import CheckpointError
 
 _PACKED = re.compile(r"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?$")
@@ -93,7 +92,7 @@ def is_interleaved(checkpoint: Checkpoint, experts: str) -> bool:
 
 def _transposed(ref: TensorRef, which: str, checkpoint: Checkpoint) -> bool:
     _, rows, cols = ref.shape
-    hidden = _hidden_size(checkpoint)
+    hidden = text_config(checkpoint.config).get("hidden_size")
     if hidden not in (rows, cols):
         raise CheckpointError(
             f"packed experts of shape {list(ref.shape[-2:])} each do not have the model's hidden size {hidden}",
@@ -120,9 +119,3 @@ def _stands_transposed(ref: TensorRef, which: str, hidden: int) -> bool | None:
     """Whether a packed matrix is the transpose of torch's linear layout; None where it is square."""
     _, rows, cols = ref.shape
     return None if rows == cols else (cols if which == "gate_up_proj" else rows) != hidden
-
-
-def _hidden_size(checkpoint: Checkpoint) -> int:
-    text = checkpoint.config.get("text_config")
-    holder = text if isinstance(text, Mapping) else checkpoint.config
-    return int(holder.get("hidden_size") or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,15 @@ SPARK = "cuda:12.1"
 
 @dataclass(frozen=True, slots=True)
 class ModelQuestion:
-    """A question about a model. folder: the checkpoint's folder. files: without a folder, the texts of FILES by name; tensors: the headers
-    of its weights, which sparkd's load format and some quantization methods read. args, env: the engine's flags and variables at its start.
-    draft: the headers of a draft that is not on this disk, whose model is DRAFT in args. platform: OWN for the runtime's own, SPARK for a
-    Spark's GPU, which a runtime without CUDA imitates."""
+    """A question about a model.
+
+    folder: the checkpoint's folder.
+    files: without a folder, the texts of FILES by name.
+    tensors: the headers of its weights, which sparkd's load format and some quantization methods read.
+    args, env: the engine's flags and variables at its start.
+    platform: OWN for the runtime's own, SPARK for a Spark's GPU, which a runtime without CUDA imitates.
+    draft: the headers of a draft that is not on this disk, whose model is DRAFT in args.
+    """
 
     folder: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -34,9 +39,12 @@ class ModelQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ModelRefusal:
-    """The step at which vLLM failed: `arguments`, `config`, `model`, `cache` (the layers' KV cache), `sizes` (bytes of requests in it),
-    `deadline`, `memory` or `died`. certain: vLLM refuses to serve this model; otherwise this machine may only be unable to build it, and
-    nothing is known about the model."""
+    """Why there is no model.
+
+    step: the one at which vLLM failed: `arguments`, `config`, `model`, `cache` (the layers' KV cache), `sizes` (bytes of requests in it),
+    `deadline`, `memory` or `died`.
+    certain: vLLM refuses to serve this model; otherwise this machine may only be unable to build it, and nothing is known about the model.
+    """
 
     step: str
     type: str
@@ -46,8 +54,12 @@ class ModelRefusal:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cache of one layer on one rank. token_bytes: bytes of each token, up to `window` or `chunk` tokens where one is set. state_bytes:
-    bytes of a request of any length; page_bytes: the same with padding. spec: vLLM's class."""
+    """The cache of one layer on one rank.
+
+    spec: vLLM's class.
+    token_bytes: of each token, up to `window` or `chunk` tokens where one is set.
+    state_bytes: of a request of any length; page_bytes: the same with padding.
+    """
 
     name: str
     spec: str
@@ -61,7 +73,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A parameter of one rank. purpose: `model` or `draft`. dtype: torch's name."""
+    """A parameter of one rank, for `model` or `draft`. dtype: torch's name."""
 
     purpose: str
     name: str
@@ -71,8 +83,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage, as each of its tensor-parallel ranks has it. block_bytes: bytes of a block of the pool in all its layers, 0 where
-    unknown. requests: (tokens, bytes of one request of that length), the longest request last."""
+    """A pipeline stage, as each of its tensor-parallel ranks has it.
+
+    block_bytes: of a block of the pool in all its layers, 0 where unknown.
+    requests: (tokens, bytes of one request of that length), the longest request last.
+    """
 
     layers: tuple[LayerCache, ...]
     parameters: tuple[Tensor, ...]
@@ -84,9 +99,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """vLLM's answer about a model. platform: `cpu` or `cuda:12.1`; stand_in: whether the child imitated that platform. facts: the other
-    fields of workers.vllm.ask.model_answer, up to the step that failed (`max_model_len`, `cache_dtype`, `quantization`, `layers`, ..).
-    groups: the groups of vLLM's block pool, as JSON."""
+    """vLLM's answer about a model.
+
+    platform: `cpu` or `cuda:12.1`.
+    stand_in: whether the child imitated that platform.
+    facts: the other fields of workers.vllm.ask.model_answer, up to the step that failed (`max_model_len`, `cache_dtype`, `layers`, ..).
+    groups: the groups of vLLM's block pool, as JSON.
+    """
 
     vllm: str
     platform: str
@@ -110,37 +129,16 @@ def answer_of(raw: Mapping[str, Any]) -> ModelAnswer:
         refusal=ModelRefusal(**raw["refusal"]) if raw["refusal"] else None,
         stages=tuple(_stage(stage, own) for stage, own in zip(raw["stages"], pool["stages"], strict=True)),
         facts={name: value for name, value in raw.items() if name not in fields},
-        groups=tuple(_group(group) for group in pool["groups"]),
+        groups=tuple(pool["groups"]),
     )
 
 
 def _stage(raw: Mapping[str, Any], pool: Mapping[str, Any]) -> Stage:
     return Stage(
-        layers=tuple(_layer(layer) for layer in raw["layers"]),
-        parameters=tuple(_tensor(row) for row in raw["parameters"]),
-        parameter_bytes=_whole(raw["parameter_bytes"]),
-        buffer_bytes=_whole(raw["buffer_bytes"]),
-        block_bytes=_whole(pool.get("block_bytes", 0)),
-        requests=tuple((_whole(tokens), _whole(size)) for tokens, size in pool.get("requests", ())),
+        layers=tuple(LayerCache(**layer) for layer in raw["layers"]),
+        parameters=tuple(Tensor(purpose, name, tuple(shape), dtype) for purpose, name, shape, dtype in raw["parameters"]),
+        parameter_bytes=raw["parameter_bytes"],
+        buffer_bytes=raw["buffer_bytes"],
+        block_bytes=pool.get("block_bytes", 0),
+        requests=tuple((tokens, size) for tokens, size in pool.get("requests", ())),
     )
-
-
-def _group(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**raw, "block": _whole(raw["block"]), "layers": [str(name) for name in raw["layers"]]}
-
-
-def _layer(raw: Mapping[str, Any]) -> LayerCache:
-    sizes = {key: _whole(raw[key]) for key in ("page_bytes", "state_bytes", "window", "chunk") if raw.get(key) is not None}
-    return LayerCache(**{**raw, **sizes})
-
-
-def _whole(value: Any) -> int:
-    """A size in bytes. Raises TypeError for a value that is none."""
-    if not isinstance(value, int) or value < 0:
-        raise TypeError(f"{type(value).__name__} is not a size")
-    return value
-
-
-def _tensor(row: Sequence[Any]) -> Tensor:
-    purpose, name, shape, dtype = row
-    return Tensor(purpose, name, tuple(shape), dtype)

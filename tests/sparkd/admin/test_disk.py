@@ -30,11 +30,11 @@ class Nodes:
         self.asked: list[Any] = []
         self.fault: str | None = None
         self.entries = [HUB, CACHED]
-        admin.scene.cluster.everywhere = self.everywhere  # type: ignore[attr-defined,method-assign]
+        admin.scene.cluster.ask_all = self.ask_all  # type: ignore[attr-defined,method-assign]
         admin.scene.cluster.ask = self.ask  # type: ignore[attr-defined]
         admin.scene.cluster.node_ip = "n"  # type: ignore[attr-defined]
 
-    async def everywhere(self, method: str, folders: dict[str, str], environ: dict[str, str]) -> dict[str, Any]:
+    async def ask_all(self, method: str, folders: dict[str, str], environ: dict[str, str]) -> dict[str, Any]:
         assert method == "stored"
         assert set(folders) == {"quantized", "profile"}
         folder = {"kind": "quantized", "path": "/q", "size_bytes": 3, "free_bytes": 9}
@@ -73,6 +73,14 @@ async def test_what_a_model_that_runs_uses_is_not_removed(tmp_path: Path) -> Non
         for path in ("hub/models--org--tiny", "quantized/tiny-nvfp4-0123456789abcdef"):
             await admin.refused("DELETE", f"/disk/{path}", 409)
         assert nodes.asked == []
+
+
+async def test_quantized_weights_that_the_model_that_runs_does_not_use_are_removed(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        Nodes(admin)
+        await admin.ask("POST", "/models/other/load", 202)
+        await admin.scene.tick(2)
+        assert (await admin.ask("DELETE", "/disk/quantized/tiny-nvfp4-0123456789abcdef"))["freed_bytes"] == 7
 
 
 @pytest.mark.parametrize(("fault", "state"), [(None, "SUCCEEDED"), ("other bytes", "FAILED")])

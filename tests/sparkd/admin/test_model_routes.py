@@ -55,7 +55,7 @@ async def test_settings_as_configured_and_as_resolved(tmp_path: Path, folder: Pa
         assert settings["resolved"]["max_model_len"] == 64
         assert "priority" in settings["resolved"]
         assert "hf_secret" not in json.dumps(settings)
-        assert settings["ranks"] == []
+        assert settings["ranks"] == [] and "runtime" not in settings["keys"]
 
 
 async def test_settings_of_a_recipe_come_back_as_they_were_given(tmp_path: Path) -> None:

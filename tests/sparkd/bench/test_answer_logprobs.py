@@ -1,4 +1,4 @@
-"""Answers of vLLM are read position by position; one without what is needed is an error that repeats nothing of it."""
+"""Answers of vLLM are read; one without what is needed is an error that repeats nothing of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 from sparkd.bench.answer_logprobs import read_passage, read_tokens
 from sparkd.errors import EngineError
 
-POSITION = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": '"prompt_logprobs":['}, "7": {"logprob": -1.5, "rank": 2}}
-CHOICE = {"text": '"prompt_logprobs":[', "prompt_logprobs": [None, POSITION], "prompt_token_ids": [3, 5], "index": 0}
+POSITION = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}, "7": {"logprob": -1.5, "rank": 2}}
+CHOICE = {"text": "", "prompt_logprobs": [None, POSITION], "prompt_token_ids": [3, 5], "index": 0}
 
 
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_a_passage_is_read(separators: tuple[str, str]) -> None:
-    read = read_passage(json.dumps({"choices": [CHOICE], "usage": {}}, separators=separators).encode())
+def test_a_passage_is_read() -> None:
+    read = read_passage(json.dumps({"choices": [CHOICE], "usage": {}}).encode())
     assert (read.ids, read.likely) == ([3, 5], [{"5": -0.5, "7": -1.5}])
 
 

@@ -16,6 +16,8 @@ vllm:prefix_cache_hits_total{} 0
 vllm:spec_decode_num_drafts_total{} 5
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 4
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2
+vllm:time_to_first_token_seconds_bucket{le="0.1"} 1
+vllm:time_to_first_token_seconds_bucket{le="+Inf"} 2
 """
 AFTER = """vllm:prompt_tokens_total{} 1100
 vllm:generation_tokens_total{} 74
@@ -25,12 +27,14 @@ vllm:prefix_cache_hits_total{} 250
 vllm:spec_decode_num_drafts_total{} 25
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 20
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 7
+vllm:time_to_first_token_seconds_bucket{le="0.1"} 1
+vllm:time_to_first_token_seconds_bucket{le="+Inf"} 6
 """
 
 
 def test_counters_are_compared() -> None:
     found = engine_figures(sample_of(BEFORE, 1.0), sample_of(AFTER, 2.0), [Moment(1.0, kv_use=0.25), Moment(2.0)])
-    assert (found.prompt_tokens, found.output_tokens, found.preemptions, found.kv_use_peak) == (1000, 64, 2, 0.25)
+    assert (found.requests, found.prompt_tokens, found.output_tokens, found.preemptions, found.kv_use_peak) == (4, 1000, 64, 2, 0.25)
     assert (found.prefix_hit_share, found.drafted_tokens, found.accepted_share_by_position) == (0.25, 40, [0.8, 0.25])
     assert computed_prompt_tokens(1000, found) == 750
 
@@ -43,11 +47,25 @@ def test_an_engine_that_began_anew_or_said_nothing_has_no_figures() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "others"),
-    [((2048, 128), 0), ((2060, 130), 0), ((2048, 269), 141), ((9000, 128), 6952), ((None, None), None)],
-    ids=["its own", "as the tool counts", "an answer beside it", "a prompt beside it", "no counters"],
+    [
+        ((4, 2048, 128), 0),
+        ((4, 2060, 130), 0),
+        ((3, 2060, 130), 0),
+        ((5, 2060, 130), 14),
+        ((5, 2048, 128), 1),
+        ((None, 2048, 269), 141),
+        ((4, 9000, 128), 6952),
+        ((None, None, None), None),
+    ],
+    ids=[
+        *("its own", "as the tool counts", "the first one counted late", "a short request beside it", "one whose tokens the tool counted"),
+        *("an answer beside it", "a prompt beside it", "no counters"),
+    ],
 )
-def test_tokens_of_others_requests_are_told_by_the_counters(engine: tuple[int | None, int | None], others: int | None) -> None:
-    assert others_tokens(2048, 128, EngineFigures(prompt_tokens=engine[0], output_tokens=engine[1])) == others
+def test_others_requests_are_told_by_the_counters(engine: tuple[int | None, int | None, int | None], others: int | None) -> None:
+    requests, prompt_tokens, output_tokens = engine
+    figures = EngineFigures(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    assert others_tokens(4, 2048, 128, figures) == others
 
 
 def test_a_reading_of_the_meter_counts_once_and_at_its_own_time() -> None:

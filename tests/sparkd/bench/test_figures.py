@@ -2,17 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.bench.figures import Metric, arena_name, metric, percentile
+from sparkd.bench.figures import Metric, arena_name, metric
 from tests.support.bench_example import example
 
 BASE = example(depths=(0,), concurrencies=(1,), failed=())
-
-
-# By numpy.percentile(values, 100 * share).
-@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.95, 9.25), (1, 10)])
-def test_percentiles_are_numpys(share: float, value: float) -> None:
-    assert percentile([10, 2, 1, 5], share) == pytest.approx(value)
-    assert percentile([7], share) == 7
 
 
 def test_a_metric_is_read_or_none() -> None:

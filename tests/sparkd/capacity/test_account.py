@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.capacity.account import Account, machine
+from sparkd.capacity.fit import Option, it_needs
+from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.requirement import refused_flags, requirement_of
 from sparkd.config.config import Config, parse_model
+from sparkd.config.engine_args import engine_args
 from sparkd.config.kv_cache import kv_cache, spelled
 from sparkd.config.model import ModelConfig
 from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError, ModelUnusable, RankError
+from sparkd.hardware import machine
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
-from tests.support.accounts import account, advice, needed_gib, needing, resolved, too_large
+from tests.support.accounts import account, advice, needed_gib, needing, option, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
@@ -46,14 +49,18 @@ def spec_of(folder: Path, **keys: Any) -> ModelConfig:
     return parse_model("m", {"model": str(folder), **keys}, over_admin=False)
 
 
-def of(folder: Path, **keys: Any) -> Account:
-    return exact(account(spec_of(folder, **keys), SPARK, {}))
-
-
-def exact(found: Account | None) -> Account:
-    """As vLLM's answer makes it: a guess refuses less."""
+def of(folder: Path, **keys: Any) -> Footprint:
+    found = account(spec_of(folder, **keys), SPARK, {})
     assert found is not None and found.sureness == "guess"
-    return replace(found, upper=None, sureness="exact")
+    return found
+
+
+def exact(found: Option | None) -> Option:
+    """As vLLM's answer makes it: a guess refuses less."""
+    assert found is not None and found.footprint is not None and found.footprint.sureness == "guess"
+    needed = found.footprint
+    parts = {**needed.parts, "weights": needed.parts["weights"] + needed.upper_bytes}
+    return replace(found, footprint=replace(needed, parts=parts, upper_weight_bytes=0, upper_cache_bytes=0, sureness="exact"))
 
 
 def test_the_account_of_a_model(folder: Path) -> None:
@@ -61,9 +68,10 @@ def test_the_account_of_a_model(folder: Path) -> None:
     weights = 2 * (2 * VOCAB * HIDDEN + LAYERS * (HIDDEN * (2 * HIDDEN + 2048) + 3 * INNER * HIDDEN))
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
     assert found.fixed > weights + 3 * GIB
-    assert found.total is None
-    assert lacking(found.sentence, "8,192 tokens") == []
-    assert f"weights {weights / GIB:.1f} GiB" in found.sentence
+    assert found.cache is None
+    sentence = it_needs(engine_args(spec_of(folder, max_model_len=8192), {}), found)
+    assert lacking(sentence, "8,192 tokens") == []
+    assert f"weights {weights / GIB:.1f} GiB" in sentence
 
 
 @pytest.mark.parametrize(
@@ -77,8 +85,8 @@ def test_the_account_of_a_model(folder: Path) -> None:
 )
 def test_a_cache_of_a_given_size_is_reserved_and_no_more(folder: Path, size: dict[str, Any], tokens: float) -> None:
     found = of(folder, max_model_len=8192, kv_cache=size)
-    assert found.total is not None
-    assert found.total - found.fixed == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
+    assert found.cache is not None
+    assert found.cache == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
 
 
 def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> None:
@@ -209,26 +217,35 @@ def test_a_cpus_cache_is_two_gib_and_a_context_no_longer(folder: Path) -> None:
     assert resolved(spec_of(folder, max_model_len="auto", kv_cache="auto"), cpu, {}, 100 * GIB).max_model_len == 131_072
 
 
+def test_a_length_that_the_model_lacks_is_refused_before_the_start(folder: Path) -> None:
+    spec = spec_of(folder, max_model_len=131_073)
+    why = too_large(needing(spec, "cuda", 121, option(spec, SPARK, {})), 121)
+    assert lacking(why, "131,073 tokens", "131,072", "set max_model_len: 131072") == []
+    beyond = spec_of(folder, max_model_len=131_073, extra_args=["--hf-overrides", "{}"])
+    for longer, env in ((spec, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "true"}), (beyond, {})):
+        assert too_large(needing(longer, "cuda", 121, option(longer, SPARK, env)), 121) is None, env
+
+
 def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16)
-    why = too_large(needing(spec, "cuda", 121, of(folder, max_num_seqs=16)), 24, "this node")
+    why = too_large(needing(spec, "cuda", 121, exact(option(spec, SPARK, {}))), 24, "this node")
     assert why is not None
     assert why.startswith("m ") and lacking(why, "this node", "24 GiB", "set max_model_len:") == []
     assert "tokens" in why
-    assert too_large(needing(spec, "cuda", 20, of(folder, max_num_seqs=16)), 121, "this node") is None
+    assert too_large(needing(spec, "cuda", 20, exact(option(spec, SPARK, {}))), 121, "this node") is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
 
 
 def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -> None:
     """18 GiB a node hold half of the weights and a shorter request, and not all of the weights beside an engine."""
     spec = spec_of(folder, tensor_parallel=2, max_num_seqs=16)
-    known = exact(account(spec, SPARK, {}, ways=(2, 1)))
-    why = too_large(needing(spec, "cuda", 121, known, ways=(2, 1)), 18, "each of 2 nodes")
+    known = exact(option(spec, SPARK, {}, ways=(2, 1)))
+    why = too_large(needing(spec, "cuda", 121, known), 18, "each of 2 nodes")
     assert why is not None and "To make it fit: set max_model_len: " in why
     assert "max_model_len" not in advice(spec, SPARK, {}, 18 * GIB)
     shorter = int(re.findall(r"max_model_len: ([0-9]+)", why)[0])
     less = account(spec_of(folder, max_num_seqs=16, max_model_len=shorter), SPARK, {}, ways=(2, 1))
-    assert less is not None and known is not None and less.least <= 18 * GIB < known.least
+    assert less is not None and known.footprint is not None and less.least <= 18 * GIB < known.footprint.least
     # Three ranks cannot share its 32 heads: nothing of that kind would fit.
     assert advice(spec, SPARK, {}, 100 * GIB, (3, 1)) == ""
 
@@ -239,7 +256,7 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
 
     def refused(most_gib: int = 100, platform: str = "cuda", **more: Any) -> str | None:
         spec = spec_of(folder, **keys | more)
-        found = exact(account(spec, machine(platform, 121 * GIB, 0), {}))
+        found = exact(option(spec, machine(platform, 121 * GIB, 0), {}))
         return too_large(needing(spec, platform, 10, found), most_gib, "this node")
 
     least = known.least / GIB
@@ -270,7 +287,7 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(folder: Path
 
     def refused(given: Any) -> str | None:
         spec = spec_of(folder, max_model_len=8192, max_num_seqs=16, kv_cache=given)
-        found = exact(account(spec, SPARK, {}))
+        found = exact(option(spec, SPARK, {}))
         return too_large(needing(spec, "cuda", 1, found), 30, "this node")
 
     why = refused(size)
@@ -286,12 +303,8 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(folder: Path
     assert refused({**more, way: more[way] + step}) is not None
 
 
-class Runtime:
-    def __init__(self, entrypoint: str | None, vllm: str | None = None, platform: str = "cuda") -> None:
-        self.found = {"platform": platform, "entrypoint": entrypoint, "vllm": vllm}
-
-    def runtime(self, _interpreter: str) -> dict[str, Any]:
-        return self.found
+def facts(entrypoint: str | None) -> dict[str, Any]:
+    return {"platform": "cuda", "entrypoint": entrypoint, "vllm": None}
 
 
 def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,13 +326,12 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     sized = spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, quantize="auto", max_num_seqs=16)
-    found = requirement_of(sized, config, Runtime("e"), 100.0, 100.0)
+    found = requirement_of(sized, config, facts("e"), 100.0, 100.0)
     assert found.spec.quantize is None
-    assert found.account is not None
-    assert found.account.total is not None
-    assert found.gib - 1 < found.account.total / GIB <= found.gib
+    assert found.known is not None and found.known.cache is not None
+    assert found.gib - 1 < (found.known.fixed + found.known.cache) / GIB <= found.gib
     with pytest.raises(RankError, match=r"vllm~=0\.32\.0 -c deploy/constraints\.txt"):
-        requirement_of(sized, config, Runtime(None), 100.0, 100.0)
+        requirement_of(sized, config, facts(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").touch()
@@ -327,4 +339,4 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
     for name, why in (("gone", "gone is not on"), ("empty", "empty is empty"), ("notes", r"notes .*config\.json")):
         with pytest.raises(ModelUnusable, match=why):
-            requirement_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)
+            requirement_of(spec_of(tmp_path / name), config, facts("e"), 100.0, 100.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.capacity.account import machine
 from sparkd.capacity.advice import Cure, FitRefusal, refusal, too_large
-from sparkd.capacity.fit import choose
-from sparkd.capacity.footprint import FitRequest
-from sparkd.capacity.kv_cache import Serving
+from sparkd.capacity.requirement import known_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import parse_model
-from sparkd.config.kv_cache import kv_cache, written
+from sparkd.config.kv_cache import written
 from sparkd.config.model import ModelConfig
+from sparkd.hardware import machine
 from sparkd.units import GIB
-from tests.support.accounts import account, needed_gib, needing
+from tests.support.accounts import needed_gib, needing, option, options
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.published_tensors import tensors_of
-from workers.quantization.recipe import QuantizationRecipe
 
 NODE_GIB = 121
 NODE = machine("cuda", NODE_GIB * GIB, 0)
@@ -58,12 +54,17 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
+def cache_keys(cache: dict[str, Any] | None) -> dict[str, Any]:
+    """A size in blocks is a flag."""
+    if cache and "blocks" in cache:
+        return {"extra_args": ["--num-gpu-blocks-override", str(cache["blocks"])]}
+    return {"kv_cache": cache} if cache else {}
+
+
 def parsed(folder: Path, keys: dict[str, Any]) -> ModelConfig | None:
     """None where sparkd refuses what the entry says before it knows the model."""
-    cache = keys.get("cache")
-    more: dict[str, Any] = {"kv_cache": cache} if cache else {}
-    if cache and "blocks" in cache:
-        more = {"extra_args": ["--num-gpu-blocks-override", str(cache["blocks"])]}
+    more = cache_keys(keys.get("cache"))
+    if "extra_args" in more:
         keys = {key: value for key, value in keys.items() if key != "kv_margin_gib"}
     entry = {"model": str(folder), **{key: value for key, value in keys.items() if key != "cache"}, **more}
     try:
@@ -74,8 +75,9 @@ def parsed(folder: Path, keys: dict[str, Any]) -> ModelConfig | None:
 
 def refused(spec: ModelConfig, most_gib: int) -> FitRefusal | None:
     ways = (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1)
-    known = account(spec, NODE, {}, ways=ways)
-    return too_large(needing(spec, "cuda", needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, known), known, ways), most_gib, "this node")
+    found = option(spec, NODE, {}, ways=ways)
+    gib = needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, known_of(found))
+    return too_large(needing(spec, "cuda", gib, found), most_gib, "this node")
 
 
 def followed(keys: dict[str, Any], cure: Cure) -> dict[str, Any]:
@@ -125,14 +127,14 @@ def test_a_plan_that_is_made_again_by_its_cure_has_a_choice(folder: Path) -> Non
     )
     def is_planned(length: int, cache: dict[str, Any] | None, most_gib: int, quantize: str, ways: tuple[tuple[int, int], ...]) -> None:
         node = machine("cuda", most_gib * GIB, 0)
-        size = kv_cache(cache) if cache and "blocks" not in cache else cache
-        wish = FitRequest(length, serving=Serving(0, max_num_seqs=16), quantize=QuantizationRecipe.parse(quantize), ways=ways, cache=size)
-        found = refusal(choose(model, node, wish).options, model, wish)
+        keys: dict[str, Any] = {"max_model_len": length, "max_num_seqs": 16, "quantize": quantize, **cache_keys(cache)}
+        found = refusal(options(model, node, ways=ways, **keys), 1)
         for cure in () if found is None else (found.cure,):
             if cure.settings:
                 cures.append(cure)
-                again = replace(wish, max_model_len=cure.settings.get("max_model_len", length), cache=cure.settings.get("kv_cache", size))
-                second = refusal(choose(model, node, again).options, model, again)
+                size = cure.settings.get("kv_cache", cache)
+                followed = {key: value for key, value in cure.settings.items() if key in ("max_model_len", "quantize")}
+                second = refusal(options(model, node, ways={(1, 1), *ways}, **{**keys, **followed, **cache_keys(size)}), 1)
                 # A length is first brought within what the model has, and then what the memory holds.
                 assert second is None or (found is not None and found.cause == "length" != second.cause), f"{cure} of {found}"
 

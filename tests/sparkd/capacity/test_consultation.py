@@ -13,8 +13,6 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.advice import outgrown
 from sparkd.capacity.evidence import MOST_QUESTIONS, Answers, Consultation, Evidence
-from sparkd.capacity.fit import choose, ways_of
-from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
@@ -22,14 +20,15 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
-from sparkd.errors import CheckpointError, EngineError
+from sparkd.errors import EngineError
 from sparkd.hardware import KNOWN, SPARK, Hardware
 from sparkd.units import GIB
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support import published_headers
-from tests.support.accounts import account, needed_gib
+from tests.support.accounts import account, needed_gib, options
 from tests.support.checkpoints import dense, write
+from tests.support.facts import lacking
 from tests.support.inventories import CONFIGS
 from tests.support.plans import planned as plan
 from tests.support.published_tensors import tensors_of
@@ -52,9 +51,7 @@ class Vllm:
         return [self._answers[min(number, len(self._answers) - 1)] for number in range(len(questions))]
 
 
-class Runtime:
-    def runtime(self, _interpreter: str) -> dict[str, Any]:
-        return {"platform": "cuda", "entrypoint": "e", "vllm": "0.32.0"}
+FACTS = {"platform": "cuda", "entrypoint": "e", "vllm": "0.32.0"}
 
 
 @pytest.fixture
@@ -157,16 +154,22 @@ def test_a_quantization_that_config_json_is_silent_about_goes_with_the_question(
 def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     checkpoint = read_checkpoint(str(folder))
     known = inventory(checkpoint, shape_of(checkpoint.config))
-    wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0))
-    formula = choose(known, SPARK, wish).options[0].footprint
+    (guess,) = options(known, quantize="bf16", ways=[(1, 1)])
     vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
-    consultation = Consultation(vllm, checkpoint, [], {}, SPARK)
-    found = consultation.ask_formats(known, wish.quantize, ways_of(wish))
-    (option,) = choose(found, SPARK, replace(wish, exact=consultation.exact)).options
-    assert formula is not None and formula.sureness == "guess"
-    assert option.footprint is not None and option.footprint.sureness == "exact"
-    assert option.footprint.parts["weights"] == 1000 and option.footprint.kv.per_token == 1000 / 16
-    assert option.serving.max_model_len == 2048
+    (exact,) = options(known, quantize="bf16", ways=[(1, 1)], evidence=Evidence(ask=vllm))
+    assert guess.footprint is not None and guess.footprint.sureness == "guess"
+    assert exact.footprint is not None and exact.footprint.sureness == "exact"
+    assert exact.footprint.parts["weights"] == 1000 and exact.footprint.kv.per_token == 1000 / 16
+    assert exact.serving.max_model_len == 2048
+
+
+def test_an_entry_may_be_longer_than_vllm_takes_a_longrope_by_itself(folder: Path) -> None:
+    checkpoint = read_checkpoint(str(folder))
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    shorter = Evidence(ask=Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048})))
+    for length, fits in ((4096, True), (known.shape.max_len, True), (known.shape.max_len + 1, False)):
+        (option,) = options(known, quantize="bf16", ways=[(1, 1)], evidence=shorter, max_model_len=length)
+        assert (option.fits, option.cause) == (fits, None if fits else "length")
 
 
 def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: Path) -> None:
@@ -174,10 +177,7 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
     known = inventory(checkpoint, shape_of(checkpoint.config))
     for reply, reason in ((replace(answer(), refusal=ODD), "9 heads are odd"), (answer(FULL, blocks=1), None)):
         # Three ranks are none of a power of two heads, as far as the formulas know.
-        wish = FitRequest(quantize=QuantizationRecipe.parse("bf16"), serving=Serving(0), nodes=3, ways=((3, 1),))
-        consultation = Consultation(Vllm(reply), checkpoint, [], {}, SPARK)
-        consultation.ask_formats(known, wish.quantize, ways_of(wish))
-        (option,) = choose(known, SPARK, replace(wish, exact=consultation.exact)).options
+        (option,) = options(known, quantize="bf16", ways=[(3, 1)], evidence=Evidence(ask=Vllm(reply)))
         assert option.reason == reason
 
 
@@ -194,9 +194,9 @@ def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason
 def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_plan_does_not_know(tmp_path: Path) -> None:
     config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None, max_position_embeddings=None)
     path = str(write(tmp_path / "m", config, [("model.embed.weight", (512, 512), "BF16")]))
-    with pytest.raises(CheckpointError, match="num_hidden_layers") as caught:
-        plan(path, quantize="bf16")
-    assert "memory_gib" in (caught.value.cure or "") and path not in (caught.value.cure or "")
+    refused = plan(path, quantize="bf16")
+    assert refused["choice"] is None and refused["refusal"]["cause"] == "uncounted"
+    assert lacking(refused["refusal"]["message"], "num_hidden_layers", "memory_gib") == []
     facts = {"max_model_len": 2048, "layers": 3, "hidden": 512, "heads": 8}
     vllm = Vllm(replace(answer(FULL, blocks=1), facts=facts))
     found = plan(path, max_model_len=4096, quantize="bf16", ask=vllm)
@@ -252,10 +252,10 @@ def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_len
     path = str(write(tmp_path / "m", config, tensors_of(config)))
     spec = parse_model("m", {"model": path, "memory_gib": 8, "kv_cache": {"sequences": 1}}, over_admin=False)
     guess = account(spec, SPARK, {})
-    assert guess is not None and guess.total is not None and guess.upper is not None and guess.least > 60 * GIB > guess.surely
+    assert guess is not None and guess.cache is not None and guess.sureness == "guess" and guess.least > 60 * GIB > guess.surely
     assert not outgrown(guess, 8)
     free = spec.model_copy(update={"memory_gib": "auto"})
-    assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
+    assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-(guess.fixed + guess.cache) // GIB)
     assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
 
 
@@ -275,19 +275,19 @@ def test_a_load_asks_vllm_where_its_answer_decides_something_and_an_estimate_cou
     monkeypatch.setattr("sparkd.capacity.requirement.ask", lambda questions, runtime: vllm(questions))
     monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: "0.32.0")
     spec, config = parse_model("m", {"model": str(folder), **keys}, over_admin=False), Config(state_dir=tmp_path)
-    ask_vllm(spec, config, Runtime(), (1, 1))
+    ask_vllm(spec, config, FACTS, (1, 1))
     assert bool(vllm.asked) is asks
     asked = list(vllm.asked)
     monkeypatch.setattr("sparkd.capacity.requirement.kept_answers", lambda questions, runtime: vllm(questions))
-    need = requirement_of(spec, config, Runtime(), 100.0, 100.0)
-    assert not asks or (need.account is not None and need.account.sureness == "exact")
+    need = requirement_of(spec, config, FACTS, 100.0, 100.0)
+    assert not asks or (need.known is not None and need.known.sureness == "exact")
     assert not asks or all(question in asked for question in vllm.asked), "the answers are those that a placement looks up"
 
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("The vLLM of this runtime gave no answer about a model.")
 
     monkeypatch.setattr("sparkd.capacity.requirement.ask", fails)
-    ask_vllm(spec, config, Runtime(), (1, 1))
+    ask_vllm(spec, config, FACTS, (1, 1))
 
 
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:

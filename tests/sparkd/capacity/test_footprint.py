@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES
-from sparkd.capacity.evidence import Exact, MeasuredPeaks
-from sparkd.capacity.footprint import FitRequest, Footprint, footprint
+from sparkd.capacity.evidence import NO_ANSWER, Exact, MeasuredPeaks
+from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
+from sparkd.config.config import parse_model
+from sparkd.config.engine_args import engine_args
 from sparkd.hardware import H200, SPARK
 from sparkd.units import GIB
 from tests.support.accounts import kv_cost
@@ -34,14 +36,17 @@ def of(
     hardware: Any = SPARK,
     serving: Serving | None = None,
     inventory: Inventory | None = None,
-    **more: Any,
+    exact: Exact = NO_ANSWER,
+    measured: MeasuredPeaks | None = None,
+    **keys: Any,
 ) -> Footprint:
-    return footprint((inventory or plain()).formatted(recipe), serving or Serving(4096), hardware, FitRequest(**more))
+    args = engine_args(parse_model("m", {"model": "/m", **keys}, over_admin=False), {})
+    return footprint((inventory or plain()).formatted(recipe), serving or Serving(4096), hardware, args, exact, measured)
 
 
 def test_vllms_total_of_the_weights_is_divided_as_the_formula_divides_it() -> None:
     formula = plain().formatted(BF16).weights()
-    found = of(exact=lambda _recipe, _serving: Exact(weight_bytes=2 * formula.bytes))
+    found = of(exact=Exact(weight_bytes=2 * formula.bytes))
 
     assert found.parts["weights"] == found.weights.bytes == 2 * formula.bytes
     assert found.weights.by_kind == {kind: 2 * size for kind, size in formula.by_kind.items()}
@@ -50,15 +55,15 @@ def test_vllms_total_of_the_weights_is_divided_as_the_formula_divides_it() -> No
 
 def test_the_parts_are_the_whole() -> None:
     inventory = plain()
-    found = of(inventory=inventory, requests=3)
+    found = of(inventory=inventory, kv_cache={"sequences": 3})
 
     cost = kv_cost(inventory.shape, Serving(4096))
     assert found.parts["weights"] == inventory.formatted(BF16).weights().bytes
     assert found.parts["kv"] == 3 * cost.per_request + cost.block_bytes
-    assert found.total == sum(found.parts.values()) == found.fixed + found.parts["kv"]
+    assert found.total + found.upper_bytes == sum(found.parts.values()) + found.upper_bytes == found.fixed + found.parts["kv"]
     assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total - found.upper_bytes
     assert found.room == found.free_bytes + found.parts["kv"]
-    assert found.margin_bytes == spare(SPARK.memory_bytes) and of(margin_bytes=5).margin_bytes == 5
+    assert found.margin_bytes == spare(SPARK.memory_bytes) and of(kv_margin_gib=5).margin_bytes == 5 * GIB
     assert of(hardware=replace(SPARK, memory_bytes=9 * GIB)).margin_bytes == GIB
 
 
@@ -73,14 +78,14 @@ def test_what_each_kind_of_machine_adds() -> None:
     # On a discrete GPU the processes are in another memory.
     assert added(gpu) == [graphs, CONTEXT_BYTES, 0]
     assert added(desk) == [0, 0, PROCESS_BYTES["cpu"]]
-    assert added(of(eager=True)) == [0, *added(spark)[1:]]
+    assert added(of(enforce_eager=True)) == [0, *added(spark)[1:]]
     pair = of(serving=Serving(4096, tensor_parallel=2))
     assert pair.parts["context"] == CONTEXT_BYTES + NCCL_BYTES and pair.parts["graphs"] == graphs
     assert of(serving=Serving(4096, pipeline_parallel=2)).parts["graphs"] == graphs // 2
 
 
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
-    found = of(learned=lambda _recipe, _serving: MeasuredPeaks(peak=123, graphs=45))
+    found = of(measured=MeasuredPeaks(peak=123, graphs=45))
 
     assert (found.parts["peak"], found.parts["graphs"]) == (123, 45)
 
@@ -91,7 +96,7 @@ def test_a_model_fits_where_it_can_be_loaded_and_served() -> None:
     tight = replace(SPARK, memory_bytes=least)
 
     def at(size: int) -> Footprint:
-        return of(hardware=replace(tight, memory_bytes=size), margin_bytes=found.margin_bytes)
+        return of(hardware=replace(tight, memory_bytes=size), kv_margin_gib=found.margin_bytes / GIB)
 
     assert (at(least).fits, at(least).free_bytes, at(least - 1).fits, at(least - 1).free_bytes) == (True, 0, False, -1)
     loading = SPARK.system_bytes + found.load_peak_bytes + found.parts["processes"] + found.parts["context"]

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity import account as accounts
-from sparkd.capacity.account import account, candidates_of, machine
 from sparkd.capacity.entry_faults import format_fault
+from sparkd.capacity.fit import Option, candidates_of, choose, fitted
+from sparkd.capacity.footprint import room_of
 from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, unit_list
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.errors import ConfigError, LoadRefused
-from sparkd.hardware import SPARK, Hardware
+from sparkd.hardware import SPARK, machine
 from sparkd.units import GIB
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
@@ -45,13 +45,15 @@ def asked(folder: Path, quantize: Any, **keys: Any) -> EngineArgs:
 
 def chosen(folder: Path, gib: float, quantize: Any = "best") -> tuple[QuantizationRecipe, int]:
     """(recipe, bytes of the weights) in a Spark with so much memory free."""
-    args = asked(folder, quantize)
-    headers = headers_here(args)
-    assert headers is not None
-    hardware: Hardware = machine("cuda", 121 * GIB, 0)
-    one = accounts.resolved(candidates_of(args, headers), hardware, int(gib * GIB))
+    one = best(asked(folder, quantize), int(gib * GIB))
     assert one.args.recipe is not None
-    return one.args.recipe, one.model.weights().bytes
+    return one.args.recipe, one.headers.model.formatted(one.args.recipe).weights().bytes
+
+
+def best(args: EngineArgs, free_bytes: int) -> Option:
+    headers, node = headers_here(args), machine("cuda", 121 * GIB, 121 * GIB - free_bytes)
+    assert headers is not None
+    return choose(candidates_of(args, headers, node), node)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,7 +103,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
         refuse_unloadable(config.models["m"], config)
     enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
     headers = headers_here(enough)
-    assert headers is not None and len(candidates_of(enough, headers)) == 1
+    assert headers is not None and len(candidates_of(enough, headers, SPARK)) == 1
     assert format_fault(enough) is None
 
 
@@ -120,21 +122,19 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     args, hardware = asked(folder, "auto"), machine("cuda", 121 * GIB, 0)
     headers = headers_here(args)
     assert headers is not None
-    candidates = candidates_of(args, headers)
-    bytes_of = {id(one): one.model.weights().bytes for one in candidates}
+    candidates = candidates_of(args, headers, hardware)
+    bytes_of = {id(one): headers.model.formatted(one.recipe).weights().bytes for one in candidates}
     singles = {QuantizationRecipe.parse(spelling) for spelling in FORMATS} | {AS_IT_IS}
-    mixes = [one for one in candidates if one.args.recipe not in singles]
-    single = min((one for one in candidates if one.args.recipe in singles), key=lambda one: bytes_of[id(one)])
-    assert mixes and candidates[-len(mixes) :] == tuple(mixes) and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
+    mixes = [one for one in candidates if one.recipe not in singles]
+    single = min((one for one in candidates if one.recipe in singles), key=lambda one: bytes_of[id(one)])
+    assert mixes and candidates[-len(mixes) :] == mixes and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
     below = mixes_below(headers.model, FORMATS)
     assert mixes_below(headers.model, FORMATS) is below, "a model that waits for room is asked about again and again"
-    needed, held = account(single, hardware), account(mixes[-1], hardware)
+    needed, held = (fitted(one, hardware).footprint for one in (single, mixes[-1]))
     assert needed is not None and held is not None and held.least < needed.least
-    margin = 121 * GIB - accounts.room_of(args, hardware, 121 * GIB).engine
-    free = (needed.least + held.least) // 2 + margin
-    room = accounts.room_of(args, hardware, free)
-    assert room.holds(held) and not room.holds(needed)
-    assert accounts.resolved(candidates, hardware, free).args.recipe == mixes[-1].args.recipe
+    free = (needed.least + held.least) // 2 + 121 * GIB - room_of(args, hardware)
+    chosen = best(args, free)
+    assert chosen.fits and chosen.args.recipe == mixes[-1].recipe
 
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:

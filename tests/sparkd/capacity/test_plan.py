@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,11 +18,10 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admin.bodies import Planning
 from sparkd.admin.client import Client
+from sparkd.admin.planner import Planning
 from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
 from sparkd.capacity import plan as plans
-from sparkd.capacity.account import machine
 from sparkd.capacity.launch import OWN
 from sparkd.capacity.plan_for_node import PlanOrder
 from sparkd.capacity.planned_entry import PlanRequest
@@ -29,10 +29,11 @@ from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
-from sparkd.entry.trusted_commits import pinned
+from sparkd.config.parser_choice import with_parsers
+from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
-from sparkd.hardware import JIT_CAPS, SPARK
+from sparkd.hardware import JIT_CAPS, SPARK, machine
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import Value, parsed, speculative_config
@@ -97,9 +98,8 @@ class Agents(FakeAgents):
         return "group"
 
 
-class Runtime:
-    def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        return asked(interpreter).to_dict() | {"platform": "cuda"}
+def facts(interpreter: str = sys.executable) -> Mapping[str, Any]:
+    return asked(interpreter).to_dict() | {"platform": "cuda"}
 
 
 async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> list[RankSpec]:
@@ -108,10 +108,11 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     async def read(_node: str) -> Any:
         raise AssertionError("a rank alone asks for no cables")
 
-    need = requirement_of(pinned(spec, config), config, Runtime(), FREE / GIB, FREE / GIB, ways)
+    need = requirement_of(pinned(spec, config), config, facts(), FREE / GIB, FREE / GIB, ways)
+    parsed, _ = with_parsers(need.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
-    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
+    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, parsed, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
@@ -271,7 +272,7 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     file.write_text(json.dumps({"models": {"m": entry}}))
     chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
     config = load_config(file, environ={})
-    need = requirement_of(config.models["m"], config, Runtime(), most, most)
+    need = requirement_of(config.models["m"], config, facts(), most, most)
     why = too_large(need, most, "a node")
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
     assert why is not None and len(reasons) == 1 and why.startswith(reasons[0])
@@ -472,15 +473,17 @@ def test_auto_is_what_the_daemon_decides(
     free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of some 12 GiB over one and two nodes of so much."""
-    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="auto", max_model_len="auto")
+    keys = {"quantize": "auto", "max_model_len": "auto", "kv_cache": {"sequences": 1}}
+    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, **keys)
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
-        decided = requirement_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
+        need = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
+        decided = need.spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
         spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
-        assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+        assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 
 def test_an_image_is_the_recipes_unless_another_is_named(

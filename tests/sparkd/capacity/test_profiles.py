@@ -10,12 +10,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry
-from sparkd.capacity.account import machine
 from sparkd.capacity.evidence import Evidence
 from sparkd.capacity.launch import rank_fields
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.config import Config, parse_model
 from sparkd.config.model import ModelConfig
+from sparkd.hardware import machine
 from sparkd.units import GIB
 from tests.support.accounts import account
 from tests.support.checkpoints import dense, write

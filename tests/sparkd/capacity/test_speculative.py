@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import headers
-from sparkd.capacity.fit import choose
-from sparkd.capacity.footprint import FitRequest
 from sparkd.capacity.headers import of_config
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.planned_entry import drafting
@@ -23,7 +21,7 @@ from sparkd.hardware import SPARK
 from sparkd.vllm.flags import speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans
-from tests.support.accounts import account, kv_cost
+from tests.support.accounts import account, kv_cost, options
 from tests.support.checkpoints import Tensor, dense, write
 from tests.support.published_headers import checkpoint_of
 from tests.support.published_tensors import tensors_of
@@ -94,7 +92,7 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
         both.formatted(QuantizationRecipe.parse("nvfp4")).weights().bytes > own.formatted(QuantizationRecipe.parse("nvfp4")).weights().bytes
     )
     assert counted.serving(Serving(4096)).draft_layers == 2 and counted.serving(Serving(4096)).speculative_tokens == 15
-    assert choose(both, SPARK, FitRequest(serving=counted.serving(Serving(0)))).best is not None
+    assert options(both)[0].fits
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     ("config", "tokens"),
     [
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, 3),
-        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, 8),
+        ({"method": "suffix", "num_speculative_tokens": 8}, 8),
     ],
 )
 def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:

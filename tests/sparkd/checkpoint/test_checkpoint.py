@@ -124,7 +124,7 @@ def test_what_is_wrong_names_its_file_its_tensor_and_a_cure(
     assert "\n" not in error.message
 
 
-@pytest.mark.parametrize(("folder", "told"), [("none", "not there"), ("file", "a file")])
+@pytest.mark.parametrize(("folder", "told"), [("none", "No such file"), ("file", "Not a directory")])
 def test_what_is_no_folder(tmp_path: Path, folder: str, told: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=told):
@@ -295,7 +295,7 @@ def test_numbers_that_python_writes_are_read_in_a_publishers_json(tmp_path: Path
     [
         (["model-00002-of-00003.safetensors"], ["model-00001-of-00003.safetensors", "1 more"]),
         (["a-00001-of-00001.safetensors", "b-00001-of-00002.safetensors"], ["b-00002-of-00002.safetensors"]),
-        (["p-00001-of-99999.safetensors"], ["p-00002-of-99999.safetensors and 99997 more"]),
+        (["p-00001-of-99999.safetensors"], ["p-00002-of-99999.safetensors"]),
     ],
 )
 def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: list[str], missing: list[str]) -> None:

@@ -67,7 +67,7 @@ def test_beside_a_folder(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "m", packed=False)
     checkpoint(tmp_path / "m-AWQ")
     checkpoint(tmp_path / "m-FP8", packed=False)  # its name alone quantizes nothing
-    checkpoint(tmp_path / "m-Int4", intermediate_size=2048)
+    checkpoint(tmp_path / "m-Int4", vocab_size=2048)
     checkpoint(tmp_path / "m-Coder-AWQ")
     (tmp_path / "m-GPTQ").mkdir()
     (tmp_path / "m-NVFP4").write_text("")

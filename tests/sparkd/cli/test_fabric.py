@@ -70,7 +70,7 @@ class Daemon:
     """A client whose operation ends in `end` once its progress was asked for."""
 
     def __init__(self, end: str, message: str) -> None:
-        self.operation = {"id": "op", "state": "RUNNING", "message": "measuring", "progress": None}
+        self.operation = {"id": "op", "kind": "measure", "state": "RUNNING", "message": "measuring", "progress": None}
         self.end = {"state": end, "message": message}
         self.asked: list[tuple[str, object]] = []
         self.found = report_of("pair-different-ports")
@@ -109,7 +109,7 @@ def test_a_measurement_is_asked_for_by_name_and_shown_beside_what_is_normal(
     assert "Measured  spark-1 - spark-2  21.50 GB/s (20 to 24 is normal)  IB, 19" in capsys.readouterr().out
 
     code, daemon = measured(monkeypatch, "all", "--timeout", "0")
-    assert (code, [path for path, _ in daemon.asked]) == (7, ["/fabric/measure", "/operations/op"])
+    assert (code, [path for path, _ in daemon.asked]) == (7, ["/fabric/measure"])
     assert (measured(monkeypatch, "spark-1")[0], measured(monkeypatch, "all", end="CANCELLED")[0]) == (2, 5)
     assert measured(monkeypatch, "all", end="FAILED", message="They do not meet.")[0] == 4
     assert "error: They do not meet." in capsys.readouterr().err

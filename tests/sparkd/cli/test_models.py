@@ -132,6 +132,35 @@ def test_a_model_that_run_added_and_that_cannot_be_reached_is_forgotten(
     assert ("sparkd unload nope" in capsys.readouterr().err) is not forgotten
 
 
+def kept(name: str, *used_by: str, kind: str = "quantized", node: str = "a") -> dict[str, Any]:
+    row = {"kind": kind, "id": f"{name}-0123456789abcdef", "name": name.replace("-", " ", 1), "node": node, "used_by": used_by}
+    return {**row, "size_bytes": 2 << 20, "used_s": 5.0, "valid": True, "fault": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "removed"),
+    [("mine", ["tiny-nvfp4"] * 2), ("gpt", ["tiny-nvfp4"] * 2), ("/models/Tiny", ["tiny-nvfp4", "tiny-fp8"] * 2), ("else", [])],
+)
+def test_quantized_weights_are_listed_and_removed_on_all_nodes(
+    answers: Answers, capsys: pytest.CaptureFixture[str], model: str, removed: list[str]
+) -> None:
+    """Of a configured model those in its own format, of a folder all."""
+    entries = [kept(name, "mine", node=node) for node in "ab" for name in ("tiny-nvfp4", "tiny-fp8")]
+    views = [{"name": "mine", "aliases": ["gpt"], "quantize": {"format": "nvfp4"}}]
+    folder = {"kind": "quantized", "path": "/q", "node": "a", "size_bytes": 4 << 20, "limit_bytes": 1 << 30}
+    answers.by_path = {"/disk": [{"entries": [*entries, kept("tiny", kind="hub")], "folders": [folder]}], "/models": [{"models": views}]}
+    answers.say(200, {"id": "x", "node": "a", "freed_bytes": 2 << 20})
+
+    assert exit_code(["--url", answers.url, "ls", "--cached"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 6 and out.endswith("4.0 MiB of 1.00 GiB in /q on a\n")
+    assert exit_code(["--url", answers.url, "rm", "--cached", model]) == (0 if removed else 5)
+    gone = [path for command, path, _ in answers.seen if command == "DELETE"]
+    chosen = [entry for entry in entries if entry["id"].rpartition("-")[0] in removed]
+    assert gone == [f"/admin/v1/disk/quantized/{entry['id']}?node={entry['node']}" for entry in chosen]
+    assert capsys.readouterr().out.count("2.0 MiB freed") == len(removed)
+
+
 def test_what_goes_wrong_is_an_object_with_json(
     answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
     for words in ("owner/model", "--max-model-len 8192", "B=recipe", "paper: a paper", "recipe: mine", "${env.CANARY}"):
         assert words in out, words
     found = as_json(capsys, *argv)
-    assert found["spec"]["max_model_len"] == 8192 and found["choice"] == {"recipe": "mine"}
+    assert found["spec"]["max_model_len"] == 8192
     assert SECRET not in out + json.dumps(found)
 
 

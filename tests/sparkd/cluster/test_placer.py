@@ -90,7 +90,7 @@ class Scene:
         self.link = FakeLink()
         self.reservations = Reservations(A, lambda: offered)
         self.here = Runtime()
-        seams: Any = (self.link, self.fabric, self.reservations, self.here)
+        seams: Any = (self.link, self.fabric, self.reservations, lambda interpreter: self.here.runtime(interpreter))
         self.placer = Placer(lambda: self.config, *seams, lambda: list(offered), int(offered[A]))
 
     async def place(self, model: str, **keys: Any) -> Placement:
@@ -317,8 +317,9 @@ async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_break
 
 async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:
     odd = model_of(tmp_path / "odd", heads=44)
-    alone = (await Scene(tmp_path, {A: 30.0}).place(odd)).memory_gib
-    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd)
+    cache = {"tokens": 100_000}
+    alone = (await Scene(tmp_path, {A: 30.0}).place(odd, kv_cache=cache)).memory_gib
+    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd, kv_cache=cache)
 
     assert (found.tensor, found.pipeline, len(found.nodes)) == (1, 3, 3)
 
@@ -326,7 +327,7 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
 def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
-    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, Runtime(), 4) == [(2, 2), (1, 4)]
+    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, VLLM, 4) == [(2, 2), (1, 4)]
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:

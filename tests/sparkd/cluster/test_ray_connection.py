@@ -209,7 +209,9 @@ async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: py
     assert (await link.refresh(), link.nodes(), starts) == (set(), [], ["id"])
     assert type(link.unmet["n"]) is CodeDiffers
     assert {"n", "0.0.9", "1,", VERSION, "`pip"} <= {word.strip(":") for word in link.unmet["n"].message.split()}
+    first = link.unmet["n"]
     assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id"]), "not looked at for a while"
+    assert link.unmet["n"] is not first, "an error that was raised once is not raised again"
     clock.now_s += OTHER_CODE_S
     assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id", "id"])
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.account import machine, room_of
+from sparkd.capacity.footprint import room_of
 from sparkd.capacity.launch import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.engine_args import engine_args
 from sparkd.errors import ConfigError
+from sparkd.hardware import machine
 from tests.support.facts import lacking
 from tests.support.parser_batch import refuse_nothing
 from workers.host.memory_limits import spare
@@ -151,7 +152,7 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
     spark = machine("cuda", 100 * GIB, 0)
     assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
     kept = spare(100 * GIB) if margin is None else margin
-    assert room_of(engine_args(spec, spec.environment(EngineSettings())), spark, 100 * GIB).engine == 100 * GIB - kept
+    assert room_of(engine_args(spec, spec.environment(EngineSettings())), spark) == 100 * GIB - kept
 
 
 @pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])

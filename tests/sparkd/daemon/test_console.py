@@ -19,7 +19,7 @@ from sparkd.daemon import console as module
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import _lan_url
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
-from sparkd.state.nouns import Progress, Want
+from sparkd.state.nouns import ModelState, Progress, Want
 from tests.sparkd.control.test_supervisor import UP, stage
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock, Scene
@@ -29,7 +29,7 @@ QUESTION = "What is the capital of France?"
 
 
 @dataclass
-class FakeAsker:
+class FakeGatewayClient:
     answer: str | SparkdError = "Paris."
     asked: list[tuple[str, str]] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Show:
     """A console over a scene, its asker, and what it has said."""
 
     scene: Scene
-    asker: FakeAsker
+    asker: FakeGatewayClient
     console: Console
     capsys: pytest.CaptureFixture[str]
     task: asyncio.Task[None] | None = None
@@ -78,14 +78,16 @@ async def showing(
     *,
     needs_key: bool = False,
     answer: str | SparkdError = "Paris.",
+    models_of_words: tuple[str, ...] = (),
     **flags: Any,
 ) -> AsyncIterator[Show]:
     monkeypatch.setattr(module, "EVERY_S", 0.0)
     clock = FakeClock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     async with stage(tmp_path, **flags) as scene:
-        asker = FakeAsker(answer)
-        made = Show(scene, asker, Console(URL, scene.supervisor, asker, needs_key=needs_key, lan_url=LAN_URL), capsys)  # type: ignore[arg-type]
+        asker = FakeGatewayClient(answer)
+        words = {"needs_key": needs_key, "lan_url": LAN_URL, "models": models_of_words}
+        made = Show(scene, asker, Console(URL, scene.supervisor, asker, **words), capsys)  # type: ignore[arg-type]
         yield made
         if made.task:
             made.task.cancel()
@@ -158,6 +160,24 @@ async def test_without_a_model_it_says_how_to_bring_one_in(
         listens, _, base, page, models, _, ends = await made.rest()
         assert [lacking(listens, URL), lacking(base, f"{URL}/v1"), lacking(page, f"{URL}/")] == [[]] * 3
         assert [lacking(models, "No model", "m"), lacking(ends, "Ctrl-C")] == [[]] * 2
+
+
+async def test_the_question_goes_to_the_model_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {name: {"model": "/nowhere"} for name in ("earlier", "m")}
+    async with showing(tmp_path, monkeypatch, capsys, models_of_words=("m",), models=both) as made:
+        made.scene.cluster.names = list(both)
+        for name in both:
+            made.scene.supervisor.want(name, Want.RUNNING, "admin")
+        await made.begin(QUESTION)
+        for name in both:
+            await made.scene.tick(2)
+            made.scene.cluster.serve(name)
+            await made.scene.tick(3)
+
+        assert made.scene.supervisor.snapshot().models["earlier"].state is ModelState.READY
+        assert made.asker.asked == [("m", QUESTION)]
 
 
 async def test_a_load_that_fails_is_told_with_its_reason(

@@ -93,7 +93,7 @@ def test_the_command_line(stage: Stage, cli: Any) -> None:
     listing = json.loads(cli("requests", "--json", "--model", "quick", "-n", "3")[1])
     assert [row["request_id"] for row in listing["finished"]] == ["shown-2", "shown-1", "shown-0"]
     assert cli("requests", "cancel", "shown-0")[0] == 5
-    assert cli("requests", "--url", "http://127.0.0.1:1", "cancel", "x")[0] == 7
+    assert cli("requests", "cancel", "x", "--url", "http://127.0.0.1:1")[0] == 7
 
 
 def test_the_marker_is_nowhere(stage: Stage) -> None:

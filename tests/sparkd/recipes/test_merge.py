@@ -105,7 +105,7 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
     [
         ({"recipe": "q"}, ["models.m.recipe", "'q'", "`sparkd recipes ls`"]),
         ({"recipe": "gemma-4-26b-a4b-it-nvfp4@nvidia"}, ["models.m.recipe", "gemma-4-26b-a4b-it-nvfp4-nvidia?"]),
-        ({"recipe": "r", "profile": "balanced"}, ["models.m.profile", "docs/configuration.md"]),
+        ({"recipe": "r", "profile": "balanced"}, ["models.m.profile", "kv_cache", "docs/upgrading.md"]),
     ],
 )
 def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: list[str]) -> None:

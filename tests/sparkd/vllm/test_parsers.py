@@ -1,5 +1,4 @@
-"""sparkd/vllm/parsers.py and sparkd/entry/parser_choice.py: which parsers are chosen for which family and template, and that an entry's key
-wins."""
+"""Which parsers are chosen for which family and template, and that a key of the entry wins."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from deploy.embedded_model import CHAT_TEMPLATE
 from sparkd.__main__ import exit_code
 from sparkd.capacity.requirement import refused_flags
 from sparkd.cli.config_check import check
+from sparkd.config import parser_choice
 from sparkd.config.config import load_config, parse_model
-from sparkd.entry import parser_choice
-from sparkd.entry.hub_check import Remote
-from sparkd.entry.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
+from sparkd.config.hub_check import Remote
+from sparkd.config.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
 from sparkd.errors import CheckpointError
 from sparkd.vllm.arg_check import RefusedArg
 from sparkd.vllm.ask import parser as parser_answers
@@ -221,9 +220,9 @@ def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
     folder = made(tmp_path / "m", template=QWEN3)
 
     assert decided(folder, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")[2] == Parsers("qwen3_xml", "deepseek_r1")
-    args = ["--tool-call-parser", "xlam", "--reasoning-parser=olmo3"]
-    *_, parsers, flags = decided(folder, extra_args=args)
-    assert (parsers, flags) == (Parsers("xlam", "olmo3"), args)
+    *_, parsers, flags = decided(folder, extra_args=["--tool-call-parser", "xlam", "--reasoning-parser=olmo3"])
+    assert parsers == Parsers("xlam", "olmo3")
+    assert flags == ["--reasoning-parser", "olmo3", "--enable-auto-tool-choice", "--tool-call-parser", "xlam"]
     tool, reasoning, parsers, flags = decided(folder, tool_call_parser="none", reasoning_parser=False)
     assert (tool, reasoning, parsers, flags) == (OFF, OFF, Parsers(nearest="hermes"), [])
 

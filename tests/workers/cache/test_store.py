@@ -34,7 +34,6 @@ from workers.cache.store import (
     make_room,
     remove,
     sweep,
-    swept,
     written_now,
 )
 from workers.cache.writer import CODES, CacheContent, CacheWriter, ShardWriter, Staging
@@ -47,6 +46,11 @@ DESCRIBED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}}
 MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(3) for name in ("gate", "up")]
 PLAIN = "model.embed_tokens.weight"
+
+
+def swept(cache_dir: str) -> int:
+    with locked(cache_dir):
+        return sweep(cache_dir)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sparkd import checkpoint
 from sparkd.errors import RankError
 from tests.support.facts import facts
 from tests.support.facts import lacking as lacking_words
@@ -156,6 +157,14 @@ MISTRAL = "consolidated-00001-of-00002.safetensors"
 def test_a_snapshot_that_lacks_weights_is_partial(names: list[str], indexes: dict[str, bytes], lacks: bool, tmp_path: Path) -> None:
     environ = cached(tmp_path, {"config.json": b"{}"} | indexes | {name: name.encode() for name in names})
     assert found(ID, environ).partial is lacks
+
+
+def test_an_index_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = _index("a.safetensors", "b.safetensors")
+    environ = cached(tmp_path, {"config.json": b"{}", "a.safetensors": b"a", "model.safetensors.index.json": index})
+    assert found(ID, environ).partial
+    monkeypatch.setattr(checkpoint, "MAX_JSON_BYTES", len(index) - 1)
+    assert not found(ID, environ).partial, "the names of the files count, as an engine's loader says what is wrong with the index"
 
 
 def test_the_configuration_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

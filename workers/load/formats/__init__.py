@@ -17,8 +17,8 @@ __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "quantizer"]
 def quantizer(format: Format) -> Quantizer:
     """The quantizer of a format, which the table of formats names. It has no state, so that one serves all weights.
 
-    A format whose group size can be chosen hands it to its quantizer; the quantizer of bf16 leaves a weight unchanged.
+    That of a format with groups gets their size; that of bf16 leaves a weight unchanged.
     """
     module, _, name = format.family.quantizer.partition(":")
     of_class: Callable[..., Quantizer] = getattr(import_module(f"workers.load.formats.{module}"), name)
-    return of_class(format.group) if format.family.sizes else of_class()
+    return of_class() if format.group is None else of_class(format.group)

@@ -9,9 +9,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkd.errors import CheckpointError
-from workers.quantization.formats import fitting
-
 # Elements that torch works on at once: a float32 temporary of 512 KiB. On a GPU more, where a launch costs microseconds.
 SLICE_ELEMENTS = 1 << 17
 GPU_SLICE_ELEMENTS = 1 << 22
@@ -21,10 +18,7 @@ Parts = dict[str, Tensor]
 
 
 class Quantizer(ABC):
-    """One weight format. `group_size` columns of a row share a scale; None: the format has no groups along a row."""
-
-    group_size: int | None
-    spelling: str
+    """One weight format."""
 
     @abstractmethod
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -64,18 +58,6 @@ class Quantizer(ABC):
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype. The parts' shapes say the group size."""
-
-    def check(self, name: str, n: int, k: int, file: str | None = None) -> None:
-        """Raises CheckpointError where a weight [n, k], the tensor `name` of `file`, cannot have this format."""
-        size = self.group_size
-        if size is None or k % size == 0:
-            return
-        raise CheckpointError(
-            f"K={k} is not divisible by the group size {size}",
-            file=file,
-            tensor=name,
-            cure=f"Use {fitting(size, k, self.spelling.partition('-g')[0])} for it",
-        )
 
     def _fill_shared(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:  # noqa: B027 - most formats have none
         """Fill the parts that hold for a whole matrix. weight: [B, N, K]; out: B parts of each kind."""

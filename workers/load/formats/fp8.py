@@ -17,9 +17,6 @@ BLOCK = 128
 class Fp8Quantizer(Quantizer):
     """One scale for each output channel (row): amax/448. The best of twelve scales would lower the error by 3 %, so none is searched."""
 
-    group_size = None
-    spelling = "fp8"
-
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (n, 1))}
 
@@ -39,9 +36,6 @@ class Fp8Quantizer(Quantizer):
 
 class Fp8BlockQuantizer(Quantizer):
     """One scale for each block of 128x128; blocks at the right and lower edge may be smaller."""
-
-    group_size = None
-    spelling = "fp8-block"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.float32, (-(-n // BLOCK), -(-k // BLOCK)))}

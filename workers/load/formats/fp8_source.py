@@ -22,9 +22,6 @@ _STEPS = {"fp8": (1, 0), "fp8_block": (BLOCK, BLOCK)}
 class Dequantized(Quantizer):
     """The format of a weight that was dequantized and is not quantized again: bfloat16, under its own name."""
 
-    group_size = None
-    spelling = "bf16"
-
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"weight": (torch.bfloat16, (n, k))}
 

@@ -14,11 +14,17 @@ Nearest = Callable[[Tensor], Tensor]
 
 
 class GroupQuantizer(Quantizer):
-    """levels: the value of each code. even_shift: of the even column's code in its byte; the odd column has the other half."""
+    """A format in which columns share a scale.
 
-    group_size: int
+    levels: the value of each code.
+    even_shift: of the even column's code in its byte; the odd column has the other half.
+    """
+
     levels: tuple[float, ...]
     even_shift = 0
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
 
     @abstractmethod
     def _encode(self, groups: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:

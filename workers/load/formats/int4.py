@@ -20,10 +20,6 @@ DIVISORS = (7.2, 7.6, 8.0, 8.5, 9.2)
 class Int4Quantizer(GroupQuantizer):
     levels = tuple(float(value) for value in range(-8, 8))
 
-    def __init__(self, group_size: int = 128) -> None:
-        self.group_size = group_size
-        self.spelling = f"int4-g{group_size}"
-
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {
             "weight_packed": (torch.int32, (n, k // 8)),

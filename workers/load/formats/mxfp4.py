@@ -18,9 +18,7 @@ NEIGHBOURS = (0, 1, -1)
 
 
 class Mxfp4Quantizer(GroupQuantizer):
-    group_size = 32
     levels = e2m1.VALUES
-    spelling = "mxfp4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))}

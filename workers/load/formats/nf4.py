@@ -35,10 +35,6 @@ class Nf4Quantizer(GroupQuantizer):
     levels = LEVELS
     even_shift = 4
 
-    def __init__(self, group_size: int = 64) -> None:
-        self.group_size = group_size
-        self.spelling = f"nf4-g{group_size}"
-
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.bfloat16, (n, k // self.group_size))}
 

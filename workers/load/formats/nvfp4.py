@@ -53,9 +53,7 @@ def rounded_activations(x: Tensor, divisor: Tensor) -> Tensor:
 
 
 class Nvfp4Quantizer(GroupQuantizer):
-    group_size = 16
     levels = e2m1.VALUES
-    spelling = "nvfp4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {
@@ -87,8 +85,6 @@ class Nvfp4Quantizer(GroupQuantizer):
 
 class Nvfp4A4Quantizer(Nvfp4Quantizer):
     """The same weights for a layer with 4-bit activations, which also needs the divisor of its input; 1 until the input is measured."""
-
-    spelling = "nvfp4-a4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {**super().parts(n, k), INPUT_SCALE: (torch.float32, (1,))}

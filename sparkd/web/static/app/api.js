@@ -1,4 +1,4 @@
-// Owns the requests to the daemon: the key, the body of a refusal, and what a refused key leaves open.
+// The requests to the daemon: the key, the body of a refusal, and what a refused key leaves open.
 
 import { signal } from "./lib.js";
 

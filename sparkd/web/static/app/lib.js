@@ -1,4 +1,4 @@
-// Owns the one place where the page's libraries are imported.
+// The one place where the page's libraries are imported.
 
 import htm from "../vendor/htm.js";
 import { createElement, Fragment, render } from "../vendor/preact.js";

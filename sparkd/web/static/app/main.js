@@ -1,4 +1,4 @@
-// Owns the shell of the page: navigation, the connection's badge, the key form, and which page is shown.
+// The shell of the page: navigation, the connection's badge, the key form, and which page is shown.
 
 import { access, changeKey, keyRefusal, storedKey, useKey } from "./api.js";
 import { Question } from "./components/dialog.js";

@@ -1,4 +1,4 @@
-// Owns one request to a model: what is sent, and what has come of its answer so far.
+// One request to a model: what is sent, and what has come of its answer so far.
 
 import { Refused, request, storedKey } from "./api.js";
 import { batch, signal } from "./lib.js";

@@ -1,4 +1,4 @@
-// Owns the report of benches: a file that the command line writes, with these modules and the figures inside.
+// The report of benches: a file that the command line writes, with these modules and the figures inside.
 
 import { BenchState } from "./components/bench_figures.js";
 import { Comparison } from "./components/bench_comparison.js";

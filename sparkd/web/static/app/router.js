@@ -1,4 +1,4 @@
-// Owns the page's addresses, which stand behind the hash: #/models/NAME/log.
+// The page's addresses, which stand behind the hash: #/models/NAME/log.
 
 import { signal } from "./lib.js";
 

@@ -1,4 +1,4 @@
-// Owns how figures read, with the words and units of the command line: GiB, GB/s, tokens/s, 42s, 3m.
+// How figures read, with the words and units of the command line: GiB, GB/s, tokens/s, 42s, 3m.
 
 export const GIB = 2 ** 30;
 export const MIB = 2 ** 20;

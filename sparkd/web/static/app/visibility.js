@@ -1,4 +1,4 @@
-// Owns the knowledge of which elements are on the screen, so that only those are drawn again.
+// The knowledge of which elements are on the screen, so that only those are drawn again.
 
 import { signal, useEffect, useMemo } from "./lib.js";
 

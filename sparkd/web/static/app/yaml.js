@@ -1,4 +1,4 @@
-// Owns an entry of sparkd.yaml as text, and the values that a person types for its keys.
+// An entry of sparkd.yaml as text, and the values that a person types for its keys.
 
 /** A value as YAML on one line: JSON for lists and mappings, quotes where plain text would be read as something else. @param {unknown} value */
 export function scalar(value) {

@@ -73,16 +73,16 @@ def test_bf16_leaves_a_weight_as_it_is() -> None:
     ],
 )
 def test_columns_that_do_not_divide_are_refused_with_what_would_fit(spelling: str, k: int, cure: str) -> None:
-    form = quantizer(Format.parse(spelling))
+    form = Format.parse(spelling)
     with pytest.raises(CheckpointError) as caught:
         form.check("model.layers.0.mlp.down_proj.weight", 64, k, file="/m/a.safetensors")
     assert (caught.value.file, caught.value.tensor) == ("/m/a.safetensors", "model.layers.0.mlp.down_proj.weight")
-    assert (facts(caught.value.problem), facts(caught.value.cure)) == (f"K={k} {form.group_size}", cure)
+    assert (facts(caught.value.problem), facts(caught.value.cure)) == (f"K={k} {form.group}", cure)
 
 
 @pytest.mark.parametrize(("spelling", "k"), [*((spelling, 1536) for spelling in QUANTIZED), ("fp8", 13), ("fp8-block", 13)])
 def test_columns_that_divide_are_taken(spelling: str, k: int) -> None:
-    quantizer(Format.parse(spelling)).check("w", 7, k)
+    Format.parse(spelling).check("w", 7, k)
 
 
 @pytest.mark.parametrize("largest", [1e-25, 0.02, 1.75, 1.7500001, 448.0, 1e30])

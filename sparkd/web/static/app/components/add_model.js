@@ -18,6 +18,7 @@ export function AddModel({ onClose }) {
   const [name, setName] = useState("");
   // The name that the last check gave: another check replaces it, but not what was typed.
   const [given, setGiven] = useState("");
+  const [keys, setKeys] = useState(/** @type {string[]} */ ([]));
   const [rows, setRows] = useState(/** @type {import("./entry_keys.js").Row[] | null} */ (null));
   const [load, setLoad] = useState(true);
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
@@ -46,6 +47,7 @@ export function AddModel({ onClose }) {
         setName(meant.name);
         setGiven(meant.name);
       }
+      setKeys(meant.keys);
       // A model whose headers cannot be read may be added all the same.
       const { model, recipe } = specOf(rows ?? []);
       if (model !== meant.spec.model || recipe !== meant.spec.recipe) setRows(rowsOf(meant.spec));
@@ -87,7 +89,7 @@ export function AddModel({ onClose }) {
     ${rows && html`<form onSubmit=${add}>
       ${!!refusal && !atName && !atKey && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Name" value=${name} onInput=${setName} required mono error=${atName ? sentence(refusal) : null} />
-      <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
+      <${EntryKeys} keys=${keys} rows=${rows} onChange=${setRows} refusal=${refusal} />
       <div class="page-head"><h3>The entry</h3><${Copy} text=${() => entryText(name, specOf(rows))} label="Copy entry" /></div>
       <pre>${entryText(name, specOf(rows))}</pre>
       <div class="actions">

@@ -1,4 +1,4 @@
-// Owns bars whose parts add up to a whole, with a legend that gives every figure as text.
+// Bars whose parts add up to a whole, with a legend that gives every figure as text.
 
 import { html } from "../lib.js";
 import { gib } from "../units.js";

@@ -1,4 +1,4 @@
-// Owns what can be done with a bench from several pages: ask for it, remove it, go on with it.
+// What can be done with a bench from several pages: ask for it, remove it, go on with it.
 
 import { ADMIN, post, remove } from "../api.js";
 import { useEffect, useState } from "../lib.js";

@@ -1,4 +1,4 @@
-// Owns how one bench stands against another, figure by figure, with the judgement of sparkd.
+// How one bench stands against another, figure by figure, with the judgement of sparkd.
 
 import { html } from "../lib.js";
 import { UNKNOWN } from "../units.js";

@@ -1,4 +1,4 @@
-// Owns how the result of a bench looks: its cells as a table, its rates as curves, its loads and formats.
+// How the result of a bench looks: its cells as a table, its rates as curves, its loads and formats.
 
 import { html, signal, useMemo, useState } from "../lib.js";
 import { bandwidth, count, decimal, percent, plural, rate, seconds, UNKNOWN } from "../units.js";

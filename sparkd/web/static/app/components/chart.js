@@ -1,4 +1,4 @@
-// Owns charts over time, or over another figure: uPlot on a canvas, with the figures as text below.
+// Charts over time, or over another figure: uPlot on a canvas, with the figures as text below.
 
 import { html, signal, useEffect, useMemo, useRef } from "../lib.js";
 import { clock, count, gib, GIB } from "../units.js";

@@ -1,4 +1,4 @@
-// Owns the button that copies a text.
+// The button that copies a text.
 
 import { html, useState } from "../lib.js";
 

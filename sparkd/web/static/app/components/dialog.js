@@ -1,4 +1,4 @@
-// Owns dialogs: a modal one over the page, and a question with two answers.
+// Dialogs: a modal one over the page, and a question with two answers.
 
 import { html, signal, useEffect, useId, useRef } from "../lib.js";
 

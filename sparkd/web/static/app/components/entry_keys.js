@@ -1,18 +1,9 @@
-// Owns the editor of an entry's keys, which stands in the browser until the daemon takes it.
+// The editor of an entry's keys, which stands in the browser until the daemon takes it.
 
 import { paramOf } from "../api.js";
 import { html } from "../lib.js";
 import { shown, typed } from "../yaml.js";
 import { Field } from "./form.js";
-
-/** The keys that an added model may have: those of TuningKeys (model.py). */
-export const KEYS = [
-  "name", "recipe", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
-  "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
-  "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
-  "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",
-  "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
-];
 
 /**
  * One row of the editor: a key, and its value as it is typed.
@@ -30,18 +21,18 @@ export function keyOf(refusal, rows) {
   return rows.some((row) => row.key.trim() === param) ? param : "";
 }
 
-/** @param {{rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown}} props */
-export function EntryKeys({ rows, onChange, refusal }) {
+/** keys: those that an added model may have. @param {{keys: string[], rows: Row[], onChange: (rows: Row[]) => void, refusal: unknown}} props */
+export function EntryKeys({ keys, rows, onChange, refusal }) {
   const wrong = keyOf(refusal, rows);
   const set = (/** @type {number} */ place, /** @type {Partial<Row>} */ change) => onChange(rows.map((row, other) => (other === place ? { ...row, ...change } : row)));
   // A refusal about a key that no entry has, or that may not be set here, is about the key itself.
   const errorAt = (/** @type {Row} */ row, /** @type {boolean} */ known) =>
-    wrong && row.key.trim() === wrong && KEYS.includes(wrong) === known ? /** @type {Error} */ (refusal).message : null;
+    wrong && row.key.trim() === wrong && keys.includes(wrong) === known ? /** @type {Error} */ (refusal).message : null;
   return html`<fieldset class="stack">
     <legend>Keys</legend>
     ${rows.map(
       (row, place) => html`<div class="key-row" key=${place}>
-        <${Field} label="Key" value=${row.key} list=${KEYS} mono onInput=${(/** @type {string} */ key) => set(place, { key })} error=${errorAt(row, false)} />
+        <${Field} label="Key" value=${row.key} list=${keys} mono onInput=${(/** @type {string} */ key) => set(place, { key })} error=${errorAt(row, false)} />
         <${Field} label="Value" value=${row.text} mono onInput=${(/** @type {string} */ text) => set(place, { text })} error=${errorAt(row, true)} />
         <button type="button" aria-label="Remove key ${row.key}" onClick=${() => onChange(rows.filter((_, other) => other !== place))}>✕</button>
       </div>`,

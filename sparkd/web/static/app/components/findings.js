@@ -1,4 +1,4 @@
-// Owns the list of findings: what was looked at, the value that was read, and what fixes it.
+// The list of findings: what was looked at, the value that was read, and what fixes it.
 
 import { html } from "../lib.js";
 import { Copy } from "./copy.js";

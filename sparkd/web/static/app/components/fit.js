@@ -97,19 +97,8 @@ export function Choice({ answer }) {
     ${choice.ranks.length > 0 && html`<details><summary>The command that sparkd then runs</summary>
       ${choice.ranks.map((/** @type {any} */ rank) => html`<pre key=${rank.node}>${choice.ranks.length > 1 ? `# node ${rank.node}\n` : ""}${commandOf(rank)}</pre>`)}
     </details>`}
-    ${answer.floor?.length > 0 && html`<details><summary>With vLLM's own --gpu-memory-utilization instead</summary>
-      <${Table} label="Utilization" rows=${answer.floor} rowKey=${(/** @type {any} */ row) => row.utilization} columns=${FLOOR} />
-    </details>`}
   </div>`;
 }
-
-/** @type {import("./table.js").Column<any>[]} */
-const FLOOR = [
-  { head: "Utilization", end: true, cell: (row) => row.utilization.toFixed(2) },
-  { head: "Allowed", end: true, cell: (row) => gib(row.allowed) },
-  { head: "For the cache", end: true, cell: (row) => gib(row.kv) },
-  { head: "Verdict", cell: (row) => (row.smallest ? "the smallest that works" : row.works ? "works" : "fails") },
-];
 
 /** @param {{environment: Record<string, string>, command: string[]}} rank */
 const commandOf = (rank) => [...Object.entries(rank.environment).map(([name, value]) => `${name}=${quoted(value)}`), ...rank.command.map(quoted)].join(" ");

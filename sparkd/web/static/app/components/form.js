@@ -1,4 +1,4 @@
-// Owns labelled fields, with the daemon's refusal at the field that it concerns.
+// Labelled fields, with the daemon's refusal at the field that it concerns.
 
 import { html, useId } from "../lib.js";
 

@@ -1,4 +1,4 @@
-// Owns answers that are asked for once: while they come, when they are refused, and again on request.
+// Answers that are asked for once: while they come, when they are refused, and again on request.
 
 import { get } from "../api.js";
 import { html, useEffect, useState } from "../lib.js";

@@ -1,4 +1,4 @@
-// Owns the view of a log: its last lines, colours of ANSI sequences, pause and search.
+// The view of a log: its last lines, colours of ANSI sequences, pause and search.
 
 import { html, useEffect, useRef, useState } from "../lib.js";
 

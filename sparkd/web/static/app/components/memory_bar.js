@@ -1,4 +1,4 @@
-// Owns the unified memory of a node as one bar: who holds it, what is free, and where the guard acts.
+// The unified memory of a node as one bar: who holds it, what is free, and where the guard acts.
 
 import { html } from "../lib.js";
 import { hostOf } from "../store.js";

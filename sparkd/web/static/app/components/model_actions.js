@@ -1,4 +1,4 @@
-// Owns the buttons that load a model, unload it after its requests, or cancel what it is about to do.
+// The buttons that load a model, unload it after its requests, or cancel what it is about to do.
 
 import { ADMIN, modelPath, post, remove } from "../api.js";
 import { html, useComputed } from "../lib.js";

@@ -1,4 +1,4 @@
-// Owns the charts of a node: its memory and its GPU over the last minutes.
+// The charts of a node: its memory and its GPU over the last minutes.
 
 import { SHORT_S } from "../history.js";
 import { html } from "../lib.js";

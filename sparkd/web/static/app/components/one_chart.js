@@ -1,4 +1,4 @@
-// Owns a chart of series that the daemon keeps.
+// A chart of series that the daemon keeps.
 
 import { useHistory } from "../history.js";
 import { html, useComputed } from "../lib.js";

@@ -1,4 +1,4 @@
-// Owns how states and verdicts look: a colour and always a word.
+// How states and verdicts look: a colour and always a word.
 
 import { html, useComputed } from "../lib.js";
 import { now } from "../store.js";

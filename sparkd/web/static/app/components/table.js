@@ -1,4 +1,4 @@
-// Owns tables that can be searched and sorted. A row is a component of its own, so a change draws one row, and none off the screen.
+// Tables that can be searched and sorted. A row is a component of its own, so a change draws one row, and none off the screen.
 
 import { computed, html, useMemo, useRef, useSignal } from "../lib.js";
 import { useVisible } from "../visibility.js";

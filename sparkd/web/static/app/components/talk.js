@@ -1,4 +1,4 @@
-// Owns one side of the playground: what a model was asked, its answers as they come, and how fast they come.
+// One side of the playground: what a model was asked, its answers as they come, and how fast they come.
 
 import { html, useComputed, useEffect, useRef, useState } from "../lib.js";
 import { speedOf } from "../openai.js";

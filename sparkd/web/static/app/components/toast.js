@@ -1,4 +1,4 @@
-// Owns the short messages at the edge of the page: what an action came to, and refusals that belong to no field.
+// The short messages at the edge of the page: what an action came to, and refusals that belong to no field.
 
 import { Refused } from "../api.js";
 import { effect, html, signal } from "../lib.js";

@@ -1,4 +1,4 @@
-// Owns the page of benches: the form that starts one, the one that runs, and the earlier ones.
+// The page of benches: the form that starts one, the one that runs, and the earlier ones.
 
 import { ADMIN, paramOf, post, remove } from "../api.js";
 import { removed, runningBench, useBench, useBenches, USED } from "../components/bench_actions.js";

@@ -1,4 +1,4 @@
-// Owns the page that sets one bench against another.
+// The page that sets one bench against another.
 
 import { ADMIN } from "../api.js";
 import { Comparison } from "../components/bench_comparison.js";

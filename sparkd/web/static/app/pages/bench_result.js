@@ -1,4 +1,4 @@
-// Owns the page of one bench: what was measured, its cells, its curves, going on with it and removing it.
+// The page of one bench: what was measured, its cells, its curves, going on with it and removing it.
 
 import { ADMIN } from "../api.js";
 import { fileCommand, removed, resumed, useBench, USED } from "../components/bench_actions.js";

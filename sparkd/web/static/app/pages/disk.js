@@ -1,4 +1,4 @@
-// Owns the page of what lies on the disk: hub cache, quantized cache, profiles, and pulls under way.
+// The page of what lies on the disk: hub cache, quantized cache, profiles, and pulls under way.
 
 import { ADMIN, post, remove } from "../api.js";
 import { confirmed } from "../components/dialog.js";

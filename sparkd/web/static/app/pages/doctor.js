@@ -1,4 +1,4 @@
-// Owns the page of the doctor's findings and of the memory guards' incidents.
+// The page of the doctor's findings and of the memory guards' incidents.
 
 import { ADMIN } from "../api.js";
 import { Bar } from "../components/bar.js";

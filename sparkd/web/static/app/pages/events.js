@@ -1,4 +1,4 @@
-// Owns the page of events: history, and what happens from now on.
+// The page of events: history, and what happens from now on.
 
 import { ADMIN, get, request } from "../api.js";
 import { Word } from "../components/state.js";

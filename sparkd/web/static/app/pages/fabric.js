@@ -1,4 +1,4 @@
-// Owns the page of the fabric: cages, cables, rates, and findings with what helps.
+// The page of the fabric: cages, cables, rates, and findings with what helps.
 
 import { ADMIN, post } from "../api.js";
 import { Copy } from "../components/copy.js";

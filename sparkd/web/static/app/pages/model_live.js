@@ -1,4 +1,4 @@
-// Owns the tab of a model's figures over time.
+// The tab of a model's figures over time.
 
 import { Chart } from "../components/chart.js";
 import { OneChart } from "../components/one_chart.js";

@@ -1,4 +1,4 @@
-// Owns the tab of a model's last start: its phases one below the other over time.
+// The tab of a model's last start: its phases one below the other over time.
 
 import { modelPath } from "../api.js";
 import { useAnswer, Waiting } from "../components/loaded.js";

@@ -1,4 +1,4 @@
-// Owns the tab of an engine's log, for each rank.
+// The tab of an engine's log, for each rank.
 
 import { get, modelPath } from "../api.js";
 import { LogView } from "../components/log_view.js";

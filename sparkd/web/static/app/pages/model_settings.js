@@ -1,4 +1,4 @@
-// Owns the tab of a model's settings: as configured, as resolved, as each rank's engine has them; and the editor of its entry.
+// The tab of a model's settings: as configured, as resolved, as each rank's engine has them; and the editor of its entry.
 
 import { ADMIN, modelPath, post, put } from "../api.js";
 import { Copy } from "../components/copy.js";
@@ -33,7 +33,7 @@ export function ModelSettings({ name }) {
       <${Copy} text=${() => entryText(name, answer.configured ?? {})} label="Copy entry" />
       <${Copy} text=${`sparkd export ${quoted(name)} DIR`} label="Copy the command sparkd export" />
     </div>
-    ${editing && html`<${Editor} name=${name} configured=${answer.configured} onEnd=${() => (setEditing(false), again())} />`}
+    ${editing && html`<${Editor} name=${name} keys=${answer.keys} configured=${answer.configured} onEnd=${() => (setEditing(false), again())} />`}
     <${Table} label="Settings" rows=${rows} columns=${columns} rowKey=${(/** @type {Setting} */ row) => row.key} search="Search settings" more=${html`<${Check} label="Differences only" checked=${only} onChange=${setOnly} />`} />
     ${(answer.ranks ?? []).map((/** @type {any} */ rank) => rank.command && html`<details key=${rank.rank}><summary>Command of rank ${rank.rank} on ${rank.node}</summary><pre>${rank.command.join(" ")}</pre></details>`)}
   </div>`;
@@ -65,8 +65,8 @@ function columnsFor(ranks) {
   ];
 }
 
-/** @param {{name: string, configured: Record<string, unknown>, onEnd: () => void}} props */
-function Editor({ name, configured, onEnd }) {
+/** @param {{name: string, keys: string[], configured: Record<string, unknown>, onEnd: () => void}} props */
+function Editor({ name, keys, configured, onEnd }) {
   const [rows, setRows] = useState(rowsOf(configured));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
   const running = models.of(name).value?.want === "RUNNING";
@@ -82,7 +82,7 @@ function Editor({ name, configured, onEnd }) {
   };
   return html`<form class="panel" onSubmit=${save}>
     ${!!refusal && !keyOf(refusal, rows) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
-    <${EntryKeys} rows=${rows} onChange=${setRows} refusal=${refusal} />
+    <${EntryKeys} keys=${keys} rows=${rows} onChange=${setRows} refusal=${refusal} />
     <div class="actions"><button class="main">Save</button><button type="button" onClick=${onEnd}>Cancel</button>${running && html`<span class="hint">The engine starts again if a key that it depends on changes.</span>`}</div>
   </form>`;
 }

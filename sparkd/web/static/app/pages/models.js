@@ -1,4 +1,4 @@
-// Owns the table of all known models.
+// The table of all known models.
 
 import { get, modelPath, paramOf, post, put, remove } from "../api.js";
 import { AddModel } from "../components/add_model.js";

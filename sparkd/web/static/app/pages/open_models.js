@@ -1,4 +1,4 @@
-// Owns the list of models that an inference key sees.
+// The list of models that an inference key sees.
 
 import { get } from "../api.js";
 import { State } from "../components/state.js";

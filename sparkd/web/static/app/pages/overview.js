@@ -1,4 +1,4 @@
-// Owns the overview: nodes with their memory, cables, models, what waits, and what is wrong.
+// The overview: nodes with their memory, cables, models, what waits, and what is wrong.
 
 import { ADMIN, get } from "../api.js";
 import { MemoryBar } from "../components/memory_bar.js";

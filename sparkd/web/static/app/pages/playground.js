@@ -1,4 +1,4 @@
-// Owns the playground: what is asked of one model or of two, once or n times at once. It is kept until the tab is closed.
+// The playground: what is asked of one model or of two, once or n times at once. It is kept until the tab is closed.
 
 import { access } from "../api.js";
 import { Copy } from "../components/copy.js";

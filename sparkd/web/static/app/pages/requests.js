@@ -1,4 +1,4 @@
-// Owns the page of requests: those in flight, and those that have ended; never a prompt.
+// The page of requests: those in flight, and those that have ended; never a prompt.
 
 import { ADMIN, get, remove } from "../api.js";
 import { Word } from "../components/state.js";

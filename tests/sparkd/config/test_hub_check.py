@@ -1,4 +1,4 @@
-"""sparkd/entry/hub_check.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
+"""sparkd/config/hub_check.py and what placement makes of it: a hub id that nobody has is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from sparkd.config import hub_check
 from sparkd.config.config import ModelConfig, parse_model
-from sparkd.entry import hub_check
-from sparkd.entry.hub_check import KEPT_S, is_absent, look, looked_at
-from sparkd.entry.parser_choice import with_parsers
+from sparkd.config.hub_check import KEPT_S, is_absent, look, looked_at
+from sparkd.config.parser_choice import with_parsers
 from sparkd.errors import AgentLost, HubUnreachable, ModelUnusable
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.cluster.test_placer import A, B, Scene

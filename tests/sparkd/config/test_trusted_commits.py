@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from sparkd.config import hub_check
 from sparkd.config.config import ModelConfig, load_config, parse_model
-from sparkd.entry import hub_check
-from sparkd.entry.hub_check import Remote, look
-from sparkd.entry.trusted_commits import commits_of, pinned, refusal
+from sparkd.config.hub_check import Remote, look
+from sparkd.config.trusted_commits import commits_of, pinned, refusal
 from sparkd.errors import LoadRefused
 from workers.host.trusted_code import Commits
 

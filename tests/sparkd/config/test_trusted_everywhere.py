@@ -10,10 +10,9 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity import planned_entry, requirement
-from sparkd.capacity.account import machine
 from sparkd.config.config import Config, load_config
 from sparkd.errors import LoadRefused
-from sparkd.hardware import SPARK
+from sparkd.hardware import SPARK, machine
 from tests.sparkd.cluster.test_placer import Scene
 from tests.support.checkpoints import mixture, write
 from tests.support.published_tensors import tensors_of

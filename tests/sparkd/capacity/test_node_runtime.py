@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.entry.node_runtime import NodeRuntime, runtime_in_sight
+from sparkd.capacity.node_runtime import NodeRuntime, runtime_in_sight
 from sparkd.errors import AgentLost, RankError
 
 FACTS = {"platform": "cpu", "vllm": "0.32.0", "entrypoint": "tests.stub", "packages": "p"}
