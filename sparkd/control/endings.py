@@ -10,6 +10,7 @@ from sparkd.config.config import BackoffSettings
 from sparkd.control.means import Means
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
+from sparkd.units import GIB
 
 # Between two tries to end what would not end.
 ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
@@ -17,7 +18,6 @@ ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 # Files that one sentence names.
 NAMED = 3
-GIB = 1 << 30
 
 
 class Endings:
