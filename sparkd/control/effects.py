@@ -51,7 +51,7 @@ AskFunction = Callable[[str, float], Awaitable[None]]
 
 
 class Effects:
-    """Carries out the plan's actions, and alone writes a model's attempt. `strays` are ranks of unknown models that are being removed."""
+    """Carries out the plan's actions, and alone writes a model's attempt."""
 
     def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
         self._registry = means.registry
@@ -68,7 +68,6 @@ class Effects:
         self._endings = endings
         self._looks = looks
         self._ask = ask
-        self.strays: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
         """At the start: mark the models of an earlier daemon's ranks as unknown, not absent, until their nodes were seen."""
@@ -183,10 +182,7 @@ class Effects:
         record = self._registry.records.get(model)
         for fact in ranks:
             self._journal.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
-        try:
-            ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
-        finally:
-            self.strays.discard(start)
+        ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
