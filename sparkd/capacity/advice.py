@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.evidence import GUESS, Ways
-from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, doubt_in_short, fitted, gib, serving_of, short_cache, single_formats
-from sparkd.capacity.footprint import Footprint, cache_of, limit_of
+from sparkd.capacity.fit import (
+    DEFAULT_CONTEXT,
+    Cause,
+    Option,
+    doubt_in_short,
+    fitted,
+    gib,
+    it_needs,
+    serving_of,
+    short_cache,
+    single_formats,
+)
+from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import fitting, longest, sized
@@ -98,14 +109,13 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
 
 def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str) -> FitRefusal | None:
     """Why the footprint is more than a node can hold, or than the entry allows. gib: to reserve."""
-    args, needs = option.args, it_needs(known, option.args)
+    args, needs = option.args, it_needs(option.args, known)
     if args.memory_gib is not None:
         if gib > most_gib or not outgrown(known, args.memory_gib):
             return None
         least_gib = ceil(known.least / GIB)
-        smaller = least_gib > most_gib
-        cure = _smaller(option, known, most_gib, int(args.memory_gib * GIB)) if smaller else Cure({"memory_gib": least_gib})
-        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure)
+        cure = _smaller(option, known, int(args.memory_gib * GIB)) if least_gib > most_gib else Cure({"memory_gib": least_gib})
+        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure or _SMALLER)
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
     room = int((most_gib - kept) * GIB)
     if known.sureness != GUESS and (short := short_cache(args, known)):
@@ -113,29 +123,7 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
     if known.surely <= room:
         return None
     free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
-    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, most_gib, room))
-
-
-def it_needs(known: Footprint, args: EngineArgs) -> str:
-    """The parts of its least, for a message."""
-    is_larger = known.cache is not None and known.cache > known.kv.least
-    what = f"for one request of {known.kv.max_model_len:,} tokens"
-    if is_larger and args.cache_words:
-        what = f"as its entry sets it ({args.cache_words})"
-    rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
-    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
-    total, (weights, cache, batch, processes) = _adding_up(sizes)
-    held = " and what CUDA holds" if known.parts["context"] else ""
-    largest = f"{batch} for the largest batch{held}"
-    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
-
-
-def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
-    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
-    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
-    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
-        tenths[number] += 1
-    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
+    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, room) or _SMALLER)
 
 
 def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
@@ -150,8 +138,10 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
     return FitRefusal(reason, Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"))
 
 
-def refusal(options: Sequence[Option], nodes: int) -> FitRefusal | None:
+def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> FitRefusal | None:
     """The refusal of a plan over so many nodes; None if an option fits, or without options.
+
+    is_open: whether the options have every format already.
 
     If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
     """
@@ -161,7 +151,13 @@ def refusal(options: Sequence[Option], nodes: int) -> FitRefusal | None:
     fewest = min(options, key=lambda option: (option.nodes, option.ways[1]))
     option = max(counted, key=lambda pair: min(pair[1].free_bytes, pair[1].load_free_bytes))[0] if counted else fewest
     reason = f"{_BEGIN[option.cause or 'memory']}{doubt_in_short(option.reason or '')}"
-    return FitRefusal(reason, _cure(option, options, nodes), option.cause or "memory")
+    cure = None
+    if option.cause == "memory" and option.footprint is not None and not is_open:
+        args, room = option.args, max(0, room_of(option.args, option.node))
+        cure = _smaller(option, option.footprint, room)
+        if cure is None and args.split != (1, 1):
+            cure = advice(args, option.headers, option.node, room, instead_of=prod(args.split))
+    return FitRefusal(reason, cure or _cure(option, options, nodes), option.cause or "memory")
 
 
 def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
@@ -197,17 +193,16 @@ def advice(
     return Cure({**split, "max_model_len": shorter}) if shorter else None
 
 
-def _smaller(option: Option, known: Footprint, most_gib: int, room: int) -> Cure:
+def _smaller(option: Option, known: Footprint, room: int) -> Cure | None:
     """In place of a cache of a given size a smaller one, where room bytes hold one request; else another choice."""
     layout, args, tokens, cost = known.layout, option.args, known.kv.max_model_len, known.kv
     if less := fitting(args.cache, layout, tokens, room - known.fixed):
         size = sized(less, layout, tokens) or 0
         return Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
-    node = replace(option.node, memory_bytes=most_gib * GIB, system_bytes=0)
-    cure = advice(args, option.headers, node, room, option.ways)
+    cure = advice(args, option.headers, option.node, room, option.ways)
     if cure is not None and known.cache is not None and known.cache > cost.least:
         return replace(cure, settings={**cure.settings, "kv_cache": {"sequences": 1}})
-    return cure or _SMALLER
+    return cure
 
 
 def _cache_cure(option: Option, known: Footprint, room: int) -> Cure:
@@ -232,7 +227,7 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "cache" if needed is not None:
             return _cache_cure(option, needed, needed.room)
         case "length":
-            return Cure({"max_model_len": model.shape.max_len}, "--ctx")
+            return Cure({"max_model_len": option.longest}, "--ctx")
         case "links":
             return Cure(deed="run `sparkd fabric` to check the cables")
         case "vllm":

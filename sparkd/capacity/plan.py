@@ -5,13 +5,12 @@ A model without an entry has one made for it (sparkd.capacity.planned_entry). Th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.advice import Cure, FitRefusal, advice, refusal, share_too_large
-from sparkd.capacity.evidence import GUESS, Answers, Evidence, Ways, nobody
+from sparkd.capacity.advice import FitRefusal, refusal, share_too_large
+from sparkd.capacity.evidence import EXACT, GUESS, Answers, Evidence, Ways, nobody
 from sparkd.capacity.fit import (
     LINKED,
     Option,
@@ -24,11 +23,10 @@ from sparkd.capacity.fit import (
     serving_of,
     single_formats,
     splits,
-    unread,
 )
-from sparkd.capacity.footprint import cache_of, room_of
+from sparkd.capacity.footprint import cache_of
 from sparkd.capacity.formats import AS_STORED, quality_of
-from sparkd.capacity.headers import Headers, headers_here
+from sparkd.capacity.headers import Headers
 from sparkd.capacity.launch import start_of
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
 from sparkd.capacity.requirement import known_of, reserved_gib
@@ -78,9 +76,9 @@ def plan(
         recipe_of(spec)  # raises ConfigError, which says why
     headers, nodes = Headers.of(args, checkpoint, read), max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
-    answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
-    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
-    consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
+    answers = answers or Answers(nobody)
+    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept)
+    consultation = replace(evidence, ask=answers.ask).consultation(args, headers, hardware)
     headers = replace(headers, model=consultation.ask_formats(headers.model, None if is_open(spec.quantize) else args.recipe, ways))
     beside = dict(copies(spec.model, checkpoint)) if copies is not None and spec.quantize == AUTO else {}
     options = _options(args, headers, hardware, evidence, ways, unlinked, beside=nodes == 1 and bool(beside))
@@ -91,16 +89,11 @@ def plan(
     notes = [*_format_notes(spec, headers, args, options, beside)]
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
-    unknown, doubt = serving_of(args.undecided(), headers, hardware).unknown, consultation.doubt()
-    if unknown and any(option.footprint is not None and option.footprint.sureness == GUESS for option in options):
-        notes.append(_guessed(spec, args, unknown, doubt))
-    notes += unread(headers.model, options, None if unknown else doubt)
+    notes += _guess_notes(spec, args, headers, options, consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
     start = None if best is None else start_of(entry, best, decided(spec, best.args), hardware)
-    refused = share or refusal(options, nodes)
-    if refused is not None and refused.cause == "memory" and not is_open(spec.quantize) and (cure := _cure(args, hardware)) is not None:
-        refused = replace(refused, cure=cure)
+    refused = share or refusal(options, nodes, is_open=is_open(spec.quantize))
     return {
         **to_json(args, headers, nodes, options, hardware, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
@@ -162,28 +155,32 @@ def _copy_note(name: str, quantization: SourceQuantization, taken: str | None) -
     return f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize one here."
 
 
-def _cure(args: EngineArgs, hardware: Hardware) -> Cure | None:
-    """The choices that would fit over as many nodes as the entry asks for, or else on one."""
-    free, here = max(0, room_of(args, hardware)), headers_here(args)
-    cure = advice(args, here, hardware, free, args.split)
-    if cure is None and args.split != (1, 1):
-        cure = advice(args, here, hardware, free, instead_of=math.prod(args.split))
-    return cure
-
-
 def _free(hardware: Hardware) -> int:
     return hardware.memory_bytes - hardware.system_bytes
 
 
-def _guessed(spec: ModelConfig, args: EngineArgs, unknown: frozenset[str], doubt: str | None) -> str:
-    """A sentence that names the settings that make the numbers a guess, and the way to exact ones. doubt: why vLLM gave no answer."""
-    what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
-    cure = "a plan asks vLLM without --quick, where its runtime is on this machine"
-    if doubt is not None:
-        cure = f"vLLM gave no answer: {doubt_in_short(doubt)}"
-    elif OTHER in unknown:
-        cure = "a start measures it"
-    return f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
+def _guess_notes(spec: ModelConfig, args: EngineArgs, headers: Headers, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
+    """The notes on numbers that are a guess: the reason, and the way to exact ones.
+
+    doubt: the reason why vLLM gave no answer, None without one.
+    """
+    sure = {option.footprint.sureness for option in options if option.footprint is not None}
+    unknown, shape = serving_of(args.undecided(), headers, options[0].node).unknown if options else frozenset(), headers.model.shape
+    if GUESS not in sure:
+        return
+    reason = None if doubt is None else doubt_in_short(doubt)
+    silent = "vLLM gave no answer" if reason is None or unknown else f"vLLM, which was asked, gave no answer: {reason}"
+    if unknown:
+        what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
+        cure = "a start measures it" if OTHER in unknown else "a plan asks vLLM without --quick, where its runtime is on this machine"
+        cure = cure if reason is None else f"vLLM gave no answer: {reason}"
+        yield f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
+    if EXACT in sure:
+        return  # vLLM has built the model
+    if shape.gaps:
+        yield f"Its {headers.model.checkpoint.config_file} does not tell {', '.join(shape.gaps)}, and {silent}."
+    elif reason is not None and not unknown:
+        yield f"The numbers are a guess: {silent}."
 
 
 def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:

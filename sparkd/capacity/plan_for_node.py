@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sparkd.capacity.evidence import Answers
 from sparkd.capacity.node_runtime import NodeRuntime
@@ -47,6 +47,8 @@ NAMES: tuple[LearnedName, ...] = ("bandwidth_bytes_s", "disk_bytes_s")
 LIMIT_S = 60.0
 # Each thread waits for one plan, even after its client has gone: two plans at once, and two more in the queue.
 _PLANS = Threads("plan", 2, 4)
+# By number of nodes, why that many of the daemon's nodes cannot share a model. rdma: whether they need it.
+Unlinked = Callable[..., Awaitable[Mapping[int, str]]]
 # Finds another node's runtime for an interpreter that this node lacks.
 Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
@@ -92,10 +94,6 @@ class PlanOrder:
     config: Config
     places: Collection[str] | None = None
     there: NodeRuntime | None = None
-
-
-class Unlinked(Protocol):
-    async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
 
 
 def hardware_here(name: str, config: Config) -> Hardware:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,7 +17,6 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import at_any_length
 from sparkd.config.quantize import AUTO
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.units import MOST
@@ -35,11 +34,11 @@ _INSTEAD = {
     "kv_cache": ("gpu_memory_utilization",),
     "kv_margin_gib": ("gpu_memory_utilization",),
 }
-# By key: the flags of extra_args that it replaces, besides the flag with the key's own name.
-_FLAGS_INSTEAD = {
-    "quantize": ("quantization", "load-format", "model-loader-extra-config"),
-    "kv_cache": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
-    "kv_margin_gib": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
+# By key: the flag of extra_args that it replaces.
+_FLAG_INSTEAD = {
+    "quantize": "model-loader-extra-config",
+    "kv_cache": "kv-cache-memory-bytes",
+    "kv_margin_gib": "kv-cache-memory-bytes",
 }
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
 # vLLM's configuration of the methods that need no draft of their own (config/speculative.py).
@@ -126,11 +125,10 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Ch
 
     Raises ConfigError and CheckpointError.
     """
-    spec = at_any_length(entry.spec)
+    spec = entry.spec
     overlay = _requested(spec, request)
     added = {} if entry.added is None else {**entry.added, **{key: value for key, value in overlay.items() if value != AUTO}}
-    # extra_args come last, and vLLM takes the last flag.
-    if replaced := parsed(spec.extra_args).keys() & set(_flags_of(overlay)):
+    if replaced := parsed(spec.extra_args).keys() & {_FLAG_INSTEAD.get(key) for key in overlay}:
         overlay["extra_args"] = without(spec.extra_args, *replaced)
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
@@ -162,12 +160,6 @@ def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
         "enforce_eager": request.enforce_eager,
     }
     return {key: value for key, value in requested.items() if value is not None}
-
-
-def _flags_of(keys: Iterable[str]) -> Iterator[str]:
-    """The flags that these keys replace."""
-    for key in keys:
-        yield from (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ()))
 
 
 def _validated(name: str, keys: Mapping[str, Any]) -> ModelConfig:

@@ -18,12 +18,10 @@ from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import EngineArgs, decided, engine_args
-from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware, machine
 from sparkd.units import GIB
-from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
@@ -114,7 +112,7 @@ def requirement_of(
     ways: Ways = (1, 1),
     beside: bool = False,
 ) -> Requirement:
-    """The requirement of an entry, with a choice for each `auto` and its parsers. Uses vLLM's kept answers, and never asks.
+    """The requirement of an entry, with a choice for each `auto`. Uses vLLM's kept answers, and never asks.
 
     facts: of its runtime (workers.host.runtime.Runtime as JSON), with the node's mem_total_bytes if that is another one.
     free_gib: the most that a node has free of other models.
@@ -137,10 +135,7 @@ def requirement_of(
         option = choose(candidates, node, ways)[0]
         args = option.args
     gib = reserved_gib(args, hardware, offered_gib, known_of(option))
-    spec, parsers = decided(spec, args), None
-    if spec.runs_vllm(config.engine):
-        spec, parsers = with_parsers(spec, args.env)
-    return Requirement(spec, args, hardware, entrypoint, gib, option, facts.get("vllm"), parsers=parsers)
+    return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
 
 
 def known_of(option: Option | None) -> Footprint | None:
@@ -201,7 +196,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     if headers is None:
         return
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
-    consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
+    consultation = evidence.consultation(args, headers, this_node(platform))
     try:
         consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
@@ -242,14 +237,12 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
 
 
 def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM here refuses; without its answer for those that are not written in full.
+    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not spec.runs_vllm(config.engine):
-        return ()
     if not _is_ours(spec, config, vllm):
-        return tuple(shortened(spec.vllm_flags()))
+        return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))

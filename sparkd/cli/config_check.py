@@ -17,7 +17,7 @@ from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError, EngineError
 from sparkd.vllm import logging_args
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import flags_in, parsed, value_of
+from sparkd.vllm.flags import flags_in, value_of
 from sparkd.vllm.installed import full_version_in, version_in
 from sparkd.vllm.missing_symbols import missing_in
 from sparkd.vllm.unaccounted_args import reserved_whole
@@ -216,8 +216,6 @@ class _Entry:
 
     def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> ConfigProblem:
         """bare: the message names what it is about itself."""
-        if getattr(self._model, key) is None and key.replace("_", "-") in parsed(self._model.extra_args):
-            return self._at_flag(FlagNote(key.replace("_", "-"), message), severity)
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return self._document.place(("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 

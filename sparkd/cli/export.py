@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.render import models as show
@@ -54,7 +54,7 @@ def export(
     model: Annotated[str, argument(metavar="MODEL", help="A configured name, a folder or a hub id.")],
     folder: Annotated[Path, argument(metavar="DIR", help="The folder to create.")],
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe.")] = None,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    config: EntryFile = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], option("--device", help="Device that quantizes; default auto.")] = "auto",
 ) -> None:
     """Write a model's quantized checkpoint into a folder.

@@ -12,7 +12,7 @@ import typer
 
 from sparkd.admin.client import model_path
 from sparkd.checkpoint.source import name_of, source_of
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Follow, NoWait, Session, Timeout, how_on, verb
 from sparkd.errors import ConfigError, NotFound, Unavailable
 from sparkd.render import models as show
@@ -107,7 +107,7 @@ def ls(
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: try this format or recipe.")] = None,
     cached: Annotated[bool, option("--cached", help="List the quantized weights that the nodes keep.")] = False,
     quick: Annotated[bool, option("--quick", help="With --layers: do not start vLLM to ask it.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers: path of sparkd.yaml.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """List all known models, resident or not.
 
@@ -189,10 +189,9 @@ def events(
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.cli.layers import listing_of
     from sparkd.cli.plan import consult
-    from sparkd.render.terminal import headers_of
 
     unheard: list[str] = []
-    with headers_of(model) as progress:
+    with show.headers_of(model) as progress:
         vllm = partial(consult, quick=quick, unheard=unheard)
         answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
     answer["notes"] += unheard

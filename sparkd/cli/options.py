@@ -20,6 +20,8 @@ argument = partial(typer.Argument, show_default=False)
 Url = Annotated[str | None, option("--url", metavar="URL", help="Address of the daemon: a URL or host:port.")]
 KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File that holds the admin key.")]
 Json = Annotated[bool, option("--json", help="Print JSON.")]
+EntryFile = Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")]
+StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for state that survives a reboot.")]
 
 
 class DefaultVerb(TyperGroup):
@@ -44,11 +46,6 @@ class CommonOptions:
     url: str | None = None
     key_file: Path | None = None
     json: bool = False
-
-
-def wants_json(ctx: typer.Context, json: bool) -> bool:
-    """Whether `--json` stands before the verb or behind it."""
-    return json or (ctx.find_root().obj or CommonOptions()).json
 
 
 def options(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd.cli.options import argument, option
+from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.units import MOST, real, whole
@@ -70,7 +70,7 @@ def plan(
     image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker.")] = None,
     quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
     every: Annotated[bool, option("--all", help="Also show why each other choice was rejected.")] = False,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that has MODEL.")] = None,
+    config: EntryFile = None,
 ) -> None:
     """Tell whether a model fits, in which format, and vLLM's command.
 
@@ -81,7 +81,6 @@ def plan(
     from sparkd.recipes.file import refuse_as_model
     from sparkd.render import plan as show_plan
     from sparkd.render.page import printable, say_json
-    from sparkd.render.terminal import Page
 
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
@@ -108,10 +107,10 @@ def plan(
         speculative=speculative,  # type: ignore[arg-type]  # checked above
         enforce_eager=True if eager else None,
     )
-    page = Page()
-    draw = partial(show_plan.draft, page=page) if page.is_terminal and not session.json and not docker else None
+    draft = show_plan.Draft(session.out)
+    draw = draft.draw if session.out.is_terminal and not session.json and not docker else None
     answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick, draw=draw)
-    page.erase()
+    draft.erase()
     if session.json:
         answer["notes"] += unheard
         say_json(answer)
@@ -121,7 +120,7 @@ def plan(
         if docker:
             _write_containers(answer, image)
         else:
-            show_plan.plan(answer, page, every=every)
+            show_plan.plan(answer, session.out, every=every)
     if answer["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
 
@@ -219,7 +218,7 @@ def _planned_here(
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_of
-    from sparkd.render.terminal import headers_of
+    from sparkd.render.models import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
     env = {**os.environ, **entry.env}

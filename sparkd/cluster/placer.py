@@ -29,6 +29,7 @@ from sparkd.cluster.ray_connection import RayConnection
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.hub_check import is_absent, look
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.quantize import AUTO
 from sparkd.config.trusted_commits import pinned
 from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, NoRoom, RankError
@@ -247,6 +248,9 @@ class Placer:
         beside = ways == ALONE and len(self._in_sight()) == 1
         lent_gib = self._reservations.offered.get(where.node, self._total_gib)
         need = await asyncio.to_thread(requirement_of, spec, config, where.facts, free_gib, lent_gib, ways, beside)
+        if spec.runs_vllm(config.engine):
+            parsed, parsers = await asyncio.to_thread(with_parsers, need.spec, need.args.env)
+            need = replace(need, spec=parsed, parsers=parsers)
         if notes := await asyncio.to_thread(refused_flags, need.spec, config, need.vllm, ask=True):
             refused = f"{spec.name} cannot be started by the vLLM of its runtime"
             client_message = f"{refused}, which does not take one of its flags."

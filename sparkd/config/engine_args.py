@@ -1,4 +1,4 @@
-"""Owns a model's entry as one parsed value: its keys, the flags of its `extra_args` and its engine's variables. Reads no file."""
+"""Parses a model's keys, the flags of its extra_args and its engine's variables to one value, from which its memory follows."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
-from sparkd.config.quantize import AUTO, is_open
+from sparkd.config.quantize import is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
-from sparkd.vllm.flags import DRAFTS, Value, amount, json_object, parsed, value_of, without
+from sparkd.vllm.flags import DRAFTS, amount, json_object, parsed
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
     BYTES,
     CACHE,
-    DTYPE,
     KV_DTYPES,
     LAYOUT,
-    LENGTH,
-    LONGEST,
     NARROW,
-    SHARE,
     WEIGHTS,
     WIDE,
     amount_in,
     blocks_of,
     changed_by,
     in_blocks,
-    kv_dtype_of,
-    share_of,
     unsized,
 )
 from workers.kv.settings import MARGIN_VARIABLE
@@ -40,23 +34,28 @@ if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
 
 # Flags by which vLLM reads the longest request from another place than config.json.
-_OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format", "revision"})
+_OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format"})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """A parsed entry. The last flag in extra_args overrides the key, as in vLLM.
+    """A parsed entry.
 
-    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored; recipe: the same parsed, as stored for `auto`, None
-    where the variables of its rules cannot be parsed. max_model_len: tokens, `auto` for as many as fit, None for the model's own. cache:
-    the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry.
-    cpu_space_bytes: the size in the CPU backend's variable. share: the share of the node's memory for vLLM;
-    share_words: its spelling. vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache. margin_bytes: bytes to leave free,
-    None for the default. memory_gib: the operator's reservation for the engine. draft: vLLM's configuration of drafts; drafts: whether a
-    flag for one exists, even an unreadable one. uncounted: flags whose effect on memory no formula covers; changes: the parts that they and
-    other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args). own_quantization: vLLM quantizes by itself. rest: the
-    flags without the revision and the length, which a decision may change; length_by_flag: only extra_args set the length. wide: vLLM
-    converts other floats to float32.
+    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored.
+    recipe: the same parsed, as stored for `auto`; None where the variables of its rules cannot be parsed.
+    own_quantization: vLLM quantizes by itself.
+    max_model_len: tokens, `auto` for as many as fit, None for the model's own.
+    wide: vLLM converts other floats to float32.
+    cache: the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry.
+    cpu_space_bytes: the size in the CPU backend's variable.
+    share: the share of the node's memory for vLLM; share_words: its spelling.
+    vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache.
+    margin_bytes: bytes to leave free, None for the default.
+    memory_gib: the operator's reservation for the engine.
+    draft: vLLM's configuration of drafts; drafts: whether a flag for one exists, even an unreadable one.
+    uncounted: flags whose effect on memory no formula covers.
+    changes: the parts that they and other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args).
+    rest: the flags without the revision and the length, which a decision may change.
     """
 
     name: str
@@ -92,14 +91,13 @@ class EngineArgs:
     trusts_code: bool
     other_config: bool
     load_format: str | None
-    length_by_flag: bool
     rest: tuple[str, ...]
 
     @property
     def flags(self) -> list[str]:
         """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         flags = [] if self.revision is None else ["--revision", self.revision]
-        if self.max_model_len is not None and not self.length_by_flag:
+        if self.max_model_len is not None:
             flags += ["--max-model-len", str(self.max_model_len)]
         return [*flags, *self.rest]
 
@@ -134,18 +132,16 @@ class EngineArgs:
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     """Parse an entry. env: the engine's environment (ModelConfig.environment). Raises ConfigError for a number that vLLM refuses too."""
-    spec = at_any_length(spec)
     flags = parsed(spec.extra_args)
     if isinstance(size := flags.get(BYTES), str) and amount(size) is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    length, blocks = amount_in(flags, LENGTH), blocks_of(flags)
-    kv_dtype = kv_dtype_of(flags) or spec.kv_cache_dtype or "auto"
+    blocks, kv_dtype = blocks_of(flags), spec.kv_cache_dtype or "auto"
     uncounted = tuple(unsized(flags))
-    wide = flags.get(DTYPE, spec.dtype) in WIDE
+    wide = spec.dtype in WIDE
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
-    share, share_words = _share(spec, flags)
+    share, share_words = _share(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
     return EngineArgs(
@@ -157,13 +153,13 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         recipe=_recipe(spec),
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
-        max_model_len=length or spec.max_model_len,
-        max_num_seqs=amount_in(flags, "max-num-seqs") or spec.max_num_seqs,
-        max_num_batched_tokens=amount_in(flags, "max-num-batched-tokens") or spec.max_num_batched_tokens,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
         wide=wide,
         kv_cache_dtype=kv_dtype,
         block_tokens=amount_in(flags, BLOCK),
-        enforce_eager=flags.get("enforce-eager", spec.enforce_eager) is True,
+        enforce_eager=spec.enforce_eager,
         prefix_caching=flags.get("enable-prefix-caching") is not False,
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
@@ -179,20 +175,16 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         drafts=drafts,
         uncounted=uncounted,
         changes=changes,
-        trusts_code=spec.trusts_code(),
+        trusts_code=spec.trust_remote_code,
         other_config=not _OTHER_CONFIG.isdisjoint(flags),
-        load_format=loader if isinstance(loader := flags.get("load-format"), str) else spec.load_format,
-        length_by_flag=spec.max_model_len is None and length is not None,
+        load_format=spec.load_format,
         rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
     )
 
 
 def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
     """The entry with the values of `args` in place of `auto`."""
-    spec = at_any_length(spec)
-    values: dict[str, Any] = {"model": args.model, "revision": args.revision, "quantize": args.quantize}
-    if not amount_in(parsed(spec.extra_args), LENGTH):
-        values["max_model_len"] = args.max_model_len
+    values = {key: getattr(args, key) for key in ("model", "revision", "quantize", "max_model_len")}
     changed = {key: value for key, value in values.items() if value != getattr(spec, key)}
     return spec.model_copy(update=changed) if changed else spec
 
@@ -201,19 +193,12 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
     """The settings, as written in the entry, whose effect on memory no formula covers."""
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
     names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
-    dtype = value_of(spec.extra_args, DTYPE) or spec.dtype or NARROW[0]
+    dtype = spec.dtype or NARROW[0]
     # With float32, formats and a separate draft are not counted.
     counted = args.wide and args.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
     return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
-
-
-def at_any_length(spec: ModelConfig) -> ModelConfig:
-    """The entry with max_model_len: auto in place of a --max-model-len in extra_args that leaves the length to vLLM."""
-    if value_of(spec.extra_args, LENGTH) not in LONGEST:
-        return spec
-    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, LENGTH))})
 
 
 def recipe_of(spec: ModelConfig) -> QuantizationRecipe:
@@ -228,12 +213,8 @@ def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
         return None
 
 
-def _share(spec: ModelConfig, flags: Mapping[str, Value]) -> tuple[float | None, str]:
+def _share(spec: ModelConfig) -> tuple[float | None, str]:
     """The share of the node's memory for vLLM, and its spelling. On the CPU backend it is one of the machine's memory (cpu_worker.py)."""
-    if (share := share_of(flags)) is not None:
-        return share, f"--{SHARE} {share:g}"
-    if SHARE in flags:
-        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
     if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
         return float(spec.kv_cache["utilization"]), kv_sizing.written("kv_cache", spec.kv_cache)
     share = spec.gpu_memory_utilization

@@ -1,8 +1,9 @@
-"""Writes a model's keys as vLLM's flags, and names the keys that its extra_args set too."""
+"""Writes a model's keys as vLLM's flags, and reads the flags in extra_args that are keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from pydantic import BaseModel
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.fields import VllmFlag
-from sparkd.vllm.flags import parsed
+from sparkd.config.yaml_file import Items, Location, Map, places_in
+from sparkd.vllm.flags import flags_in
 from sparkd.vllm.parsers import OFF
 
 if TYPE_CHECKING:
@@ -54,15 +56,31 @@ def arguments(written: Mapping[str, Any]) -> list[str]:
     return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
 
 
-def contradictions(written: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, message) of every key whose flag stands in extra_args too.
+def with_flags_as_keys(written: Map) -> tuple[Map, list[str]]:
+    """(an entry or the settings of a recipe, in which each flag in extra_args that has a key is that key; the keys that stood there too).
 
-    written: the keys of one entry. A flag of an entry may override a key of its recipe.
+    The last of several flags counts, as in vLLM. A flag with another number of values than its key has stays a flag, for vLLM's parser.
     """
+    flags = [*flags_in(arguments(written))]
+    if not flags:
+        return written, []
+    args, keys, both, rest = written["extra_args"], Map(written, written.places), list[str](), list[int]()
+    places = [places_in(args).get(index, Location()) for index in range(len(args))]
+    for flag, end in zip(flags, [*(flag.place for flag in flags[1:]), len(args)], strict=True):
+        key = keys_by_flag().get(flag.name)
+        if key is None or not isinstance(flag.value, bool if key in SWITCHES else str):
+            rest += range(flag.place, end)
+            continue
+        both += [key] if written.get(key) is not None else []
+        # No message shows a value of extra_args.
+        keys[key], keys.places[key] = flag.value, replace(places[flag.place], secret=True)
+    keys["extra_args"] = Items([args[index] for index in rest], [places[index] for index in rest])
+    return keys, both
+
+
+@cache
+def keys_by_flag() -> Mapping[str, str]:
+    """The key of each flag, without its dashes, that has one."""
     from sparkd.config.model import ModelConfig
 
-    flags = parsed(arguments(written))
-    for key in (*value_flags(ModelConfig), *SWITCHES, "tool_call_parser", "sampling"):
-        flag = _SAMPLING_FLAG if key == "sampling" else key.replace("_", "-")
-        if written.get(key) is not None and flag in flags:
-            yield key, f"{key} and --{flag} in extra_args set the same: remove one of them."
+    return {key.replace("_", "-"): key for key in (*value_flags(ModelConfig), *SWITCHES, "tool_call_parser")}

@@ -1,4 +1,4 @@
-"""Owns the meaning of a model's `kv_cache:` key: its spellings, the keys that contradict it, the worker's settings. Never measures."""
+"""The key `kv_cache:` of a model: its spellings, the keys that contradict it, and the settings of sparkd's worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
 from sparkd.vllm import reserved_args
-from sparkd.vllm.flags import parsed
-from sparkd.vllm.unaccounted_args import LENGTH, amount_in
 from workers.host.runtime import GUARDED
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 
@@ -63,7 +61,7 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def impossible(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of each size that contradicts another number of the entry, for any model."""
-    size, length = model.kv_cache, amount_in(parsed(model.extra_args), LENGTH) or model.max_model_len
+    size, length = model.kv_cache, model.max_model_len
     if not isinstance(size, dict):
         return
     if isinstance(length, int) and size.get("at", 0) > length:
@@ -149,8 +147,10 @@ def sizing_of(
 ) -> dict[str, Any]:
     """The fields of a RankSpec that make sparkd's worker class size the KV cache; empty where vLLM sizes it.
 
-    profiles: the folder of kept profiles, None keeps none. reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by
-    measuring what the engine holds; None without a limit. On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
+    On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
+
+    profiles: the folder of kept profiles, None keeps none.
+    reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by measuring what the engine holds; None without a limit.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in GUARDED):
         return {}

@@ -35,13 +35,13 @@ from sparkd.config.fields import (
 from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
-from sparkd.vllm.reserved_args import trusts_code
 from workers.host.hub_cache import is_hub_id, is_revision
 from workers.host.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:
     from sparkd.config.config import EngineSettings
 
+VLLM_ENTRYPOINTS = ("auto", API_SERVER, COMMAND_LINE)
 # vLLM's bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
 _Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
 _PositiveShare = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=1)]
@@ -225,10 +225,6 @@ class ModelConfig(TuningKeys):
         """Every name a request may call this model by, the canonical one first."""
         return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
 
-    def trusts_code(self) -> bool:
-        """Whether Python code that comes with the checkpoint runs in its engine."""
-        return self.trust_remote_code or trusts_code(self.extra_args)
-
     def vllm_flags(self) -> list[str]:
         """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
         return flags_of(self)
@@ -243,7 +239,7 @@ class ModelConfig(TuningKeys):
 
     def runs_vllm(self, engine: EngineSettings) -> bool:
         """Whether the entry's engine is vLLM, as far as the entry shows."""
-        return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
+        return self.entrypoint_of(engine) in VLLM_ENTRYPOINTS
 
     @property
     def reads_tokenizer(self) -> bool:

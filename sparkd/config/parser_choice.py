@@ -36,7 +36,7 @@ _WHENCE: Mapping[str | None, str] = {
 _MOST_BYTES = 4 << 20
 # A model's files on this node, or as its hub showed them.
 Files = Folder | Remote
-_TOOL_FLAG, _REASONING_FLAG, _TEMPLATE_FLAG = "tool-call-parser", "reasoning-parser", "chat-template"
+_TEMPLATE_FLAG = "chat-template"
 
 
 def expected(spec: ModelConfig, env: Mapping[str, str]) -> Parsers | None:
@@ -60,15 +60,14 @@ def explained(spec: ModelConfig, env: Mapping[str, str], recipe: Mapping[str, An
     if files is not None:
         decided_by = origins(_config(spec, files), *_templates(spec, files))
 
-    def row(key: str, flag: str, name: str | None, origin: str | None) -> dict[str, str | None]:
-        own = getattr(spec, key)
-        if own is None and flag not in parsed(spec.extra_args):
+    def row(key: str, name: str | None, origin: str | None) -> dict[str, str | None]:
+        if (own := getattr(spec, key)) is None:
             return {"name": name, "from": origin if name is not None or origin == UNREAD else None}
-        return {"name": name, "from": RECIPE if own is not None and recipe.get(key) == own else ENTRY}
+        return {"name": name, "from": RECIPE if recipe.get(key) == own else ENTRY}
 
     return {
-        "tool": row("tool_call_parser", _TOOL_FLAG, parsers.tool, decided_by[0]),
-        "reasoning": row("reasoning_parser", _REASONING_FLAG, parsers.reasoning, decided_by[1]),
+        "tool": row("tool_call_parser", parsers.tool, decided_by[0]),
+        "reasoning": row("reasoning_parser", parsers.reasoning, decided_by[1]),
     }
 
 
@@ -79,24 +78,16 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
 
 def with_parsers(spec: ModelConfig, env: Mapping[str, str]) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
-    neither here nor were looked at on its hub (sparkd.config.hub_check). An entry's keys and flags win. Blocks."""
+    neither here nor were looked at on its hub (sparkd.config.hub_check). An entry's keys win. Blocks."""
     files = _files(spec, env)
     choice = Parsers() if files is None else chosen(_config(spec, files), *_templates(spec, files))
-    flags = parsed(spec.extra_args)
-    # A flag that the entry writes out is the whole decision: the key stays as it is. vLLM merges a JSON flag with its own parser in it.
-    tool = spec.tool_call_parser or (None if _TOOL_FLAG in flags else choice.tool or OFF)
-    by_flag = _REASONING_FLAG in flags or "structured-outputs-config" in flags
+    tool = spec.tool_call_parser or choice.tool or OFF
+    # vLLM merges a JSON flag with its own parser in it.
+    by_flag = "structured-outputs-config" in parsed(spec.extra_args)
     reasoning = spec.reasoning_parser or (None if by_flag else choice.reasoning or OFF)
     decided = spec.model_copy(update={"tool_call_parser": tool, "reasoning_parser": reasoning})
-    tool_in_effect = _in_effect(tool, value_of(spec.extra_args, _TOOL_FLAG))
-    reasoning_in_effect = _in_effect(reasoning, value_of(spec.extra_args, _REASONING_FLAG))
+    tool_in_effect, reasoning_in_effect = (None if name == OFF else name for name in (tool, reasoning))
     return decided, Parsers(tool_in_effect, reasoning_in_effect, None if tool_in_effect else choice.tool or choice.nearest)
-
-
-def _in_effect(key: str | None, flag: str | None) -> str | None:
-    """The parser in effect: the flag overrides the key."""
-    name = flag or key
-    return None if name == OFF else name
 
 
 def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:

@@ -1,4 +1,4 @@
-"""Owns the meaning of a model's `quantize:` key: its recipe, the keys it excludes, the loader's settings. Never reads a checkpoint."""
+"""The key `quantize:` of a model: its recipe, the keys that it excludes, and the settings of sparkd's loader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.vllm import reserved_args
-from sparkd.vllm.flags import LOAD_FORMAT, parsed, value_of
+from sparkd.vllm.flags import LOAD_FORMAT, parsed
 from sparkd.vllm.unaccounted_args import unanswered
 from workers.quantization.best_wish import BEST, best_of
 
@@ -63,10 +63,9 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def _bare_stream(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) where the entry sets sparkd's load format without `quantize`."""
-    by_flag = value_of(model.extra_args, "load-format")
-    if (by_flag or model.load_format) == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
-        key = "extra_args" if by_flag else "load_format"
-        yield key, f"{key}: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
+    if model.load_format == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
+        message = f"load_format: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
+        yield "load_format", message
 
 
 def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
@@ -87,8 +86,10 @@ def remark(model: ModelConfig) -> str | None:
 
 
 def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
-    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
-    weights, None keeps none."""
+    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`.
+
+    cache_dir: the folder of quantized weights, None keeps none.
+    """
     if model.quantize is None:
         return {}
     if is_open(model.quantize):

@@ -46,16 +46,14 @@ _MOST_BYTES = 4 << 20
 def abilities_of(spec: ModelConfig, environ: Mapping[str, str]) -> Abilities:
     """The abilities that a model's files on this machine show before an engine runs. environ: the engine's own. Blocks; never raises."""
     length = spec.max_model_len if isinstance(spec.max_model_len, int) else None
-    flags = parsed(spec.extra_args)
     folder = folder_of(spec.model, spec.revision, environ)
     if folder is None:
         return Abilities(max_model_len=length)
     config, files = _read(folder)
     if config is None:
         return Abilities(max_model_len=length)
-    tasks = None if not _OTHER_WAYS.isdisjoint(flags) else tasks_of(config, files)
-    says_length = spec.max_model_len is not None or "max-model-len" in flags
-    return Abilities(tasks, max_model_len=length if says_length else _longest(config))
+    tasks = None if not _OTHER_WAYS.isdisjoint(parsed(spec.extra_args)) else tasks_of(config, files)
+    return Abilities(tasks, max_model_len=length if spec.max_model_len is not None else _longest(config))
 
 
 def _read(folder: str) -> tuple[dict[str, Any] | None, list[str]]:

@@ -46,7 +46,7 @@ def refusal(spec: ModelConfig, config: Config) -> str | None:
     if not _runs_code_of_a_hub(spec, config):
         return None
     env = spec.environment(config.engine)
-    revision = _revision(spec)
+    revision = spec.revision
     if not _is_commit(revision):
         remote = looked_at(spec, env)
         commit = _cached_commit(spec.model, revision, env) or (None if remote is None else remote.commit)
@@ -63,8 +63,8 @@ def refusal(spec: ModelConfig, config: Config) -> str | None:
 
 def commits_of(started: ModelConfig) -> Commits | None:
     """The commits that the engine of a `pinned` entry is held to; None where it runs no code of a hub."""
-    commit = _revision(started)
-    if not started.trusts_code() or started.model.startswith("/") or commit is None or not _is_commit(commit):
+    commit = started.revision
+    if not started.trust_remote_code or started.model.startswith("/") or commit is None or not _is_commit(commit):
         return None
     others = [*filter(None, [value_of(started.extra_args, _CODE_REVISION)])]
     commits = {started.model: [commit, *others]}
@@ -77,15 +77,11 @@ def commits_of(started: ModelConfig) -> Commits | None:
 
 def _runs_code_of_a_hub(spec: ModelConfig, config: Config) -> bool:
     vllm = spec.runs_vllm(config.engine)
-    return vllm and spec.trusts_code() and not spec.model.startswith("/") and not is_elsewhere(spec.environment(config.engine))
-
-
-def _revision(spec: ModelConfig) -> str | None:
-    return value_of(spec.extra_args, "revision") or spec.revision
+    return vllm and spec.trust_remote_code and not spec.model.startswith("/") and not is_elsewhere(spec.environment(config.engine))
 
 
 def _commit(spec: ModelConfig, draft: Mapping[str, Any]) -> Any:
-    return draft["revision"] if _is_commit(draft.get("revision")) else _revision(spec)
+    return draft["revision"] if _is_commit(draft.get("revision")) else spec.revision
 
 
 def _is_commit(revision: object) -> bool:

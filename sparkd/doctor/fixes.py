@@ -77,7 +77,7 @@ def apply(fix: Fix, root: Path) -> None:
                 path.unlink(missing_ok=True)
             complaint = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             raise StateError(
-                f"`{' '.join(command)}` failed: {complaint[-1][:200] if complaint else 'it complaint nothing'}. Nothing was changed."
+                f"`{' '.join(command)}` failed: {complaint[-1][:200] if complaint else 'it said nothing'}. Nothing was changed."
             ) from error
 
 

@@ -17,8 +17,7 @@ from sparkd.config.overlay import in_order, problems_of
 from sparkd.config.refusal import refuse
 from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError
-from sparkd.vllm.flags import speculative_config
-from sparkd.vllm.reserved_args import trusts_code
+from sparkd.vllm.flags import parsed, speculative_config
 from workers.host import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
@@ -126,7 +125,7 @@ class RecipeFile:
 
     def trusting(self) -> bool:
         """Whether the recipe runs Python code that comes with a model."""
-        return bool(self.settings.get("trust_remote_code")) or trusts_code(self.arguments)
+        return bool(self.settings.get("trust_remote_code")) or parsed(self.arguments).get("trust-remote-code", False) is not False
 
 
 def is_foreign(table: Mapping[str, Any]) -> bool:

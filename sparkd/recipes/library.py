@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint.source import FOLDER_SIGNS
-from sparkd.config.yaml_file import ConfigProblem, parse
+from sparkd.config.yaml_file import ConfigProblem, Map, parse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
 
@@ -100,7 +100,9 @@ class RecipeLibrary:
 
     def settings(self, name: str | None) -> dict[str, Any]:
         """The entry keys that a recipe sets; empty for None. Raises like `find`."""
-        return {} if name is None else self.find(name).settings
+        from sparkd.config.engine_flags import with_flags_as_keys
+
+        return {} if name is None else with_flags_as_keys(Map(self.find(name).settings))[0]
 
     def _found(self, name: str) -> tuple[RecipeFile | None, list[ConfigProblem]]:
         from sparkd.recipes.file import read_recipe

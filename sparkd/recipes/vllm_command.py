@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from sparkd.config.engine_flags import SWITCHES, value_flags
+from sparkd.config.engine_flags import SWITCHES, keys_by_flag
 from sparkd.config.model import ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.vllm.flags import SHORT, Value, amount, flags_in, is_value, json_object, parsed, value_of, words
@@ -25,7 +25,7 @@ _SHORT_WORD = re.compile(r"(-[A-Za-z]+)(\d*)")
 _GIB = "gpu-memory-utilization-gb"
 
 
-def _number(text: str) -> Any:
+def _number(text: Any) -> Any:
     """The value of a number's flag; a text such as 128K stays, because the key accepts it."""
     return int(text) if text.isdecimal() else float(text) if _NUMBER.fullmatch(text) else text
 
@@ -34,24 +34,18 @@ def _is_number(kind: Any) -> bool:
     return kind in (int, float) or any(map(_is_number, get_args(kind)))
 
 
-# Flag -> (key, function that reads its value). Any other flag stays a flag.
-_KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    **{
-        key.replace("_", "-"): (key, _number if _is_number(ModelConfig.model_fields[key].annotation) else str)
-        for key in value_flags(ModelConfig)
-    },
-    "tensor-parallel-size": ("tensor_parallel", _number),
-    "tool-call-parser": ("tool_call_parser", str),
-}
-_SWITCHES = {key.replace("_", "-"): key for key in SWITCHES}
+_KEYS: Mapping[str, str] = {**keys_by_flag(), "tensor-parallel-size": "tensor_parallel"}
 # The flag that the key tool_call_parser sets again.
 _IMPLIED = "enable-auto-tool-choice"
 
 
 @dataclass(slots=True)
 class Command:
-    """The settings in a command line. notes: one sentence for each part that was left out. divided: whether the ranks form a pipeline or
-    copies of the model."""
+    """The settings in a command line.
+
+    notes: one sentence for each part that was left out.
+    divided: whether the ranks form a pipeline or copies of the model.
+    """
 
     model: str | None = None
     served: list[str] = field(default_factory=list)
@@ -109,11 +103,8 @@ def read_arguments(arguments: Sequence[str], command: Command) -> None:
             command.divided |= name in ("pipeline-parallel-size", "data-parallel-size") and value != "1"
         elif any(_UNKNOWN.search(str(each)) for each in values):
             command.notes.append(f"--{name} is left out: its value comes from a shell's variable. Set it on the model.")
-        elif name in _KEYS and isinstance(value, str):
-            key, read = _KEYS[name]
-            command.settings[key] = read(value)
-        elif name in _SWITCHES and value is True:
-            command.settings[_SWITCHES[name]] = True
+        elif name in _KEYS and isinstance(value, bool if _KEYS[name] in SWITCHES else str):
+            command.settings[_KEYS[name]] = _number(value) if _is_number(ModelConfig.model_fields[_KEYS[name]].annotation) else value
         elif name == "kv-cache-memory-bytes" and isinstance(value, str):
             command.settings["kv_cache"] = {"bytes": amount(value) or value}
         elif name == _GIB and isinstance(value, str):

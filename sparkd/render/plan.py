@@ -7,13 +7,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from sparkd.capacity.evidence import EXACT, GUESS
 from sparkd.capacity.fit import gib
 from sparkd.capacity.weights import AHEAD
 from sparkd.checkpoint.source import name_of
+from sparkd.render.models import say
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
-from sparkd.render.terminal import Page
 from sparkd.units import GIB
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
@@ -53,41 +56,55 @@ OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each n
 GENEROUS, NAMED = 12, 4
 
 
-def plan(answer: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
+def plan(answer: Mapping[str, Any], console: Console, *, every: bool = False) -> None:
     """every: also the ways that are not legal, one line each."""
-    _head(answer, page)
+    _head(answer, console)
     choice, refusal = answer["choice"], answer.get("refusal")
     if refusal is not None:
-        page.line(printable(refusal["message"]) + "\n", "red")
-    _options(answer, page, every)
+        say(console, refusal["message"] + "\n", "red")
+    _options(answer, console, every)
     if choice is not None:
-        _bars(choice, page)
-        _how(choice, page)
+        _bars(choice, console)
+        _how(choice, console)
     for note in answer["notes"]:
-        page.line(printable(note), "yellow")
+        say(console, note, "yellow")
 
 
-def draft(answer: Mapping[str, Any], page: Page) -> None:
-    """The table of a plan whose numbers vLLM has yet to confirm."""
-    with page.draft():
-        _head(answer, page)
-        _options(answer, page, every=False)
+class Draft:
+    """The table of a plan whose numbers vLLM has yet to confirm, until the next one or `erase`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows = 0
+
+    def draw(self, answer: Mapping[str, Any]) -> None:
+        self.erase()
+        self._console.record = True
+        _head(answer, self._console)
+        _options(answer, self._console, every=False)
+        self._rows = self._console.export_text().count("\n")
+        self._console.record = False
+
+    def erase(self) -> None:
+        """Lines that have left the screen stay."""
+        if 0 < self._rows < self._console.height:
+            self._console.file.write(f"\x1b[{self._rows}A\x1b[J")
+        self._rows = 0
 
 
-def _head(answer: Mapping[str, Any], page: Page) -> None:
+def _head(answer: Mapping[str, Any], console: Console) -> None:
     hardware, request = answer["hardware"], answer["asked"]
     stored = f"{answer['quantization']}, " if answer["quantization"] else ""
-    page.line(
-        printable(
-            f"{answer['model']}: {answer['architecture']}, {answer['layers']} layers, {stored}{gib(answer['bytes'])} on disk"
-            f"{_unloaded(answer['unloaded'])}, up to {answer['max_len']:,} tokens"
-        ),
+    say(
+        console,
+        f"{answer['model']}: {answer['architecture']}, {answer['layers']} layers, {stored}{gib(answer['bytes'])} on disk"
+        f"{_unloaded(answer['unloaded'])}, up to {answer['max_len']:,} tokens",
         "bold",
     )
     if experts := answer.get("unknown_experts"):
         size, names = gib(sum(experts.values())), ", ".join(list(experts)[:NAMED])
         reason = f"sparkd cannot quantize experts of these names ({names}). Choose a checkpoint that is quantized already"
-        page.line(printable(f"{size} keep their precision in every format: {reason}."), "red")
+        say(console, f"{size} keep their precision in every format: {reason}.", "red")
     requests = f"{request['requests']} request{'s' if request['requests'] != 1 else ''} at once"
     length = f"of {request['max_model_len']:,} tokens" if request["max_model_len"] else "of as many tokens as fit"
     length += f", drafting by {request['speculative']}" if request["speculative"] else ""
@@ -97,9 +114,9 @@ def _head(answer: Mapping[str, Any], page: Page) -> None:
     else:
         nodes = f"{request['nodes']} x {hardware['name']}" if request["nodes"] > 1 else hardware["name"]
     if (entry := answer.get("entry")) is not None:
-        page.line(printable(f"as the entry {entry['name']} of {entry['origin']} has it"))
+        say(console, f"as the entry {entry['name']} of {entry['origin']} has it")
     each = " each" if whose is None or request["nodes"] > 1 else ""
-    page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
+    say(console, f"on {nodes} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
 
 
 def _unloaded(sizes: Mapping[str, int]) -> str:
@@ -108,7 +125,7 @@ def _unloaded(sizes: Mapping[str, int]) -> str:
     return f" (vLLM leaves {gib(sum(sizes.values()))} there: {', '.join(words)})" if words else ""
 
 
-def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
+def _options(answer: Mapping[str, Any], console: Console, every: bool) -> None:
     right, spare = {"NODES", *_FIGURES}, ("FIRST LOAD", "NEXT", "REST", "SURE", "SPLIT", "FREE")
     table = Table("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES, right=right, spare=spare)
     rejected = []
@@ -135,17 +152,17 @@ def _options(answer: Mapping[str, Any], page: Page, every: bool) -> None:
             style="bold green" if number == 0 else "",
         )
     if len(rejected) < len(answer["options"]):
-        page.table(table)
+        table.show(console)
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in answer["options"])
         bound = "TOKENS/S: upper bound for one request, from memory bandwidth"
         if measured:
             bound = "TOKENS/S: estimate for one request, by the rate of an earlier bench"
         elif unknown:
             bound = "-: the speed of this machine is not known"
-        page.line(f"Weights, cache and rest are for one node. {bound}.", "dim")
-        page.line(_sureness(answer["options"]), "dim")
-        page.line(_answered(answer.get("vllm")) + "\n", "dim")
-    _rejected(rejected, page, every or len(rejected) == len(answer["options"]))
+        say(console, f"Weights, cache and rest are for one node. {bound}.", "dim")
+        say(console, _sureness(answer["options"]), "dim")
+        say(console, _answered(answer.get("vllm")) + "\n", "dim")
+    _rejected(rejected, console, every or len(rejected) == len(answer["options"]))
 
 
 def _seconds(seconds: float | None) -> str:
@@ -168,11 +185,11 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
     """The line on the vLLM that was consulted; empty where a daemon of another release does not report it."""
     if vllm is None:
         return ""
-    runtime = printable(vllm["runtime"])
+    runtime = vllm["runtime"]
     if vllm["version"] is None:
         return f"vLLM was not consulted: the environment of {runtime} has none."
     outcome = "answered" if vllm["answered"] else "was not asked about it, or could not tell"
-    return f"vLLM {printable(vllm['version'])} in the environment of {runtime} {outcome}."
+    return f"vLLM {vllm['version']} in the environment of {runtime} {outcome}."
 
 
 def _format(option: Mapping[str, Any]) -> str:
@@ -180,7 +197,7 @@ def _format(option: Mapping[str, Any]) -> str:
     return f"{option['prequantized']} ({name_of(option['model'])})" if option.get("prequantized") else str(option["format"])
 
 
-def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None:
+def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -> None:
     """One line for each reason; without `every` only where there was something to count."""
     ways: dict[str, list[str]] = {}
     for option in options:
@@ -191,25 +208,25 @@ def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None
     shown = list(ways.items()) if every else list(ways.items())[:GENEROUS]
     for reason, choices in shown:
         more = f" and {len(choices) - NAMED} more" if len(choices) > NAMED else ""
-        page.line(printable(f"{', '.join(choices[:NAMED])}{more}: {reason}."), "yellow")
+        say(console, f"{', '.join(choices[:NAMED])}{more}: {reason}.", "yellow")
     if hidden := len(options) - sum(len(choices) for _, choices in shown):
-        page.line(f"{hidden} more {'is' if hidden == 1 else 'are'} rejected: --all shows why.", "dim")
+        say(console, f"{hidden} more {'is' if hidden == 1 else 'are'} rejected: --all shows why.", "dim")
     if options:
-        page.line()
+        say(console, "")
 
 
-def _bars(choice: Mapping[str, Any], page: Page) -> None:
+def _bars(choice: Mapping[str, Any], console: Console) -> None:
     parts = choice["footprint"]
-    cells = min(BAR_CELLS, max(20, page.width - 20))
+    cells = min(BAR_CELLS, max(20, console.width - 20))
     widths = _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells)
     bar = [(letter * width, style) for (_, letter, style), width in zip(SEGMENTS, widths, strict=True)]
     for number in range(choice["nodes"]):
-        page.pieces([(f"node {number}  ", ""), *bar, (f"  {gib(parts['memory'])}", "")])
+        console.print(Text.assemble((f"node {number}  ", ""), *bar, (f"  {gib(parts['memory'])}", "")))
     pairs = [((letter, style), (f" {_WORDS[name]} {gib(parts[name])}", "")) for name, letter, style in SEGMENTS if parts[name]]
-    page.pieces([piece for number, pair in enumerate(pairs) for piece in ([("  ", "")] if number else []) + list(pair)])
+    console.print(Text.assemble(*[piece for number, pair in enumerate(pairs) for piece in ([("  ", "")] if number else []) + list(pair)]))
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
-    page.line(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
+    say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
 
 
 def _widths(sizes: list[int], cells: int) -> list[int]:
@@ -221,20 +238,20 @@ def _widths(sizes: list[int], cells: int) -> list[int]:
     return [*widths, cells - sum(widths)]
 
 
-def _how(choice: Mapping[str, Any], page: Page) -> None:
+def _how(choice: Mapping[str, Any], console: Console) -> None:
     if choice.get("configured"):
-        _decided(choice, page)
+        _decided(choice, console)
     elif choice["config"] is None:
-        page.line("sparkd takes stages of several ranks by tensor_parallel: auto alone; vLLM's own commands for it:", "bold")
+        say(console, "sparkd takes stages of several ranks by tensor_parallel: auto alone; vLLM's own commands for it:", "bold")
     else:
-        _entry(choice, page)
+        _entry(choice, console)
     if len(choice["ranks"]) > 1:
-        page.line(f"{OWN_WORDS}.", "dim")
+        say(console, f"{OWN_WORDS}.", "dim")
     for rank in choice["ranks"]:
         if len(choice["ranks"]) > 1:
-            page.line(f"# node {rank['node']}", "dim")
-        page.line(printable(_command(rank, " \\\n    " if page.is_terminal else " ")), whole=True)
-    page.line()
+            say(console, f"# node {rank['node']}", "dim")
+        _whole(console, _command(rank, " \\\n    " if console.is_terminal else " "))
+    say(console, "")
 
 
 def _command(rank: Mapping[str, Any], gap: str) -> str:
@@ -244,25 +261,30 @@ def _command(rank: Mapping[str, Any], gap: str) -> str:
     return "".join([*variables, first, *(f"{gap if word.startswith('--') else ' '}{shlex.quote(word)}" for word in others)])
 
 
-def _decided(choice: Mapping[str, Any], page: Page) -> None:
+def _decided(choice: Mapping[str, Any], console: Console) -> None:
     if choice["config"]:
-        page.line(f"Keys that are auto in the entry of {printable(choice['name'])} become:", "bold")
-        page.line(printable("\n".join(f"    {key}: {_told(value)}" for key, value in choice["config"].items())), whole=True)
-        page.line()
-    page.line("The command that sparkd runs for its entry, without the socket and files of each start:", "bold")
+        say(console, f"Keys that are auto in the entry of {choice['name']} become:", "bold")
+        _whole(console, "\n".join(f"    {key}: {_told(value)}" for key, value in choice["config"].items()))
+        say(console, "")
+    say(console, "The command that sparkd runs for its entry, without the socket and files of each start:", "bold")
 
 
-def _entry(choice: Mapping[str, Any], page: Page) -> None:
-    page.line("In sparkd.yaml:", "bold")
+def _entry(choice: Mapping[str, Any], console: Console) -> None:
+    say(console, "In sparkd.yaml:", "bold")
     lines = ["models:", f"  {choice['name']}:"]
     for key, value in choice["config"].items():
         lines.append(f"    {key}: {_told(value)}")
-    page.line(printable("\n".join(lines)), whole=True)
-    page.line("\nThe command that sparkd then runs:", "bold")
+    _whole(console, "\n".join(lines))
+    say(console, "\nThe command that sparkd then runs:", "bold")
 
 
 def _told(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
+
+
+def _whole(console: Console, text: str) -> None:
+    """A line that can be copied: it is never folded."""
+    console.print(Text(printable(text)), soft_wrap=True)
 
 
 def _split(option: Mapping[str, Any]) -> str:

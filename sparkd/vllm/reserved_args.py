@@ -54,8 +54,8 @@ _OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
 
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
 OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
-_CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
-_LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
+_CACHE = ("device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
+_LOADER = ("model-loader-extra-config", "quantization-config")
 _OWNED_ENV: Mapping[str, str] = {
     "VLLM_API_KEY": "the engine would ask sparkd itself for this key; sparkd's own door asks for another on every path",
     "VLLM_HOST_IP": "sparkd sets it to the node's address in the cluster",
@@ -108,18 +108,13 @@ def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 
 def loader_flags(args: Sequence[str]) -> list[str]:
-    """The flags that say how weights are loaded or quantized."""
+    """The flags without a key that say how weights are loaded or quantized."""
     return [shown(f"--{name}") for name in parsed(args) if name in _LOADER]
 
 
 def cache_flags(args: Sequence[str]) -> list[str]:
-    """The flags that have vLLM size its KV cache, or name a worker class but sparkd's."""
+    """The flags without a key that have vLLM size its KV cache, or name a worker class but sparkd's."""
     return [shown(f"--{name}") for name, value in parsed(args).items() if name in _CACHE and value not in OWN_WORKERS]
-
-
-def trusts_code(args: Sequence[str]) -> bool:
-    """Whether a checkpoint may bring Python code."""
-    return parsed(args).get("trust-remote-code", False) is not False
 
 
 def _name(word: str) -> str:

@@ -56,26 +56,20 @@ _FLAGS = _WEIGHTS | _CACHE | REST
 # (workers/kv), so that nothing is refused over one and no machine is reserved whole for it.
 _MEASURED = frozenset(
     {
-        "max-num-seqs", "max-num-batched-tokens", "max-num-scheduled-tokens", "performance-mode", "optimization-level",
+        "max-num-scheduled-tokens", "performance-mode", "optimization-level",
         "compilation-config", "cudagraph-capture-sizes", "enable-dbo", "ubatch-size", "mm-processor-cache-gb", "mm-ipc-gpu-memory-gb",
         "api-server-count",
     }
 )  # fmt: skip
-# Those of the measured ones whose value is counted, as that of the entry's key of the same name.
-NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
-LENGTH, _KV_DTYPE, DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
-# Values of a length by which vLLM takes the longest that fits.
-LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
 # Types of twice the width of what is stored.
 WIDE = ("float32", "float")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-# Values that leave a flag without an effect on memory: of --load-format those that read the same weights in another way.
+# Values that leave a flag without an effect on memory.
 _IDLE = {
-    "load-format": ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache", "mistral", "dummy"),
     "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
-    "decode-context-parallel-size": ("1",), LENGTH: LONGEST,
+    "decode-context-parallel-size": ("1",),
 }  # fmt: skip
 # Switches that are off by default.
 _OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
@@ -85,8 +79,7 @@ WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
-# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.capacity.requirement.reserved_gib).
-SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
+BYTES = "kv-cache-memory-bytes"
 
 
 def uncounted(flags: Flags) -> list[str]:
@@ -96,16 +89,13 @@ def uncounted(flags: Flags) -> list[str]:
 
 def measured(args: Sequence[str]) -> list[str]:
     """Every flag whose cost is not counted beforehand and is measured by each start."""
-    return [_written(name, value) for name, value in parsed(args).items() if name in _MEASURED and name not in NUMBERS]
+    return [_written(name, value) for name, value in parsed(args).items() if name in _MEASURED]
 
 
 def unsized(flags: Flags) -> list[str]:
-    """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
-    less what has no effect."""
-    sized = {_BLOCKS: blocks_of(flags), SHARE: share_of(flags), LENGTH: amount_in(flags, LENGTH), _KV_DTYPE: kv_dtype_of(flags)}
-    said = {name for name, value in sized.items() if value is not None}
+    """`uncounted`, less blocks of the cache, which are counted, and less what has no effect."""
+    said = {_BLOCKS} if blocks_of(flags) is not None else set()
     said |= {BLOCK} if (amount_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
-    said |= {DTYPE} if flags.get(DTYPE) in (*NARROW, *WIDE) else set()
     said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
     said |= {name for name in _OFF if flags.get(name) is False}
     return [flag for flag in uncounted(flags) if _name(flag) not in said]
@@ -133,21 +123,6 @@ def amount_in(flags: Flags, name: str) -> int | None:
     return amount(value) or None if isinstance(value, str) else None
 
 
-def share_of(flags: Flags) -> float | None:
-    """The --gpu-memory-utilization that vLLM would take; None where there is none that it could."""
-    try:
-        share = float(str(flags.get(SHARE)))
-    except ValueError:
-        return None
-    return share if 0 < share <= 1 else None
-
-
-def kv_dtype_of(flags: Flags) -> str | None:
-    """The --kv-cache-dtype where it is one whose cost is counted."""
-    dtype = flags.get(_KV_DTYPE)
-    return dtype if isinstance(dtype, str) and dtype in KV_DTYPES else None
-
-
 def blocks_of(flags: Flags) -> int | None:
     """The number of KV-cache blocks of --num-gpu-blocks-override; None without the flag, or where vLLM could not serve with its value."""
     blocks = str(flags.get(_BLOCKS))
@@ -162,7 +137,6 @@ def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
     given = parsed(model.extra_args)
     flags = unsized(given)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
-    share = share or share_of(given) is not None
     if model.memory_gib != "auto" or not flags or (share and blocks_of(given) is None):
         return
     better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))

@@ -13,7 +13,6 @@ from rich.console import Console
 from sparkd.bench.compare import Comparison, compare
 from sparkd.cli import bench, incidents
 from sparkd.render import fabric, models, plan, recipes, requests
-from sparkd.render.terminal import Page
 from tests.support.bench_example import example
 
 WIDTHS = (60, 80, 100, 120, 170)
@@ -137,10 +136,8 @@ def _options(console: Console) -> None:
              "processes": GIB, "free": 30 * GIB, "decode_tokens_s": 45.6, "first_load_s": 500.0, "next_load_s": 61.0}  # fmt: skip
     rest = {"fits": True, "nodes": 2, "tensor_parallel": 2, "pipeline_parallel": 1, "max_model_len": 262144, "model": SOURCE}
     formats = ("int4-g32", "int4-g64", "int4-g128", "experts=mxfp4, attention=fp8-block, rest=bf16")
-    page = Page()
-    page._console = console
     rows = [{**rest, "format": name, "footprint": parts} for name in formats]
-    plan._options({"hardware": {}, "options": rows}, page, every=False)
+    plan._options({"hardware": {}, "options": rows}, console, every=False)
 
 
 def _benches() -> list[dict[str, Any]]:

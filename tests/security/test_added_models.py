@@ -234,7 +234,7 @@ def book(tmp_path: Path, request: pytest.FixtureRequest) -> RecipeLibrary:
 def test_a_recipe_that_trusts_code_is_taken_as_it_pins_it(book: RecipeLibrary) -> None:
     spec = parse_model("m", {"recipe": "trusting", "max_num_seqs": 4, "extra_args": ["--enforce-eager"]}, over_admin=True, book=book)
 
-    assert spec.model == "good/model" and spec.trusts_code()
+    assert spec.model == "good/model" and spec.trust_remote_code
 
 
 @pytest.mark.parametrize("key, value", [("model", "evil/model"), ("revision", "evil"), ("model", "good/model")])

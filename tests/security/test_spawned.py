@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparkd.cli.quantized import Chosen
 
 from sparkd.admin import pulls
 from sparkd.bench import benchy
@@ -27,6 +26,7 @@ from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.checkpoint import read_checkpoint
 from sparkd.cli import export
+from sparkd.cli.export import Chosen
 from sparkd.cluster import head_probe
 from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.doctor import fixes

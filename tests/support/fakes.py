@@ -83,7 +83,7 @@ class FakeCluster:
         self.answers: dict[str, dict[str, Any]] = {}
         self.offered: dict[str, float] = {}
         self.held: dict[str, Held] = {}
-        self.shut_nodes: frozenset[str] = frozenset()
+        self.cordoned: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
         self.known_abilities = Abilities()
         self.expected_parsers: Parsers | None = None
@@ -99,11 +99,11 @@ class FakeCluster:
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s, **about_ray)
 
     def book(self) -> MemoryBook:
-        offered = {node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}
-        return MemoryBook(offered, dict(self.held), self.shut_nodes, self.room_gib)
+        offered = {node: gib for node, gib in self.offered.items() if node not in self.cordoned}
+        return MemoryBook(offered, dict(self.held), self.cordoned, self.room_gib)
 
-    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
-        self.shut_nodes, self.room_gib = nodes, room_gib
+    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+        self.cordoned, self.room_gib = nodes, room_gib
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")

@@ -133,8 +133,8 @@ def test_a_plan_that_is_made_again_by_its_cure_has_a_choice(folder: Path) -> Non
             if cure.settings:
                 cures.append(cure)
                 size = cure.settings.get("kv_cache", cache)
-                again = {**keys, "max_model_len": cure.settings.get("max_model_len", length), **cache_keys(size)}
-                second = refusal(options(model, node, ways=ways, **again), 1)
+                followed = {key: value for key, value in cure.settings.items() if key in ("max_model_len", "quantize")}
+                second = refusal(options(model, node, ways={(1, 1), *ways}, **{**keys, **followed, **cache_keys(size)}), 1)
                 # A length is first brought within what the model has, and then what the memory holds.
                 assert second is None or (found is not None and found.cause == "length" != second.cause), f"{cure} of {found}"
 

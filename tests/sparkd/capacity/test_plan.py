@@ -29,6 +29,7 @@ from sparkd.capacity.requirement import Placement, requirement_of
 from sparkd.cluster.launcher import Launcher, StartId
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.config.model import ModelConfig
+from sparkd.config.parser_choice import with_parsers
 from sparkd.config.trusted_commits import pinned
 from sparkd.fabric.environment import expected, wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
@@ -108,9 +109,10 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
         raise AssertionError("a rank alone asks for no cables")
 
     need = requirement_of(pinned(spec, config), config, facts(), FREE / GIB, FREE / GIB, ways)
+    parsed, _ = with_parsers(need.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
-    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
+    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, parsed, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
@@ -471,15 +473,17 @@ def test_auto_is_what_the_daemon_decides(
     free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of some 12 GiB over one and two nodes of so much."""
-    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="auto", max_model_len="auto")
+    keys = {"quantize": "auto", "max_model_len": "auto", "kv_cache": {"sequences": 1}}
+    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, **keys)
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
-        decided = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways).spec
+        need = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
+        decided = need.spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
         spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
-        assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+        assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 
 def test_an_image_is_the_recipes_unless_another_is_named(

@@ -77,7 +77,7 @@ def test_without_an_account_all_that_a_node_lends_is_reserved(platform: str, key
 
 @pytest.mark.parametrize("value", ["much", "0", "1.5", "nan"])
 def test_a_share_that_vllm_would_not_read(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"gpu.memory.utilization.*\b0\b.*\b1\b"):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         need("cuda", extra_args=[UTILIZATION, value])
 
 

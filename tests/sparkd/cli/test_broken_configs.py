@@ -47,7 +47,7 @@ ENTRIES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
     ({"extra_args": ["--tensor-parallel-size", "2"]}, ("tensor_parallel",), 4),
     ({"extra_args": ["model"]}, ("no flag",), 4),
     ({"extra_args": ["--enforce-eagr"]}, ("--enforce-eagr: vLLM",), 4),
-    ({"extra_args": ["--max-num-seqs", "many"]}, ("--max-num-seqs: vLLM",), 4),
+    ({"extra_args": ["--max-num-seqs", "many"]}, ("max_num_seqs", "a whole number", "not shown"), 4),
 ]
 
 

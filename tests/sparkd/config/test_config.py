@@ -135,7 +135,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
         ("models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]", 4, ["models.a.quantize", "layers[0]", "'fp9'"]),
         (
             "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load-format=auto]",
-            *(5, ["models.a", "'--load-format' and quantize", "exclude"]),
+            *(6, ["models.a", "load_format and quantize", "exclude"]),
         ),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a/../b: {model: o/a}}", 1, ["models", "'a/../b'", "name"]),

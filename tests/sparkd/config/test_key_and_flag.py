@@ -13,8 +13,16 @@ from sparkd.errors import ConfigError
 
 BOTH: list[tuple[str, Any, list[str]]] = [
     ("max_model_len", "8K", ["--max-model-len=8192"]), ("enforce_eager", True, ["--no-enforce-eager"]),
-    ("sampling", {"temperature": 0.5}, ["--override-generation-config", '{"temperature":0.7}']),
 ]  # fmt: skip
+
+
+def test_flags_that_vllm_would_complete_are_refused_with_the_other_mistakes_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    args = "    extra_args:\n    - --seed=1\n    - --max-mod\n    - 9\n"
+    file.write_text(f"models:\n  m:\n    model: o/m\n    tll: 1\n{args}  n:\n    model: o/n\n    entrypoint: other.server\n{args}")
+
+    unknown, begun = read(file, {}, {}).document.problems
+    assert (unknown.line, begun.line) == (4, 7) and "--max-model-len?" in begun.message
 
 
 @pytest.mark.parametrize(("key", "value", "args"), BOTH)

@@ -186,7 +186,7 @@ def test_two_loaders_exclude_each_other(args: list[str]) -> None:
     assert model(extra_args=["--seed", "1", *args]).extra_args
     with pytest.raises(ConfigError) as caught:
         model(extra_args=["--seed", "1", *args], quantize="bf16")
-    assert lacking(caught.value.message, "quantize", "exclude") == [] and args[0][:6].partition("=")[0] in caught.value.message
+    assert lacking(caught.value.message, "quantize", "exclude") == [] and args[0][2:6] in caught.value.message
 
 
 def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_an_empty_value_is_refused(value: Any) -> None:
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
         ({"model": "./m"}, ["absolute path"]),
-        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["'--max-mod'", "--max-model-len?"]),
+        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["--max-mod ", "--max-model-len?"]),
     ],
 )
 def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: list[str]) -> None:

@@ -64,7 +64,6 @@ def test_the_longest_request(tmp_path: Path) -> None:
     assert abilities_of(model(tmp_path, LLAMA), {}).max_model_len == 8192
     assert abilities_of(model(tmp_path, LLAMA, max_model_len=100), {}).max_model_len == 100
     assert abilities_of(model(tmp_path, LLAMA, max_model_len="auto"), {}).max_model_len is None
-    assert abilities_of(model(tmp_path, LLAMA, extra_args=["--max-model-len", "50"]), {}).max_model_len is None
 
 
 @pytest.mark.parametrize("text", BROKEN)

@@ -220,9 +220,9 @@ def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
     folder = made(tmp_path / "m", template=QWEN3)
 
     assert decided(folder, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")[2] == Parsers("qwen3_xml", "deepseek_r1")
-    args = ["--tool-call-parser", "xlam", "--reasoning-parser=olmo3"]
-    *_, parsers, flags = decided(folder, extra_args=args)
-    assert (parsers, flags) == (Parsers("xlam", "olmo3"), args)
+    *_, parsers, flags = decided(folder, extra_args=["--tool-call-parser", "xlam", "--reasoning-parser=olmo3"])
+    assert parsers == Parsers("xlam", "olmo3")
+    assert flags == ["--reasoning-parser", "olmo3", "--enable-auto-tool-choice", "--tool-call-parser", "xlam"]
     tool, reasoning, parsers, flags = decided(folder, tool_call_parser="none", reasoning_parser=False)
     assert (tool, reasoning, parsers, flags) == (OFF, OFF, Parsers(nearest="hermes"), [])
 

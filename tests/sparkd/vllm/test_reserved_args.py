@@ -5,7 +5,7 @@ import pytest
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 from sparkd.vllm.arg_check import FLAGS_FILE
-from sparkd.vllm.reserved_args import check_args, owned_args, owned_env, trusts_code
+from sparkd.vllm.reserved_args import check_args, owned_args, owned_env
 from tests.support.facts import lacking
 
 
@@ -74,12 +74,6 @@ def test_passes(args: list[str]) -> None:
 def test_a_flag_that_is_not_in_full_is_refused_with_what_to_write(word: str, full: str) -> None:
     ((_, message),) = owned_args(["--seed", "0", word])
     assert full in message
-
-
-@pytest.mark.parametrize("arg", ["--trust_remote_code", "--trust-remote-code"])
-def test_trust_in_code_is_found(arg: str) -> None:
-    assert trusts_code(["--seed", "0", arg])
-    assert not trusts_code(["--seed", "0", "--no-trust-remote-code", "--trust-request-chat-template", "trust-remote-code"])
 
 
 def test_the_message_has_flag_reason_and_cure_and_no_value() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sparkd.config.config import parse_model
-from sparkd.config.engine_args import at_any_length
 from sparkd.config.kv_cache import WORKERS, vllm_sizes
 from sparkd.config.model import ModelConfig
 from sparkd.vllm.arg_check import FLAGS_FILE
@@ -79,12 +78,9 @@ def test_what_a_flag_may_change_is_known_by_its_kind(flags: list[str], changed: 
 @pytest.mark.parametrize(
     ("args", "left"),
     [
-        (["--load-format", "fastsafetensors"], []),
-        (["--load-format", "tensorizer"], ["--load-format"]),
         (["--cpu-offload-gb", "0"], []),
         (["--cpu-offload-gb", "8"], ["--cpu-offload-gb"]),
         (["--no-enable-lora", "--no-enable-expert-parallel"], []),
-        (["--max-model-len", "auto"], []),
     ],
 )
 def test_a_flag_without_an_effect_changes_nothing(args: list[str], left: list[str]) -> None:
@@ -118,7 +114,17 @@ def test_every_flag_of_the_table_is_one_of_the_release() -> None:
     assert {word[2:] for word in spelled} >= _FLAGS
 
 
-def test_a_length_that_is_left_to_vllm_becomes_the_key() -> None:
-    spec = parse_model("m", {"model": "o/m", "extra_args": ["--seed", "1", "--max-model-len", "-1"]}, over_admin=False)
-    found = at_any_length(spec)
-    assert (found.max_model_len, list(found.extra_args)) == ("auto", ["--seed", "1"])
+@pytest.mark.parametrize(
+    ("args", "keys", "rest"),
+    [
+        (["--seed", "1", "--max-model-len", "-1"], {"max_model_len": "auto"}, ["--seed", "1"]),
+        (["--max-num-seqs=8", "--max_num_seqs", "9", "--enforce-eager"], {"max_num_seqs": 9, "enforce_eager": True}, []),
+        (["--trust-remote-code", "--tool-call-parser", "hermes"], {"trust_remote_code": True, "tool_call_parser": "hermes"}, []),
+        (["--dtype", "a", "b", "--no-enforce-eager"], {"dtype": None, "enforce_eager": False}, ["--dtype", "a", "b"]),
+    ],
+)
+def test_a_flag_that_has_a_key_becomes_the_key(args: list[str], keys: dict[str, Any], rest: list[str]) -> None:
+    spec = parse_model("m", {"model": "o/m", "extra_args": args}, over_admin=False)
+    assert {key: getattr(spec, key) for key in keys} == keys
+    assert list(spec.extra_args) == rest
+    assert spec.given["extra_args"] == args, "the entry is shown as it was written"
