@@ -118,12 +118,9 @@ class _Repository:
     def _header(self, file: str) -> tuple[str, bytes, int]:
         """(file, its header without the length, bytes of the file), by one request where the header is short, else by two."""
         raw, size = self._hub.part(self._listing.commit, file, 0, FIRST_BYTES)
-        listed = self._listing.sizes[file]
-        size_bytes = listed if size is None else size
+        size_bytes = self._listing.sizes[file] if size is None else size
         if size_bytes is None:
             raise CheckpointError("the hub does not give its size", file=self.path(file))
-        if listed is not None and listed != size_bytes:
-            raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
         with self._lock:
             self._header_bytes += end
