@@ -19,7 +19,7 @@ from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.bounded_read import read_bounded
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.config.engine_args import engine_args, recipe_of
@@ -119,11 +119,11 @@ def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str,
 
 def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
-    own = spec.environment(config.engine)
-    checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, own)
+    env = {**os.environ, **spec.environment(config.engine)}
+    checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, env)
     wish = best_of(spec.quantize)
     recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide)
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.checkpoint.prequantized import prequantized
-from sparkd.checkpoint.remote_headers import checkpoint_at, checkpoint_of
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
@@ -212,7 +212,7 @@ def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] =
         entry,
         checkpoint,
         order.hardware,
-        read=lambda draft: checkpoint_of(draft, None, env, progress),
+        read=lambda draft: checkpoint_at(draft, None, env, progress),
         unlinked=order.unlinked,
         copies=lambda source, stored: prequantized(source, stored, env),
         answers=answers,
