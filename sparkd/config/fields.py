@@ -169,7 +169,7 @@ def is_name(text: str) -> bool:
 
 def check_name(name: str) -> str:
     if not is_name(name):
-        raise ValueError("up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
+        raise ValueError("a name has up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
     return name
 
 

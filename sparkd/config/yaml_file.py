@@ -150,8 +150,12 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
 
 
 def _without_quotes(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's message without its quotes of the text, which may be part of a secret; signs and token names ('<scalar>') stay."""
-    return re.sub(r"'(?!<)[^']{3,}'", "'...'", " ".join(f"{error.context or ''} {error.problem or ''}".split()))
+    """PyYAML's message without its quotes of the text, which may be part of a secret; its token names ('<scalar>') stay."""
+
+    def hide(match: re.Match[str]) -> str:
+        return match[0] if len(match[1]) <= 2 or match[1].startswith("<") else "'...'"
+
+    return re.sub(r"'([^']*)'", hide, " ".join(f"{error.context or ''} {error.problem or ''}".split()))
 
 
 def _deep_line(text: str) -> int | None:
@@ -263,7 +267,7 @@ class _Builder:
         with suppress(KeyError):
             return self._environ[name]
         reason = f"the environment variable {name} is not set" if name.isidentifier() else "it names no environment variable"
-        self._wrong(node, f"${{env.{name}}}: {reason}. Set one, or write a value in its place.")
+        self._wrong(node, f"${{env.{name}}}: {reason}. Set it, or write a value in its place.")
         return ""
 
     def _wrong(self, node: yaml.Node, message: str) -> None:
