@@ -196,7 +196,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     if headers is None:
         return
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
-    consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
+    consultation = evidence.consultation(args, headers, this_node(platform))
     try:
         consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
