@@ -1,4 +1,4 @@
-"""Owns the agreement of one engine's ranks whether to rehearse, because dummy runs contain collectives. Never measures, never runs one.
+"""Lets the ranks of one engine agree whether to rehearse, because dummy runs contain collectives.
 
 Each rank has its own profiles and memory, perhaps on another node. A rank that rehearsed alone would wait for the others for ever.
 """

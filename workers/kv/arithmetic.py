@@ -1,4 +1,4 @@
-"""Owns the size of the KV cache and the error for a cache that does not fit. Pure: it reads nothing."""
+"""Computes the size of the KV cache, and the error for a cache that does not fit. Pure: it reads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the readings of a machine's and a device's free memory at one moment. Never decides how much of it may be taken.
+"""Reads the free memory of a machine and a device at one moment.
 
 On a GB10 cudaMemGetInfo's free memory is MemFree, so page cache counts against it, while vLLM counts MemAvailable: both are kept.
 """

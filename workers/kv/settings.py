@@ -1,4 +1,4 @@
-"""Owns the operator's settings of the KV cache in the worker: one JSON object in SPARKD_KV. Never measures anything.
+"""Reads the operator's settings of the KV cache in the worker: one JSON object in SPARKD_KV.
 
 The settings are in an environment variable, because vLLM hashes its arguments into the key of its compile cache, and a margin is no reason
 to compile again.

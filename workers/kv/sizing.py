@@ -1,5 +1,4 @@
-"""Owns a worker's steps from loaded weights to a sized cache: rehearse or use a profile, read free memory, subtract, check afterwards.
-Never runs the model itself."""
+"""Takes a worker from loaded weights to a sized cache: rehearse or use a profile, read free memory, subtract, check afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the values that one rank is started from, and which of them cannot be. Never starts anything, never touches a file.
+"""Defines the values that one rank is started from, and refuses those that cannot be.
 
 It crosses from the control plane to a node as plain JSON, so that both sides may run in different Python environments.
 """
