@@ -22,8 +22,11 @@ RECLAIMABLE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes. device_free, device_total: from the driver, None on a CPU. integrated: the device's memory is the host's. sharers: ranks on
-    this host, each of which takes an equal part of its memory.
+    """Bytes.
+
+    device_free, device_total: from the driver, None on a CPU.
+    integrated: the device's memory is the host's.
+    sharers: ranks on this host, each of which takes an equal part of its memory.
     """
 
     total: int

@@ -57,7 +57,11 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """A profile on disk. engine: the digest from its starter (settings.engine). about: facts of the engine, for a reader."""
+    """A profile on disk.
+
+    engine: the digest from its starter (settings.engine).
+    about: facts of the engine, for a reader.
+    """
 
     profile: MeasuredProfile
     engine: str | None

@@ -145,8 +145,11 @@ class Sizing:
         return self._pool is not None
 
     def allocated(self, requests: float, max_model_len: int | None = None) -> None:
-        """Called once vLLM has allocated the cache. requests: the number of requests of max_model_len tokens that it holds; max_model_len:
-        None where vLLM has not changed it."""
+        """Called once vLLM has allocated the cache.
+
+        requests: the number of requests of max_model_len tokens that it holds.
+        max_model_len: None where vLLM has not changed it.
+        """
         if self._pool is None or self._need is None:
             return
         if max_model_len is not None:
