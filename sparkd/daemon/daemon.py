@@ -115,9 +115,9 @@ async def _serve(config: Config, options: Options) -> None:
 
 
 async def _serve_locked(config: Config, options: Options, systemd: Systemd, environ: Mapping[str, str]) -> None:
-    listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
+    listening = list(systemd.listeners) or [bind(config.host, config.port)]
     for inherited in systemd.listeners:
-        _check_inherited(config, inherited.socket, environ)
+        _check_inherited(config, inherited, environ)
     store = Store(config.state_dir / FILE)
     try:
         with machine_lock():
