@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +15,7 @@ PROMPTS = Path(__file__).with_name("quality_prompts.txt")
 TOP, LOOKED_UP = 64, 512
 # Tokens of a greedy answer that are compared.
 GREEDY_TOKENS = 32
-OWN_TEXT, SHIPPED = "text", "sparkd's text"
+SHIPPED = "sparkd's text"
 MOST_TEXT_BYTES = 16_384
 LEAST_WORDS = 20
 # An answer with LOOKED_UP log-probabilities a token has about 35 kB for each, so a passage is some 25 MB.
@@ -46,11 +45,6 @@ def checked(name: str, text: str) -> str:
     if len(_WORD.findall(stripped)) < LEAST_WORDS:
         raise BadRequest(f"The text {name} has fewer than {LEAST_WORDS} words, which measure nothing: give a longer one.", param="text")
     return stripped
-
-
-def name_of(text: str) -> str:
-    """Names a text in a result, so that only the same text goes on with it."""
-    return f"{OWN_TEXT}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 @cache

@@ -24,12 +24,10 @@ from sparkd.bench.figures import one_line
 from sparkd.bench.passages import (
     GREEDY_TOKENS,
     LOOKED_UP,
-    OWN_TEXT,
     SHIPPED,
     TOP,
     agreement,
     checked,
-    name_of,
     passages,
     prompts,
     shipped_text,
@@ -62,7 +60,6 @@ class _Reference:
 class QualityBench(BaseModel):
     """
     text: the name of the text.
-    profile: a shorter one.
     content: of the text.
     formats: spellings, `entry` for the mix of the entry, or empty for the entry's own or FORMATS.
     """
@@ -71,7 +68,7 @@ class QualityBench(BaseModel):
 
     kind: Literal["quality"] = "quality"
     text: str
-    profile: str
+    profile: str = "quality"
     content: str = Field(repr=False)
     formats: tuple[str, ...] = ()
     tool: str = f"sparkd {__version__}"
@@ -201,6 +198,6 @@ def quality_bench(formats: Sequence[str], text: str | None, text_name: str | Non
     """Raises BadRequest for a format that is none, and for a text that is too short or too long."""
     for form in formats:
         check_format(form)
-    name = SHIPPED if text is None else text_name or OWN_TEXT
+    name = SHIPPED if text is None else text_name or "text"
     content = shipped_text() if text is None else checked(name, text)
-    return QualityBench(text=text_label(name, content), profile=name_of(content), content=content, formats=tuple(dict.fromkeys(formats)))
+    return QualityBench(text=text_label(name, content), content=content, formats=tuple(dict.fromkeys(formats)))

@@ -16,8 +16,9 @@ import typer
 
 from sparkd.cli.config_file import config_path
 from sparkd.cli.folder_owner import refuse_another_users
-from sparkd.cli.options import Json, StateDir, argument, option, wants_json
+from sparkd.cli.options import StateDir, argument, option
 from sparkd.cli.serve import ConfigFile
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.render.page import say_json
 from workers.host import processes
@@ -38,13 +39,12 @@ MAX_TOKEN_CHARS = 512
 
 
 def register(app: typer.Typer) -> None:
-    app.command("join")(join)
-    app.command("leave")(leave)
-    app.command("token")(token)
+    for function in (join, leave, token):
+        app.command(function.__name__)(verb(function, daemon=False))
 
 
 def join(
-    ctx: typer.Context,
+    session: Session,
     head: Annotated[str, argument(metavar="HEAD", help="Host or host:port of the head; default port 6379.")],
     token: Annotated[str | None, option("--token", metavar="-|FILE", help="The head's token; - reads stdin.")] = None,
     node_ip: Annotated[
@@ -53,7 +53,6 @@ def join(
     config: ConfigFile = None,
     state_dir: StateDir = None,
     foreground: Annotated[bool, option("--foreground", help="Run until Ctrl-C even if the systemd unit is installed.")] = False,
-    json: Json = False,
 ) -> None:
     """Join this node to the head of a cluster.
 
@@ -67,9 +66,8 @@ def join(
     from sparkd.cluster.join_route import route_to
     from sparkd.cluster.machine_lock import machine_lock
     from sparkd.config.config import STATE_DIR
-    from sparkd.render import models as show
 
-    loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
+    loaded, err = _loaded(config, state_dir), session.err
     refuse_another_users(loaded.state_dir)
     target = find_head(head)
     if loaded.cluster.address not in (None, target.address):
@@ -104,7 +102,7 @@ def join(
     membership.keep(loaded, record, secret)
     how = f"once this runs: {STAY}" if by_unit else "until Ctrl-C."
     err.print(f"This node joins {target.address} as {route.node_ip}, {how}", markup=False)
-    if wants_json(ctx, json):
+    if session.json:
         say_json(
             {"address": target.address, "node": route.node_ip, "why": route.why, "warnings": warnings, "next": STAY if by_unit else None}
         )
@@ -112,7 +110,7 @@ def join(
         _stay(loaded, route.node_ip)
 
 
-def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = None, json: Json = False) -> None:
+def leave(session: Session, config: ConfigFile = None, state_dir: StateDir = None) -> None:
     """Take this node out of its cluster.
 
     Ends Ray and the ranks of models on this node. The head loads those models elsewhere if they fit. Where the systemd unit sparkd-ray
@@ -120,7 +118,6 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
     """
     from sparkd.cluster import membership
     from sparkd.cluster.machine_lock import machine_lock
-    from sparkd.render import models as show
 
     loaded = _loaded(config, state_dir)
     refuse_another_users(loaded.state_dir)
@@ -133,18 +130,14 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
             _end(loaded, joined.node_ip)
     except StateError as error:
         raise Conflict(f"This node still runs Ray for {joined.address}: `{GO}`, then run `sparkd leave` again. {error.message}") from None
-    if wants_json(ctx, json):
-        say_json({"address": joined.address, "node": joined.node_ip})
-    else:
-        show.terminal().print(f"This node has left {joined.address}.", markup=False)
+    session.answer({"address": joined.address, "node": joined.node_ip}, f"This node has left {joined.address}.")
 
 
 def token(
-    ctx: typer.Context,
+    session: Session,
     config: ConfigFile = None,
     state_dir: StateDir = None,
     quiet: Annotated[bool, option("-q", "--quiet", help="Print the token only.")] = False,
-    json: Json = False,
 ) -> None:
     """Print the token and the command to join this head.
 
@@ -160,13 +153,12 @@ def token(
     except OSError as error:
         raise ConfigError(f"The token cannot be read: {error.strerror}. Start sparkd once, then run this as root or its user.") from None
     command = f"sparkd join {address} --token -"
-    if wants_json(ctx, json):
-        say_json({"address": address, "command": command, "token": secret})
-    elif quiet:
-        sys.stdout.write(f"{secret}\n")
-    else:
-        sys.stdout.write(f"On the other node run this, and paste the token:\n\n  sudo -u sparkd {command}\n\n{secret}\n\n")
-        sys.stdout.write(f"Or from here:  sparkd token -q | ssh NODE sudo -u sparkd {command}\n")
+    text = (
+        f"On the other node run this, and paste the token:\n\n  sudo -u sparkd {command}\n\n{secret}\n\n"
+        f"Or from here:  sparkd token -q | ssh NODE sudo -u sparkd {command}"
+    )
+    # Not folded, so that it can be copied as it stands.
+    session.answer({"address": address, "command": command, "token": secret}, lambda: sys.stdout.write(f"{secret if quiet else text}\n"))
 
 
 def _loaded(config: Path | None, state_dir: Path | None) -> Config:

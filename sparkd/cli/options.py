@@ -48,11 +48,6 @@ class CommonOptions:
     json: bool = False
 
 
-def wants_json(ctx: typer.Context, json: bool) -> bool:
-    """Whether `--json` stands before the verb or behind it."""
-    return json or (ctx.find_root().obj or CommonOptions()).json
-
-
 def options(
     ctx: typer.Context,
     url: Url = None,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import Json, argument, group, option, wants_json
+from sparkd.cli.options import argument, group, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
 from workers.host import regular_file
@@ -30,21 +31,20 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.
 def register(app: typer.Typer) -> None:
     recipes = group("recipes", help="List, show, check and import recipes of models.")
     for name, command in (("ls", ls), ("show", show_), ("check", check), ("import", import_)):
-        recipes.command(name)(command)
+        recipes.command(name)(verb(command, daemon=False))
     registries.register(recipes)
     app.add_typer(recipes)
 
 
 def ls(
-    ctx: typer.Context,
+    session: Session,
     name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: list the recipes of this registry.")] = None,
     registry: Annotated[bool, option("--registry", help="List the registries, or the recipes of NAME.")] = False,
     folder: Folder = None,
-    json: Json = False,
 ) -> None:
     """List all recipes with their model and measured rate."""
     if registry:
-        registries.list_registries(name, wants_json(ctx, json))
+        registries.list_registries(session, name)
         return
     if name is not None:
         raise ConfigError(f"{name[:64]!r}: `recipes ls` takes a name with --registry alone; `sparkd recipes show NAME` shows one recipe.")
@@ -57,22 +57,18 @@ def ls(
         wrong += problems
         if file is not None:
             rows.append(summary(file))
-    if wants_json(ctx, json):
-        say_json({"recipes": rows, "problems": [_problem(problem) for problem in wrong]})
-        return
-    from sparkd.render import models as show
     from sparkd.render import recipes as show_recipes
 
-    show_recipes.listed(rows, show.terminal())
-    for problem in wrong:
+    value = {"recipes": rows, "problems": [problem.to_json() for problem in wrong]}
+    session.answer(value, lambda: show_recipes.listed(rows, session.out))
+    for problem in () if session.json else wrong:
         sys.stderr.write(f"{printable(str(problem))}\n")
 
 
 def show_(
-    ctx: typer.Context,
+    session: Session,
     name: Name,
     folder: Folder = None,
-    json: Json = False,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
     from sparkd.config.parser_choice import explained
@@ -83,22 +79,18 @@ def show_(
     spec = resolve(name, book)
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
     description = described(file, spec) | {"parsers": explained(spec, env, book.settings(name))}
-    if wants_json(ctx, json):
-        say_json(description)
-    else:
-        from sparkd.render import models as show
-        from sparkd.render import recipes as show_recipes
+    from sparkd.render import recipes as show_recipes
 
-        show_recipes.described(description, show.terminal())
+    session.answer(description, lambda: show_recipes.described(description, session.out))
+    if not session.json:
         sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(name)[1])
 
 
 def check(
-    ctx: typer.Context,
+    session: Session,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
     parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
     folder: Folder = None,
-    json: Json = False,
 ) -> None:
     """Check recipes.
 
@@ -125,23 +117,18 @@ def check(
         sys.stderr.flush()
         problems += refused_by_parser(models, parser)
     wrong = [problem for problem in problems if problem.severity == "error"]
-    if wants_json(ctx, json):
-        rows = [_problem(problem) for problem in problems]
-        say_json({"ok": not wrong, "recipes": count, "problems": rows})
-    else:
-        sys.stdout.writelines(f"{printable(str(problem))}\n" for problem in problems)
-        counts = f"{count} recipe{'s' if count != 1 else ''}"
-        sys.stdout.write(f"{counts}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
+    summary = f"{count} recipe{'s' if count != 1 else ''}: {verdict(len(wrong), len(problems) - len(wrong))}"
+    value = {"ok": not wrong, "recipes": count, "problems": [problem.to_json() for problem in problems]}
+    session.answer(value, "\n".join([*map(str, problems), summary]))
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
 
 
 def import_(
-    ctx: typer.Context,
+    session: Session,
     file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
     settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Replace one of the recipe's defaults.")] = None,
     to: Annotated[Path | None, option("--to", metavar="FILE", help="Write the recipe to FILE instead of stdout.")] = None,
-    json: Json = False,
 ) -> None:
     """Convert another launcher's recipe to one of sparkd's.
 
@@ -171,8 +158,8 @@ def import_(
                 out.write(converted.text)
         except OSError as error:
             raise ConfigError(f"{to}: it cannot be written: {error.strerror}. Give a new file in an existing folder.") from None
-    if wants_json(ctx, json):
-        rows = [_problem(problem) for problem in problems]
+    if session.json:
+        rows = [problem.to_json() for problem in problems]
         remarks = {key: list(getattr(converted, key)) for key in ("risks", "missing", "notes")}
         say_json({"recipe": converted.recipe, "text": converted.text, **remarks, "problems": rows})
     else:
@@ -248,7 +235,3 @@ def _pairs(pairs: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             settings[key] = text
     return settings
-
-
-def _problem(problem: ConfigProblem) -> dict[str, Any]:
-    return {"file": problem.file, "line": problem.line, "severity": problem.severity, "message": problem.message}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from sparkd.cli.options import Json, argument, option, wants_json
+from sparkd.cli.options import argument, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, Conflict, SparkdError
-from sparkd.render.page import printable, say_json
+from sparkd.render import models as show
+from sparkd.render.page import printable
 
 if TYPE_CHECKING:
     from sparkd.recipes.registry import Registries
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 
 def register(recipes: typer.Typer) -> None:
     """The verbs, below `recipes`."""
-    recipes.command("add-registry")(add_registry)
-    recipes.command("update")(update)
-    recipes.command("remove-registry")(remove_registry)
+    for name, command in (("add-registry", add_registry), ("update", update), ("remove-registry", remove_registry)):
+        recipes.command(name)(verb(command, daemon=False))
 
 
 def add_registry(
-    ctx: typer.Context,
+    session: Session,
     source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: an address that git takes, or a folder.")],
     name: Annotated[str | None, option("--name", metavar="NAME", help="Name for the registry; default: the repository's.")] = None,
-    json: Json = False,
 ) -> None:
     """Add a git repository of recipes at its newest commit.
 
@@ -49,16 +48,13 @@ def add_registry(
     if there := registries.find(chosen):
         raise Conflict(f"The registry {chosen} is there, of {there.url}: `sparkd recipes update {chosen}`, or give another --name.")
     registry = registries.fetch(chosen, url).summary()
-    if wants_json(ctx, json):
-        say_json({"registry": registry})
-        return
-    _say(f"{chosen}: {registry['recipes']} recipes at {_commit(registry)}. `sparkd recipes ls --registry {chosen}` lists them.")
+    text = f"{chosen}: {registry['recipes']} recipes at {_commit(registry)}. `sparkd recipes ls --registry {chosen}` lists them."
+    session.answer({"registry": registry}, text)
 
 
 def update(
-    ctx: typer.Context,
+    session: Session,
     name: Annotated[str | None, argument(metavar="[NAME]", help="Registry; default: all.")] = None,
-    json: Json = False,
 ) -> None:
     """Update registries to their newest commit.
 
@@ -71,53 +67,44 @@ def update(
             rows.append({**registries.fetch(old.name, old.url).summary(), "old_commit": old.commit, "error": None})
         except SparkdError as error:
             rows.append({"name": old.name, "error": error.message})
-    if wants_json(ctx, json):
-        say_json({"registries": rows})
-    else:
-        for row in rows:
-            if row["error"] is None:
-                was = "unchanged" if row["old_commit"] == row["commit"] else f"{row['old_commit'][:12]} ->"
-                _say(f"{row['name']}: {was} {_commit(row)}; {row['recipes']} recipes.")
-        _say_errors(rows)
-        if not rows:
-            _say("No registry is configured. `sparkd recipes add-registry URL` adds one.")
-    _end(rows)
+    lines, failed = list[str](), list[str]()
+    for row in rows:
+        if row["error"] is None:
+            was = "unchanged" if row["old_commit"] == row["commit"] else f"{row['old_commit'][:12]} ->"
+            lines.append(f"{row['name']}: {was} {_commit(row)}; {row['recipes']} recipes.")
+        else:
+            failed.append(f"error: {row['name']}: {row['error']}")
+    none = "No registry is configured. `sparkd recipes add-registry URL` adds one."
+    session.answer({"registries": rows}, "\n".join(lines) if rows else none)
+    if failed and not session.json:
+        show.say(session.err, "\n".join(failed))
+    if failed:
+        raise typer.Exit(SparkdError.exit_code)
 
 
-def remove_registry(
-    ctx: typer.Context, name: Annotated[str, argument(metavar="NAME", help="Name of the registry.")], json: Json = False
-) -> None:
+def remove_registry(session: Session, name: Annotated[str, argument(metavar="NAME", help="Name of the registry.")]) -> None:
     """Remove a registry.
 
     Recipes that were imported from it stay.
     """
     _registries(writing=True).remove(name)
-    if wants_json(ctx, json):
-        say_json({"removed": name})
-    else:
-        _say(f"{name} is removed.")
+    session.answer({"removed": name}, f"{name} is removed.")
 
 
-def list_registries(name: str | None, as_json: bool) -> None:
+def list_registries(session: Session, name: str | None) -> None:
     """`recipes ls --registry [NAME]`: the registries, or the recipes of one."""
-    from sparkd.render import models as show
     from sparkd.render import recipes as show_recipes
 
     registries = _registries()
-    if name is not None:
-        registry = registries.get(name)
-        recipes = list(registry.rows())
-        if as_json:
-            say_json({"registry": registry.summary(), "recipes": recipes})
-            return
-        show_recipes.of_registry(recipes, show.terminal())
-        _say(f"{registry.url} at {_commit(registry.summary())}.")
+    if name is None:
+        rows = [registry.summary() for registry in registries.all()]
+        session.answer({"registries": rows}, lambda: show_recipes.registries(rows, session.out))
         return
-    rows = [registry.summary() for registry in registries.all()]
-    if as_json:
-        say_json({"registries": rows})
-    else:
-        show_recipes.registries(rows, show.terminal())
+    registry = registries.get(name)
+    recipes = list(registry.rows())
+    session.answer(
+        {"registry": registry.summary(), "recipes": recipes}, lambda: show_recipes.of_registry(recipes, registry.summary(), session.out)
+    )
 
 
 def _registries(*, writing: bool = False) -> Registries:
@@ -134,17 +121,3 @@ def _registries(*, writing: bool = False) -> Registries:
 
 def _commit(registry: dict[str, Any]) -> str:
     return f"{registry['commit'][:12]} of {registry['committed'][:10]}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(printable(text) + "\n")
-
-
-def _say_errors(rows: list[dict[str, Any]]) -> None:
-    sys.stdout.flush()
-    sys.stderr.writelines(printable(f"error: {row['name']}: {row['error']}") + "\n" for row in rows if row["error"])
-
-
-def _end(rows: list[dict[str, Any]]) -> None:
-    if any(row["error"] for row in rows):
-        raise typer.Exit(SparkdError.exit_code)

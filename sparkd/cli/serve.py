@@ -15,9 +15,10 @@ from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
 from sparkd.cli.config_file import config_path
-from sparkd.cli.options import Json, StateDir, argument, option, wants_json
+from sparkd.cli.options import StateDir, argument, option
+from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError
-from sparkd.render.page import printable, say_json, verdict
+from sparkd.render.page import say_json, verdict
 from sparkd.units import whole
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
@@ -31,9 +32,9 @@ def register_serve(app: typer.Typer) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("check")(check)
-    app.command("ray-node")(ray_node)
-    app.command("version")(version)
+    app.command("check")(verb(check, daemon=False))
+    app.command("ray-node")(verb(ray_node, daemon=False))
+    app.command("version")(verb(version, daemon=False))
 
 
 def serve(
@@ -114,7 +115,7 @@ def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool
     return load_config(path, flags=flags, environ=os.environ).book().has(source)
 
 
-def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings = None, json: Json = False) -> None:
+def ray_node(session: Session, config: ConfigFile = None, settings: Settings = None) -> None:
     """Run this node's part of Ray, for the systemd unit.
 
     Starts the head if cluster.address is null or names this node, otherwise joins the head there. SIGTERM ends Ray only: engines keep
@@ -131,15 +132,11 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
-    if wants_json(ctx, json):
+    if session.json:
         say_json({"ended": True})
 
 
-def check(
-    config: Annotated[Path, argument(metavar="CONFIG", help="Path of a sparkd.yaml.")],
-    ctx: typer.Context,
-    json: Json = False,
-) -> None:
+def check(session: Session, config: Annotated[Path, argument(metavar="CONFIG", help="Path of a sparkd.yaml.")]) -> None:
     """Check a configuration file.
 
     Prints `file:line: message` for each problem, and the tool and reasoning parsers of each model. Exits with 2 if the file is invalid or
@@ -150,17 +147,12 @@ def check(
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
     parsers = _parsers(config) if not wrong else {}
-    if wants_json(ctx, json):
-        listed = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
-        say_json({"ok": not wrong, "problems": listed, "parsers": parsers})
-    else:
-        from sparkd.config.parser_choice import in_words
+    from sparkd.config.parser_choice import in_words
 
-        for problem in problems:
-            sys.stdout.write(f"{printable(str(problem))}\n")
-        for name, rows in parsers.items():
-            sys.stdout.write(f"models.{name}: parsers: {in_words(rows)}\n")
-        sys.stdout.write(f"{config}: {verdict(len(wrong), len(problems) - len(wrong))}\n")
+    lines = [str(problem) for problem in problems]
+    lines += [f"models.{name}: parsers: {in_words(rows)}" for name, rows in parsers.items()]
+    lines.append(f"{config}: {verdict(len(wrong), len(problems) - len(wrong))}")
+    session.answer({"ok": not wrong, "problems": [problem.to_json() for problem in problems], "parsers": parsers}, "\n".join(lines))
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -178,16 +170,13 @@ def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     }
 
 
-def version(ctx: typer.Context, json: Json = False) -> None:
+def version(session: Session) -> None:
     """Print the version of this program.
 
     `sparkd status` shows the daemon's version.
     """
     python = ".".join(map(str, sys.version_info[:3]))
-    if wants_json(ctx, json):
-        say_json({"sparkd": __version__, "python": python})
-    else:
-        sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
+    session.answer({"sparkd": __version__, "python": python}, f"sparkd {__version__} (Python {python})")
 
 
 def settings_of(pairs: list[str]) -> dict[str, Any]:

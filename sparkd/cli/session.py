@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,20 +38,29 @@ class Session:
     """The tools of a verb: the client, whether JSON is wanted, and the two streams."""
 
     def __init__(self, url: str | None, key_file: Path | None, *, json: bool) -> None:
-        address = base_url(url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
-        self.client = Client(address, admin_key(key_file, os.environ))
+        self._url, self._key_file = url, key_file
         self.json = json
         self.out: Console = show.terminal()
         self.err: Console = show.terminal(stderr=True)
+
+    @cached_property
+    def client(self) -> Client:
+        """Raises ConfigError for an address or a key file that is none."""
+        address = base_url(self._url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
+        return Client(address, admin_key(self._key_file, os.environ))
+
+    def close(self) -> None:
+        if "client" in vars(self):
+            self.client.close()
 
     def answer(self, value: Any, text: str | Callable[[], object]) -> None:
         """Print the value with --json, else the sentence, or what `text` draws."""
         if self.json:
             show.say_json(value)
-        elif isinstance(text, str):
-            show.say(self.out, text)
-        else:
+        elif callable(text):
             text()
+        elif text:
+            show.say(self.out, text)
 
     def follow(
         self,
@@ -126,20 +136,20 @@ class Session:
             return None
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is a Session: adds --url, --key-file and --json to the ones it declares itself."""
+def verb(function: Callable[..., None], *, daemon: bool = True) -> Callable[..., None]:
+    """A command whose first parameter is a Session: adds --json to the ones it declares itself, and of a daemon --url and --key-file."""
     own = inspect.signature(function, eval_str=True)
 
-    def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
+    def command(ctx: typer.Context, json: bool, url: str | None = None, key_file: Path | None = None, **arguments: Any) -> None:
         before = ctx.find_root().obj or CommonOptions()
         session = Session(url or before.url, key_file or before.key_file, json=json or before.json)
         try:
             function(session, **arguments)
         finally:
-            session.client.close()
+            session.close()
 
     named = inspect.Parameter.KEYWORD_ONLY
-    common = {"url": Url, "key_file": KeyFile, "json": Json}
+    common = ({"url": Url, "key_file": KeyFile} if daemon else {}) | {"json": Json}
     parameters = [
         inspect.Parameter("ctx", named, annotation=typer.Context),
         *(parameter.replace(kind=named) for parameter in list(own.parameters.values())[1:]),

@@ -37,6 +37,9 @@ class ConfigProblem:
     severity: str = "error"
     key: Path = field(default=(), compare=False)
 
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.file, "line": self.line, "severity": self.severity, "message": self.message}
+
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
         return f"{place}{'warning: ' if self.severity == 'warning' else ''}{self.message}"

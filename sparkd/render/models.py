@@ -23,10 +23,8 @@ from sparkd.units import GIB
 __all__ = ["duration", "printable", "say_json"]
 
 MIB = 1 << 20
-# Columns of `sparkd ps --wide`: KV cache, requests of full length that fit, bytes of a token, intended and actual margin, method of sizing.
-KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
-# Columns for the engine's parsers, chosen by sparkd or set in the entry.
-PARSER_COLUMNS = ("TOOLS", "REASONING")
+# Columns of `sparkd ps --wide` alone.
+_WIDE = ("CONTEXT", "KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY", "TOOLS", "REASONING", "SOURCE")
 BAR_CELLS = 20
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
@@ -162,27 +160,12 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known models; `sparkd load MODEL` loads one.")
         return
-    numbers = ["FOR", "LOAD", "MEMORY", *(["CONTEXT"] if wide else []), "KV TOKENS"]
-    numbers += [*([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS", "PID"]
+    rows = [{title: cell for title, cell in _cells(model, now_s).items() if wide or title not in _WIDE} for model in shown]
     # A process number is missed least; which node a model is on says where to look.
     spare = () if wide else ("PID", "LOAD", "KV TOKENS", "FOR", "MEMORY")
-    table = Table("MODEL", "STATE", *numbers, "NODE", *(["SOURCE"] if wide else []), right=numbers, spare=spare)
-    for model in shown:
-        progress = model["progress"] or {}
-        table.add(
-            model["name"],
-            _state(model["state"], progress, model.get("turn"), bool(model.get("doubt"))),
-            duration(now_s - model["since_s"]),
-            _or_dash(model["load_s"], lambda s: f"{s:.1f} s") + (" (cache)" if progress.get("source") == "cache" else ""),
-            _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
-            *([_or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}")] if wide else []),
-            _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
-            *([*_kv_cells(progress.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
-            f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
-            str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
-            ", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-",
-            *([model.get("source") or "-"] if wide else []),
-        )
+    table = Table(*rows[0], right=[title for title in rows[0] if title not in ("MODEL", "STATE", "NODE", "SOURCE")], spare=spare)
+    for row in rows:
+        table.add(*row.values())
     table.show(console)
     for model in shown:
         progress = model["progress"] or {}
@@ -205,6 +188,33 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         if last := model.get("last_failure"):
             ago = duration(now_s - last["at_s"])
             say(console, f"{model['name']} failed {ago} ago ({last['reason']}): {last['message']}", "red")
+
+
+def _cells(model: Mapping[str, Any], now_s: float) -> dict[str, str | Text]:
+    """By the title of the column. MARGIN and FREE: what was to stay free beside the KV cache, and what does."""
+    progress, parsers = model["progress"] or {}, model.get("parsers") or {}
+    kv = progress.get("kv") or {}
+    return {
+        "MODEL": model["name"],
+        "STATE": _state(model["state"], progress, model.get("turn"), bool(model.get("doubt"))),
+        "FOR": duration(now_s - model["since_s"]),
+        "LOAD": _or_dash(model["load_s"], lambda s: f"{s:.1f} s") + (" (cache)" if progress.get("source") == "cache" else ""),
+        "MEMORY": _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
+        "CONTEXT": _or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}"),
+        "KV TOKENS": _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
+        "KV CACHE": _or_dash(kv.get("pool_bytes"), size),
+        "FULL REQUESTS": _or_dash(kv.get("sequences"), lambda number: f"{number:,.1f}"),
+        "A TOKEN": _or_dash(kv.get("bytes_per_token"), lambda number: size(int(number))),
+        "MARGIN": _or_dash(kv.get("margin_bytes"), size),
+        "FREE": _or_dash(kv.get("slack_bytes"), lambda number: size(max(0, number))),
+        "SIZED BY": "vLLM" if kv.get("phase") == "stock" else kv.get("source") or "-",
+        "TOOLS": parsers.get("tool") or "-",
+        "REASONING": parsers.get("reasoning") or "-",
+        "REQUESTS": f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
+        "PID": str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
+        "NODE": ", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-",
+        "SOURCE": model.get("source") or "-",
+    }
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -342,22 +352,6 @@ def bar(fraction: float, width: int, console: Console) -> str:
     full, empty = ("#", ".") if console.encoding not in ("utf-8", "utf8") else ("█", "░")
     filled = round(min(1.0, max(0.0, fraction)) * width)
     return full * filled + empty * (width - filled)
-
-
-def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
-    sized_by = "vLLM" if kv.get("phase") == "stock" else kv.get("source") or "-"
-    return [
-        _or_dash(kv.get("pool_bytes"), size),
-        _or_dash(kv.get("sequences"), lambda number: f"{number:,.1f}"),
-        _or_dash(kv.get("bytes_per_token"), lambda number: size(int(number))),
-        _or_dash(kv.get("margin_bytes"), size),
-        _or_dash(kv.get("slack_bytes"), lambda number: size(max(0, number))),
-        sized_by,
-    ]
-
-
-def _parser_cells(parsers: Mapping[str, Any]) -> list[str]:
-    return [str(parsers.get(kind) or "-") for kind in ("tool", "reasoning")]
 
 
 def _sized_why(word: str, reason: str) -> str:

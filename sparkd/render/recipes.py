@@ -54,12 +54,13 @@ def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
         console.print("No registry is configured. `sparkd recipes add-registry URL` adds one.", markup=False)
 
 
-def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> None:
+def of_registry(rows: Iterable[Mapping[str, str | None]], registry: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes ls --registry NAME`."""
     table = Table("RECIPE", "MODEL", "RUNTIME", spare=("RUNTIME",))
     for row in rows:
         table.add(*(row[key] or "-" for key in ("name", "model", "runtime")))
     table.show(console)
+    say(console, f"{registry['url']} at {registry['commit'][:12]} of {registry['committed'][:10]}.")
 
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -20,9 +19,7 @@ from sparkd.bench.profile import Arguments, BenchProfile
 from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import BenchResult, BenchStore, BenchSubject, Cell, CellResult, text_label
 from sparkd.bench.speed_bench import SpeedBench
-from sparkd.cli.bench import MOST_BOOK_BYTES
 from sparkd.errors import BadRequest
-from sparkd.gateway.limits import ClientLimits
 from tests.sparkd.gateway.fakes import view
 from tests.support.fakes import stage
 from tests.support.waiting import HUNG_S
@@ -127,10 +124,3 @@ def test_a_name_that_changes_a_terminal_is_refused_where_it_enters(key: str) -> 
     for name in ("\x1b[2J", "a\u202eb"):
         with pytest.raises(ValidationError, match="without control characters"):
             Benching.model_validate({"model": "m", key: name})
-
-
-def test_the_longest_book_is_a_body_that_is_taken() -> None:
-    book = ('some words of a line, and "more" of them\n' * MOST_BOOK_BYTES)[:MOST_BOOK_BYTES]
-    request = httpx.Request("POST", "http://test", json={"model": "m", "book": book})
-    assert len(request.content) < ClientLimits().admin_body_bytes
-    assert Benching.model_validate({"model": "m", "book": book})
