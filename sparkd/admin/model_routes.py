@@ -75,13 +75,13 @@ class SettingsAnswer(BaseModel):
     ranks: list[RankSettings]
 
 
-def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts, boundary: Boundary) -> None:
     """Register them before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> ModelStart:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
-        return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
+        return starts.of(registry.find(name).name, disk_bytes_s)
 
     @api.get("/models/{name:path}/metrics", summary="The metrics of a model's engine, asked now")
     async def engine_metrics(name: str) -> EnginePage:

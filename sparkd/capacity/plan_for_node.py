@@ -174,14 +174,14 @@ def _answer_of_process(order: PlanOrder) -> dict[str, Any]:
         raise Unavailable(f"{order.request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def ask_here(order: PlanOrder, progress: Callable[[str, int], None]) -> None:
+def ask_here(order: PlanOrder, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
     """Have this node's vLLM answer the questions of a plan; the answers are kept. Blocks for the 10 to 40 s of vLLM's import and more.
 
-    progress: see sparkd.vllm.ask.model.ask.
+    memory_bytes, progress: see sparkd.vllm.ask.model.ask.
 
     Raises EngineError where vLLM gives no answer that is kept, and as planned_here.
     """
-    _answer(order, partial(ask, progress=progress))
+    _answer(order, partial(ask, memory_bytes=memory_bytes, progress=progress))
     if _answer(order)["vllm"]["unanswered"]:
         raise EngineError(
             f"vLLM was ended while it answered about {order.request.model}, for time or memory: the plan stays a guess. "
