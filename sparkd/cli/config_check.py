@@ -144,7 +144,10 @@ def _not_run(runtime: Path | None) -> tuple[str, str] | None:
 
 
 class _Entry:
-    """One model's entry. document: where its keys were written, in the file or in a recipe."""
+    """One model's entry.
+
+    document: where its keys were written, in the file or in a recipe.
+    """
 
     def __init__(self, model: ModelConfig, valid: Config, document: Document) -> None:
         self._config = valid
