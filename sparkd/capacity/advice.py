@@ -11,7 +11,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.evidence import GUESS, Ways
-from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, doubt_in_short, fitted, gib, serving_of, short_cache, single_formats
+from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, doubt_in_short, fitted, serving_of, short_cache, single_formats
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
@@ -20,7 +20,7 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 
 if TYPE_CHECKING:
     from sparkd.capacity.requirement import Requirement

@@ -20,7 +20,7 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.best_wish import BEST
@@ -332,10 +332,6 @@ def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) ->
         return f"{' + '.join(parts)} are {gib(needed.total - limit[0])} more than {limit[1]}{shorter}"
     parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
     return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def _size(size: int) -> str:
