@@ -1,4 +1,4 @@
-"""The command line: its verbs, their exit codes, and one sentence, or one JSON object, for whatever goes wrong. Never shows a traceback."""
+"""The command line: its verbs, their exit codes, and one sentence, or one JSON object, for whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -132,8 +132,10 @@ def _any_verb(argv: list[str]) -> int:
 
 
 def _fail(error: SparkdError, *, as_json: bool) -> int:
-    """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them. as_json: the body that the
-    admin API would have, with the exit code, which a body has not."""
+    """Write one sentence, or one problem a line, to stderr; folded between words where a terminal would cut them.
+
+    as_json: write the body that the admin API would have, with the exit code, which a body has not.
+    """
     from sparkd.render.page import json_text, printable
 
     sys.stdout.flush()

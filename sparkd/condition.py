@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Condition:
     """A state worth knowing.
 
-    reason: a CamelCase word, the same for all cases of a kind. message: sentences for the operator. node: the one node that it is about;
-    None where it is about the daemon, a model, several nodes or the whole cluster.
+    reason: a CamelCase word, the same for all cases of a kind.
+    message: sentences for the operator.
+    node: the one node that it is about; None where it is about the daemon, a model, several nodes or the whole cluster.
     """
 
     reason: str

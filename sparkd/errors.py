@@ -1,4 +1,4 @@
-"""The exception tree of sparkd and the one error body users see. Never logs, never formats a traceback.
+"""The exception tree of sparkd and the one error body that users see.
 
 * SparkdError
   x ConfigError                 the configuration file, an environment variable or a flag is wrong
@@ -53,8 +53,8 @@ class SparkdError(Exception):
     reason: what conditions and code compare (sparkd.condition); without it the name of the class.
     param: the key of the request or the entry that it is about, dotted below a section.
     message: for the operator, who reads it in the log, the admin API and the command line; of errors that clients cause, for them.
-    client_message: what a client may read of an error of the daemon's, or None. It names no path, no folder of this machine and no token;
-    whoever raises the error decides. explanation: the message without the file or tensor that it begins with.
+    client_message: the part of an error of the daemon's that a client may read, or None. It names no path of this machine and no token.
+    explanation: the message without the file or tensor that it begins with.
     """
 
     status: ClassVar[int] = 500
@@ -136,7 +136,7 @@ class CheckpointUnread(CheckpointError):
 
 
 class MissingSymbol(SparkdError):
-    """A release of vLLM lacks what sparkd uses. The message names the symbol, the release and the cure; symbol: its dotted name alone."""
+    """A release of vLLM lacks a symbol that sparkd uses. The message names it, the release and the cure; `symbol` is its dotted name."""
 
     status = 422
     code = "engine_unsupported"
@@ -190,7 +190,7 @@ class DoesNotFit(ClusterError):
 
 
 class NoRoom(DoesNotFit):
-    """gib on each of so many nodes is what it asked for. only: the one node that it can be on, None where any will do."""
+    """`gib` on each of `nodes` nodes were asked for. only: the one node that the model can be on, None where any will do."""
 
     def __init__(self, message: str, gib: int, nodes: int, only: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Owns the talk between systemd and a service: notifications, watchdog, sockets, credentials. Never decides when to say what.
+"""Talks with systemd as a service does: notifications, watchdog, sockets, credentials.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), systemd.exec(5) "Credentials". Without systemd every part is absent and
 every notification a no-op.
@@ -37,7 +37,8 @@ class Listener:
 class Systemd:
     """The service manager as this process sees it.
 
-    watchdog_s: seconds of silence after which systemd kills us, None where it does not watch. credentials: their folder, None without.
+    watchdog_s: seconds of silence after which systemd kills the process, None where it does not watch.
+    credentials: their folder, None without.
     """
 
     notify_socket: str | None = None

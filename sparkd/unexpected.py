@@ -1,4 +1,4 @@
-"""Owns what is told of an error that no code expected: where it was raised, and whether the machine or sparkd is to blame."""
+"""Describes an error that no code expected: where it was raised, and whether the machine or sparkd is to blame."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _LACKS = frozenset(
 
 
 def place_of(error: BaseException) -> str:
-    """file:line of the innermost frame that is ours, below this package; else the file's name alone. Never the message, which may hold a
-    client's text."""
+    """file:line of the innermost frame of this package, else of the last one; without the message, which may hold a client's text."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
     if ours:
@@ -37,8 +36,7 @@ def lack_of_machine(error: BaseException) -> str | None:
 
 
 def unexpected(error: BaseException) -> SparkdError:
-    """The error to tell for one that no code expected: the machine's by its name, or else sparkd's own. Never the error's own text,
-    which may hold anything."""
+    """The error for the user: the machine's by its name, or else sparkd's own; without the error's text, which may hold anything."""
     if (lack := lack_of_machine(error)) is not None:
         return NodeRefused(f"This node refused what sparkd needs: {lack}. Run `df` and `sparkd doctor` there.")
     return SparkdError(f"sparkd made an error ({type(error).__name__}); its log has more.")

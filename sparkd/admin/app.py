@@ -53,7 +53,7 @@ from sparkd.config.refusal import fault
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownModel, UnknownRoute, error_body
+from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError, UnknownRoute, error_body
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.report import Offered
 from sparkd.gateway.request_log import RequestLog
@@ -184,7 +184,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
 
     @api.get(
         "/models/{name:path}/log",
-        **answers(LogPage, media_type="text/plain") | {"response_model": LogPage | ModelView},
+        **answers(LogPage, media_type="text/plain"),
         summary="The engine's log; follow=true streams it as plain text",
     )
     async def log(
@@ -193,9 +193,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         follow: bool = False,
         max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536,
         rank: Annotated[int, Query(ge=0)] = 0,
-    ) -> dict[str, str] | ModelView | Endless:
-        if not _known(registry, name) and _known(registry, f"{name}/log"):
-            return supervisor.snapshot().models[registry.find(f"{name}/log").name]
+    ) -> dict[str, str] | Endless:
         if not follow:
             return await log_of(registry, cluster, name, cursor, max_bytes, rank)
         registry.find(name)
@@ -271,14 +269,6 @@ async def _wait(operator: Operator, journal: Journal, operation_id: str, wait_s:
     except TimeoutError:
         operation = operator.operation(operation_id)
     return operation
-
-
-def _known(registry: Registry, name: str) -> bool:
-    try:
-        registry.find(name)
-    except UnknownModel:
-        return False
-    return True
 
 
 async def _refuse_unknown(request: Request) -> None:

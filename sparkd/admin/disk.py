@@ -91,7 +91,7 @@ class Disk:
         entries, folders = [], []
         # One listing at a time: each holds a thread of every agent.
         async with self._turn:
-            answers = await self._cluster.everywhere("stored", *self._where())
+            answers = await self._cluster.ask_all("stored", *self._where())
         for node, stored in answers.items():
             for entry in (stored or {}).get("entries", ()):
                 valid = None if entry["kind"] == "profile" else entry["fault"] is None

@@ -170,7 +170,7 @@ class Live:
     async def _ask(self, last_event: int) -> None:
         try:
             report = await fabric_of(self._registry, self._cluster, self._measured())
-            by_node = await self._cluster.everywhere("incidents")
+            by_node = await self._cluster.ask_all("incidents")
             newest = [str(rows[-1]["id"]) for rows in by_node.values() if rows]
             self._answers = NodeAnswers(cables_of(report), max(newest, default=None))
         finally:

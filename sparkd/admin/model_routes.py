@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
-from sparkd.admin.answers import answers
 from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
-from sparkd.capacity.layers import layers_of
+from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_here
@@ -76,36 +75,6 @@ class SettingsAnswer(BaseModel):
     ranks: list[RankSettings]
 
 
-# `class` is no name of an attribute.
-LayerClass = create_model(
-    "LayerClass",
-    __doc__="Tensors that differ in a number of their names only. class: what they are; result_bytes: null where loading would fail.",
-    **{"class": (str, ...)},  # type: ignore[call-overload]
-    name=(str, ...),
-    count=(int, ...),
-    shape=(list[int], ...),
-    dtype=(str, ...),
-    bytes=(int, ...),
-    format=(str | None, ...),
-    result_bytes=(int | None, ...),
-    refused=(str | None, ...),
-)
-
-
-class LayersAnswer(BaseModel):
-    """As `sparkd ls --layers` prints it."""
-
-    folder: str
-    quantization: str | None
-    quantize: dict[str, Any]
-    layers: list[LayerClass]  # type: ignore[valid-type]
-    count: int
-    bytes: int
-    result_bytes: int | None
-    held: dict[str, Any]
-    notes: list[str]
-
-
 def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
     """Register them before the route of a model itself, whose name may have slashes."""
 
@@ -133,29 +102,28 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
 
     read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
 
-    @api.get("/models/{name:path}/layers", **answers(LayersAnswer), summary="A model's layers, and the format that each gets")
-    async def layers(name: str) -> dict[str, Any]:
+    @api.get("/models/{name:path}/layers", summary="A model's layers, and the format that each gets")
+    async def layers(name: str) -> LayerListing:
         spec = registry.spec(name)
         return await read_layers.get(spec.name, partial(asyncio.to_thread, _layers, spec, registry.config))
 
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
     """A specification whose variables may be masked as `settings` shows them: those of the model as it is stand for them."""
-    record = next((record for record in registry.records.values() if record.name == name and record.spec is not None), None)
-    env = raw.get("env")
+    record, env = registry.records.get(name), raw.get("env")
     if record is None or record.spec is None or not isinstance(env, Mapping):
         return dict(raw)
     own = {variable: value.get_secret_value() for variable, value in record.spec.env.items()}
     return {**raw, "env": {variable: own.get(variable, value) if value == MASK else value for variable, value in env.items()}}
 
 
-def _layers(spec: ModelConfig, config: Config) -> dict[str, Any]:
+def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
     own = spec.environment(config.engine)
     checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, own)
     wish = best_of(spec.quantize)
     recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide).to_json()
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

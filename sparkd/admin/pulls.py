@@ -17,7 +17,7 @@ from typing import Any
 from sparkd.admin.bodies import ALL, chosen_nodes
 from sparkd.admin.jobs import Jobs, Tell, Work, message_of
 from sparkd.cluster.cluster import Cluster
-from sparkd.config.config import Config, ModelConfig
+from sparkd.config.config import Config
 from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
 from sparkd.fabric.interfaces import fabrics_of
@@ -40,24 +40,18 @@ MAX_LINE = 1 << 20
 
 
 class Pulls:
-    """Starts a pull as a job, one at a time for each model.
-
-    find: the model of a name or an alias, None for an unknown name.
-    known: all names.
-    """
+    """Starts a pull as a job, one at a time for each model."""
 
     def __init__(
         self,
         nodes: Cluster,
         journal: Journal,
         jobs: Jobs,
-        find: Callable[[str], ModelConfig | None],
-        known: Callable[[], Iterable[str]],
         config: Callable[[], Config],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._nodes, self._journal, self._jobs = nodes, journal, jobs
-        self._find, self._known, self._config = find, known, config
+        self._config = config
         self._clock = clock
         # By model: the nodes and the revision of its last pull.
         self._requested: dict[str, tuple[list[str], str | None]] = {}
@@ -67,13 +61,14 @@ class Pulls:
 
         Raises UnknownModel, BadRequest for an unknown node, and Conflict if the pull that is under way is to other nodes.
         """
-        spec, engine = self._find(name), self._config().engine
+        config = self._config()
+        spec, engine = config.lookup(name), config.engine
         if spec is not None:
             model, environ, revision = spec.model, spec.environment(engine), revision or spec.revision
         elif "/" in name and is_hub_id(name):
             model, environ = name, {key: value.get_secret_value() for key, value in engine.env.items()}
         else:
-            raise UnknownModel(name, list(self._known()))
+            raise UnknownModel(name, [model.name for model in config.models.values() if not model.unlisted])
         called = spec.name if spec is not None else name
         await self._jobs.wait_for_cancelled(KIND, called)
         chosen = chosen_nodes(nodes, self._nodes.in_sight())

@@ -98,13 +98,13 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, 
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), registry.config
         runtime = str(config.engine.runtime or sys.executable)
-        readings = await hosts.get(runtime, partial(cluster.everywhere, "host", runtime))
+        readings = await hosts.get(runtime, partial(cluster.ask_all, "host", runtime))
         unguarded = [condition for condition in snapshot.conditions if condition.reason == GUARD_ABSENT]
         return examined(readings, config, snapshot.models.values(), unguarded)
 
     @api.get("/incidents", **answers(Incidents), summary="Actions of the nodes' memory guards, newest first")
     async def incidents() -> dict[str, Any]:
-        by_node = await cluster.everywhere("incidents")
+        by_node = await cluster.ask_all("incidents")
         # A node lists its own oldest first, also where its clock was set back.
         newest_first = (reversed(listed) for listed in by_node.values() if listed)
         rows = merge(*newest_first, key=lambda row: str(row["id"]), reverse=True)
@@ -116,7 +116,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, 
         summary="One incident: two minutes of readings, the engine's log, the requester, the predicted size",
     )
     async def incident(incident_id: str) -> dict[str, Any]:
-        by_node = await cluster.everywhere("incident", incident_id)
+        by_node = await cluster.ask_all("incident", incident_id)
         bundle = next(filter(None, by_node.values()), None)
         if bundle is None:
             raise NotFound(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")

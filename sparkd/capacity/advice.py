@@ -11,7 +11,17 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from sparkd.capacity.evidence import GUESS, Ways
-from sparkd.capacity.fit import DEFAULT_CONTEXT, Cause, Option, doubt_in_short, fitted, serving_of, short_cache, single_formats
+from sparkd.capacity.fit import (
+    DEFAULT_CONTEXT,
+    Cause,
+    Option,
+    doubt_in_short,
+    fitted,
+    it_needs,
+    serving_of,
+    short_cache,
+    single_formats,
+)
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
 from sparkd.capacity.headers import Headers
@@ -98,7 +108,7 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
 
 def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str) -> FitRefusal | None:
     """Why the footprint is more than a node can hold, or than the entry allows. gib: to reserve."""
-    args, needs = option.args, it_needs(known, option.args)
+    args, needs = option.args, it_needs(option.args, known)
     if args.memory_gib is not None:
         if gib > most_gib or not outgrown(known, args.memory_gib):
             return None
@@ -113,28 +123,6 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
         return None
     free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
     return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, room) or _SMALLER)
-
-
-def it_needs(known: Footprint, args: EngineArgs) -> str:
-    """The parts of its least, for a message."""
-    is_larger = known.cache is not None and known.cache > known.kv.least
-    what = f"for one request of {known.kv.max_model_len:,} tokens"
-    if is_larger and args.cache_words:
-        what = f"as its entry sets it ({args.cache_words})"
-    rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
-    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
-    total, (weights, cache, batch, processes) = _adding_up(sizes)
-    held = " and what CUDA holds" if known.parts["context"] else ""
-    largest = f"{batch} for the largest batch{held}"
-    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
-
-
-def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
-    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
-    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
-    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
-        tenths[number] += 1
-    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
 
 
 def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
@@ -238,7 +226,7 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "cache" if needed is not None:
             return _cache_cure(option, needed, needed.room)
         case "length":
-            return Cure({"max_model_len": model.shape.max_len}, "--ctx")
+            return Cure({"max_model_len": option.longest}, "--ctx")
         case "links":
             return Cure(deed="run `sparkd fabric` to check the cables")
         case "vllm":

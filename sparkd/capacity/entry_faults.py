@@ -69,7 +69,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
         yield EntryFault("quantize", why)
     if refused := _refused(args, InquiryRuntime(runtime, places(config.state_dir))):
         if refused.cause == "length":
-            yield EntryFault("max_model_len", f"{refused.reason}: set at most {refused.headers.model.shape.max_len}.")
+            yield EntryFault("max_model_len", f"{refused.reason}: set at most {refused.longest}.")
         else:
             yield EntryFault("model" if args.split == (1, 1) else "tensor_parallel", f"vLLM refuses it: {refused.reason}.")
 

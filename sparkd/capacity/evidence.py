@@ -347,16 +347,15 @@ class Evidence:
 
     profiles: measurements of earlier starts on this machine, by the engine's release `vllm`.
     ask: vLLM's answers about a model.
-    draft: the headers of its draft, which need not be on this machine.
     """
 
     profiles: tuple[KeptProfile, ...] = ()
     vllm: str | None = None
     ask: Ask = nobody
-    draft: Checkpoint | None = None
 
-    def consultation(self, args: EngineArgs, checkpoint: Checkpoint, hardware: Hardware) -> Consultation:
-        return Consultation(self.ask, checkpoint, args.flags, args.env, hardware, self.draft)
+    def consultation(self, args: EngineArgs, headers: Headers, hardware: Hardware) -> Consultation:
+        draft = None if headers.drafting is None else headers.drafting.draft
+        return Consultation(self.ask, headers.model.checkpoint, args.flags, args.env, hardware, draft)
 
     def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
         """The measurements of an earlier start of this engine."""

@@ -39,14 +39,6 @@ Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format",
 # By a number of nodes, the reason why no such number is linked well enough for tensor parallelism.
 Unlinked = Mapping[int, str]
 LINKED: Unlinked = MappingProxyType({})
-_CALLED = {
-    "weights": "of weights",
-    "kv": "KV cache",
-    "peak": "for a batch",
-    "graphs": "CUDA graphs",
-    "context": "CUDA context",
-    "processes": "processes",
-}
 
 
 class Candidate(NamedTuple):
@@ -77,7 +69,7 @@ class Option:
     node: each of its nodes; system_bytes is what others hold there.
     footprint: None if vLLM or the loader would refuse it.
     reason, cause: None if it fits, otherwise one sentence and its kind.
-    longest: tokens that a request may have; 0 if it does not fit.
+    longest: tokens that a request may have; 0 if it does not fit. If it is too long, those that the model supports.
     is_counted: whether the numbers cover every flag of the entry; otherwise the start measures.
     """
 
@@ -146,7 +138,7 @@ def single_formats(args: EngineArgs, headers: Headers, node: Hardware, evidence:
 def _formatted(
     args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
 ) -> list[Candidate]:
-    consultation = evidence.consultation(args, headers.model.checkpoint, node)
+    consultation = evidence.consultation(args, headers, node)
     is_mixed = is_open(args.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
@@ -207,9 +199,11 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     exact, shape = consultation.exact(recipe, serving), headers.model.shape
-    if isinstance(args.max_model_len, int) and _is_too_long(args, headers.model):
-        reason = f"{args.max_model_len:,} tokens are more than the {shape.max_len:,} that the model supports"
-        return replace(option, reason=reason, cause="length")
+    # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
+    longest = max(candidate.headers.model.shape.max_len, shape.max_len)
+    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+        return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if ways[0] > 1 and option.nodes in unlinked:
         return replace(option, reason=unlinked[option.nodes], cause="links")
@@ -295,11 +289,10 @@ def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Way
     return plain if drafted is None else drafted.serving(plain)
 
 
-def _is_too_long(args: EngineArgs, model: Inventory) -> bool:
-    """Whether the entry's length is more than the model's, where that is known and vLLM would not allow it (vllm/config/model.py)."""
-    beyond = args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or args.other_config
-    known = LENGTHS[0] not in model.shape.gaps
-    return known and not beyond and isinstance(args.max_model_len, int) and args.max_model_len > model.shape.max_len
+def _is_beyond(args: EngineArgs, model: Inventory) -> bool:
+    """Whether vLLM may serve requests that are longer than config.json says (vllm/config/model.py, _get_and_verify_max_len)."""
+    allowed = args.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    return allowed or args.other_config or LENGTHS[0] in model.shape.gaps or "model_max_length" in model.checkpoint.config
 
 
 def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
@@ -318,20 +311,36 @@ def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
 
 
 def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) -> str:
-    there = gib(node.memory_bytes)
-    if needed.load_free_bytes < 0:
-        # The parts that count while the weights come; the cache and the batch are not there yet.
-        parts = [f"{gib(needed.parts['weights'])} of weights", f"{gib(needed.load_peak_bytes - needed.parts['weights'])} for the loader"]
-        parts += [f"{gib(needed.parts[name])} {_CALLED[name]}" for name in ("context", "processes") if needed.parts[name] >= GIB // 10]
-        parts += [f"{gib(needed.system_bytes)} system"] if needed.system_bytes else []
-        return f"{' + '.join(parts)} are {gib(-needed.load_free_bytes)} more than the available {there}, before any KV cache"
-    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in needed.parts.items() if size >= GIB // 10]
-    shorter = f"; {longest:,} tokens of context would fit" if longest else ""
-    limit = limit_of(args, node)
+    """Why its bytes are too many for a node, or for the limit of its entry."""
+    limit, kept = limit_of(args, node), f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
+    there = f"a node has {gib(node.memory_bytes)}, less {kept}"
     if limit is not None and needed.total > limit[0]:
-        return f"{' + '.join(parts)} are {gib(needed.total - limit[0])} more than {limit[1]}{shorter}"
-    parts += [f"{gib(needed.system_bytes)} system", f"{gib(needed.margin_bytes)} margin"]
-    return f"{' + '.join(parts)} are {gib(-needed.free_bytes)} more than the available {there}{shorter}"
+        there = f"that is more than {limit[1]}"
+    elif needed.free_bytes >= 0:
+        there = f"while the weights come, the loader needs {gib(-needed.load_free_bytes)} more than a node has"
+    return f"{it_needs(args, needed)}; {there}" + (f"; {longest:,} tokens of context would fit" if longest else "")
+
+
+def it_needs(args: EngineArgs, known: Footprint) -> str:
+    """The parts of its least, for a message."""
+    is_larger = known.cache is not None and known.cache > known.kv.least
+    what = f"for one request of {known.kv.max_model_len:,} tokens"
+    if is_larger and args.cache_words:
+        what = f"as its entry sets it ({args.cache_words})"
+    rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
+    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
+    total, (weights, cache, batch, processes) = _adding_up(sizes)
+    held = " and what CUDA holds" if known.parts["context"] else ""
+    largest = f"{batch} for the largest batch{held}"
+    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
+
+
+def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
+    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
+    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
+        tenths[number] += 1
+    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
 
 
 def _size(size: int) -> str:

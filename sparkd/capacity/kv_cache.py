@@ -72,13 +72,6 @@ class KvCost:
         """Least bytes of a cache that serves one such request: vLLM keeps one block for itself."""
         return self.per_request + self.block_bytes if self.blocks else 0
 
-    def requests(self, pool_bytes: int) -> float:
-        """Requests of max_model_len tokens, as vLLM's "maximum concurrency" counts them."""
-        return pool_bytes // self.block_bytes / self.blocks if self.blocks else float("inf")
-
-    def tokens(self, pool_bytes: int) -> int:
-        return int(self.requests(pool_bytes) * self.max_model_len) if self.blocks else 0
-
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:

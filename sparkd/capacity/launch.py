@@ -231,8 +231,6 @@ def _docker_argv(choice: Mapping[str, Any], rank: Mapping[str, Any], image: str,
         # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
         words += ["--host", "127.0.0.1" if several else "0.0.0.0", "--port", str(PORT)]
     name = _UNSAFE.sub("-", f"{choice['name']}-{rank['node']}" if several else choice["name"])
-    # Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go).
-    name = name if len(name) > 1 and name[0].isalnum() else f"model-{name}"
     argv = ["docker", "run", "-d", "--name", name, "--restart", "unless-stopped"]
     argv += ["--gpus", "all", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if gpu else []
     argv += ["--ipc", "host", *(["--network", "host"] if several else ["-p", f"127.0.0.1:{PORT}:{PORT}"])]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from sparkd.capacity.evidence import EXACT, GUESS, Consultation, Exact
 from sparkd.capacity.kv_cache import Serving
@@ -21,7 +23,7 @@ Consult = Callable[[Checkpoint], Consultation]
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Tensors whose names differ in numbers only and that are alike otherwise.
+    """Tensors whose names differ in numbers only and that are alike otherwise. `kind` is `class` in the JSON.
 
     bytes, result_bytes: of all of them.
     format: spelling, None where they are handed on as they are.
@@ -30,7 +32,7 @@ class LayerRow:
     """
 
     name: str
-    kind: str
+    kind: str = field(metadata={"serialization_alias": "class"})
     count: int
     shape: tuple[int, ...]
     dtype: str
@@ -62,39 +64,24 @@ class LayerListing:
 
     folder: the checkpoint's.
     quantization: how it is quantized already.
+    quantize: the recipe.
+    result_bytes: None where loading would fail.
     notes: what the recipe's author should know.
     """
 
     folder: str
     quantization: str | None
-    recipe: Mapping[str, Any]
+    quantize: Mapping[str, Any]
     layers: tuple[LayerRow, ...]
-    notes: tuple[str, ...]
+    count: int
+    bytes: int
+    result_bytes: int | None
     held: RankShare
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.bytes for layer in self.layers)
-
-    @property
-    def result_bytes(self) -> int | None:
-        """None where loading would fail."""
-        sizes = [layer.result_bytes for layer in self.layers]
-        return None if None in sizes else sum(filter(None, sizes))
+    notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        names = ("name", "kind", "count", "shape", "dtype", "bytes", "format", "result_bytes", "refused")
-        return {
-            "folder": self.folder,
-            "quantization": self.quantization,
-            "quantize": dict(self.recipe),
-            "layers": [{("class" if name == "kind" else name): getattr(layer, name) for name in names} for layer in self.layers],
-            "count": sum(layer.count for layer in self.layers),
-            "bytes": self.bytes,
-            "result_bytes": self.result_bytes,
-            "held": asdict(self.held),
-            "notes": list(self.notes),
-        }
+        shown: dict[str, Any] = TypeAdapter(LayerListing).dump_python(self, mode="json", by_alias=True)
+        return shown
 
 
 def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None, *, wide: bool = False) -> LayerListing:
@@ -116,11 +103,16 @@ def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consu
         f"so leave them unquantized or give them {fitting(form.group or columns, columns, form.name)}."
         for (form, columns), count in misfits.items()
     )
+    layers = tuple(map(_row, stored.groups))
+    results = [layer.result_bytes for layer in layers]
     return LayerListing(
         folder=checkpoint.folder,
         quantization=checkpoint.quantization.method if checkpoint.quantization else None,
-        recipe=recipe.canonical(),
-        layers=tuple(map(_row, stored.groups)),
+        quantize=recipe.canonical(),
+        layers=layers,
+        count=sum(layer.count for layer in layers),
+        bytes=sum(layer.bytes for layer in layers),
+        result_bytes=None if None in results else sum(filter(None, results)),
         notes=(*stored.notes, *warnings),
         held=_held(checkpoint, recipe, consult, wide=wide),
     )

@@ -1,6 +1,4 @@
-"""Owns on which nodes the Python environment of a model is: this one, or others where this one has none. Never asks those while one here
-will do.
-"""
+"""Finds the nodes that have a model's Python environment: this one, or the others where this one has none."""
 
 from __future__ import annotations
 
@@ -25,8 +23,12 @@ Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class NodeRuntime:
-    """facts: workers.host.runtime.Runtime as JSON. node: the node that has it. only: the nodes with the same runtime, None where this node
-    has it and no other was asked."""
+    """A runtime and its nodes.
+
+    facts: workers.host.runtime.Runtime as JSON.
+    node: the node that has it.
+    only: the nodes with the same runtime, None where this node has it and no other was asked.
+    """
 
     facts: Mapping[str, Any]
     node: str
@@ -34,10 +36,13 @@ class NodeRuntime:
 
 
 async def runtime_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> NodeRuntime:
-    """The runtime by which a model is counted. nodes: those in sight, this one first. ask: raises ClusterError. vllm: its engine is vLLM,
-    and an environment without one is none.
+    """The runtime by which a model is counted.
 
-    Raises RankError where no node has it, with what this one said.
+    nodes: those in sight, this one first.
+    ask: raises ClusterError.
+    vllm: its engine is vLLM, and an environment without one is none.
+
+    Raises RankError with the reason of this node where no node has it.
     """
     here, *others = nodes
     trouble: RankError | None = None

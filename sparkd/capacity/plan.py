@@ -76,9 +76,9 @@ def plan(
         recipe_of(spec)  # raises ConfigError, which says why
     headers, nodes = Headers.of(args, checkpoint, read), max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
-    answers, draft = answers or Answers(nobody), headers.drafting.draft if headers.drafting is not None else None
-    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept, draft)
-    consultation = replace(evidence, ask=answers.ask).consultation(args, headers.model.checkpoint, hardware)
+    answers = answers or Answers(nobody)
+    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept)
+    consultation = replace(evidence, ask=answers.ask).consultation(args, headers, hardware)
     headers = replace(headers, model=consultation.ask_formats(headers.model, None if is_open(spec.quantize) else args.recipe, ways))
     beside = dict(copies(spec.model, checkpoint)) if copies is not None and spec.quantize == AUTO else {}
     options = _options(args, headers, hardware, evidence, ways, unlinked, beside=nodes == 1 and bool(beside))

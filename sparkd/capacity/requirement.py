@@ -22,7 +22,6 @@ from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware, machine
 from sparkd.units import GIB
-from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
@@ -197,7 +196,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     if headers is None:
         return
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
-    consultation = evidence.consultation(args, headers.model.checkpoint, this_node(platform))
+    consultation = evidence.consultation(args, headers, this_node(platform))
     try:
         consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
@@ -238,14 +237,12 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
 
 
 def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM here refuses; without its answer for those that are not written in full.
+    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not spec.runs_vllm(config.engine):
-        return ()
     if not _is_ours(spec, config, vllm):
-        return tuple(shortened(spec.vllm_flags()))
+        return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
     return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))

@@ -238,7 +238,7 @@ def _grouped(parts: Sequence[WeightPart], assignment: Mapping[str, Format], chec
     groups: dict[object, list[tuple[WeightPart, Outcome | None]]] = {}
     for part in parts:
         tensor = part.tensor
-        outcome = outcome_of(tensor.name, assignment, checkpoint.tensors)
+        outcome = outcome_of(tensor.name, assignment, checkpoint)
         form = None if outcome is None else outcome.format
         groups.setdefault((_starred(tensor.name), tensor.shape, tensor.dtype, part.count, form), []).append((part, outcome))
     for alike_parts in groups.values():

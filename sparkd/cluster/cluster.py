@@ -90,7 +90,7 @@ class Cluster:
         self._link = RayConnection(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
         self.fabric_nodes = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S), proved)
-        self._told: Mapping[str, Mapping[str, Any]] = {}
+        self._guard_hints: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: Condition | None = Condition("RayStarting", "Ray is not connected yet.")
         # Apart from the other, which each look at this node clears.
@@ -103,7 +103,7 @@ class Cluster:
         self.placer = Placer(present, self._link, self.fabric_nodes, self.reservations, self._here.runtime, self.in_sight, self.total_gib)
         self.launcher = Launcher(present, self._link, self.fabric_nodes, self.ask, self.node_ip, self._here.read_log)
         self.models = ModelFiles(present, self.placer)
-        self._sight = NodeTracker()
+        self._tracker = NodeTracker()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
@@ -119,7 +119,7 @@ class Cluster:
 
     def expect(self, nodes: Iterable[str]) -> None:
         """An earlier daemon started ranks there: until those nodes were seen, or not for NODE_GRACE_S, what runs there is unknown."""
-        self._sight.expect(set(nodes) - {self.node_ip}, time.monotonic())
+        self._tracker.expect(set(nodes) - {self.node_ip}, time.monotonic())
 
     async def run(self, joined: Callable[[], None]) -> None:
         """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection that was made."""
@@ -135,14 +135,14 @@ class Cluster:
 
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
-        self._sight.begin(time.monotonic())
+        self._tracker.begin(time.monotonic())
         could_look = self._link.connected
         differing = {address for address, error in self._link.unmet.items() if isinstance(error, CodeDiffers)}
         for address in differing:
-            self._sight.stays(address, time.monotonic())
+            self._tracker.stays(address, time.monotonic())
         before, self._unreadable = self._unreadable, {}
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
-        away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
+        away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._tracker.awaits(ip)]
         (here, *others), _ = await asyncio.gather(
             asyncio.gather(self._look_here(), *(self._look(ip) for ip in addresses)),
             asyncio.gather(*(self._knock(ip) for ip in away)),
@@ -151,8 +151,8 @@ class Cluster:
             message = "/proc or the runtime directory of this node cannot be read."
             return Observation(None, None, False, trouble=Condition("NodeUnreadable", message))
         looks = [here, *(look for look in others if look is not None)]
-        self._sight.begin(time.monotonic())  # the daemon may have been held in the middle of this look
-        missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
+        self._tracker.begin(time.monotonic())  # the daemon may have been held in the middle of this look
+        missing = self._tracker.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         for of in self._unreadable.keys() - before.keys():
             log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
         unseen = frozenset(node.node_id for node in missing)
@@ -163,8 +163,8 @@ class Cluster:
             connected=could_look and here.node.agent,
             nodes=(*(look.node for look in looks), *missing),
             unseen=unseen,
-            dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
-            no_raylet=self._sight.no_raylet,
+            dark_s={node.node_id: self._tracker.dark_s(node.node_id, time.monotonic()) for node in missing},
+            no_raylet=self._tracker.no_raylet,
             trouble=self._trouble
             or self._upkeep_trouble
             or missing_condition([node for node in missing if node.address not in differing])
@@ -177,12 +177,12 @@ class Cluster:
         """By node, what workers.host.network.sample says there now; None of a node whose agent does not answer."""
         return await self.fabric_nodes.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
-    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_guard_hints(self, hints: Mapping[str, Mapping[str, Any]]) -> None:
         """By model, what the guards of the nodes must know: see workers.guard.guard.Sentry. They hear it with the next look."""
-        self._told = told
-        self._here.sentry.hear(told)
+        self._guard_hints = hints
+        self._here.sentry.hear(hints)
 
-    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+    async def ask_all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
         nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
         asking = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
@@ -309,10 +309,10 @@ class Cluster:
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
-            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
+            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._guard_hints, guard), OBSERVE_TIMEOUT_S)
         except NodeRefused as error:
             # The agent answers: its node lives, but its ranks are unknown.
-            self._sight.stays(node_ip, time.monotonic())
+            self._tracker.stays(node_ip, time.monotonic())
             self._unreadable[f"node {node_ip}"] = UnreadableFacts(node_ip, error.message)
             return None
         except ClusterError as error:
@@ -342,11 +342,11 @@ class Cluster:
                 _, writer = await asyncio.open_connection(node_ip, self._link.port_of[node_ip])
             writer.close()
         except ConnectionRefusedError:
-            self._sight.heard(node_ip, time.monotonic(), refused=True)
+            self._tracker.heard(node_ip, time.monotonic(), refused=True)
         except (OSError, TimeoutError):
             return
         else:
-            self._sight.heard(node_ip, time.monotonic(), refused=False)
+            self._tracker.heard(node_ip, time.monotonic(), refused=False)
 
     def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> NodeObservation:
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)

@@ -45,6 +45,12 @@ class Observation:
     trouble: Condition | None = None
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def readings(self) -> dict[str, Reading]:
+        """By node; of this node alone before the agents have answered."""
+        readings = {node.node_id: node.reading for node in self.nodes if node.reading}
+        return readings or ({self.reading.node_id: self.reading} if self.reading else {})
+
     def of_start(self, start: str) -> tuple[RankFact, ...]:
         """The ranks of one start, by number."""
         return tuple(sorted((fact for fact in self.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank))

@@ -18,21 +18,21 @@ class Reservations:
     def __init__(self, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
         self._here = here
         self._offered = offered
-        self._shut: frozenset[str] = frozenset()
+        self._cordoned: frozenset[str] = frozenset()
         self._room_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
 
-    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
         """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
-        self._shut, self._room_gib = nodes, dict(room_gib)
+        self._cordoned, self._room_gib = nodes, dict(room_gib)
 
     @property
     def offered(self) -> dict[str, float]:
         """GiB by node, for the nodes that may take a model."""
-        return {node: gib for node, gib in self._offered().items() if node not in self._shut}
+        return {node: gib for node, gib in self._offered().items() if node not in self._cordoned}
 
     def book(self) -> MemoryBook:
-        return MemoryBook(self.offered, dict(self._held), self._shut, self._room_gib)
+        return MemoryBook(self.offered, dict(self._held), self._cordoned, self._room_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that have `gib` free beside the other models, in the book and now: this node first, then the one with the most room."""

@@ -344,7 +344,11 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Re
 
 @dataclass(frozen=True, slots=True)
 class ConfigReading:
-    """A configuration as it was read. config: None where something is wrong with it. document: its values, their places and problems."""
+    """A configuration as it was read.
+
+    config: None where something is wrong with it.
+    document: its values, their places and problems.
+    """
 
     config: Config | None
     document: Document

@@ -1,4 +1,4 @@
-"""Owns the meaning of a model's `kv_cache:` key: its spellings, the keys that contradict it, the worker's settings. Never measures."""
+"""The key `kv_cache:` of a model: its spellings, the keys that contradict it, and the settings of sparkd's worker."""
 
 from __future__ import annotations
 
@@ -147,8 +147,10 @@ def sizing_of(
 ) -> dict[str, Any]:
     """The fields of a RankSpec that make sparkd's worker class size the KV cache; empty where vLLM sizes it.
 
-    profiles: the folder of kept profiles, None keeps none. reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by
-    measuring what the engine holds; None without a limit. On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
+    On a CPU, often a desktop, an entry without kv_cache gets CPU_KV_CACHE_GIB.
+
+    profiles: the folder of kept profiles, None keeps none.
+    reserved_bytes: the limit of the whole engine on a node, which `auto` keeps by measuring what the engine holds; None without a limit.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in GUARDED):
         return {}

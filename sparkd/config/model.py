@@ -41,6 +41,7 @@ from workers.host.runtime import API_SERVER, COMMAND_LINE
 if TYPE_CHECKING:
     from sparkd.config.config import EngineSettings
 
+VLLM_ENTRYPOINTS = ("auto", API_SERVER, COMMAND_LINE)
 # vLLM's bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
 _Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
 _PositiveShare = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=1)]
@@ -238,7 +239,7 @@ class ModelConfig(TuningKeys):
 
     def runs_vllm(self, engine: EngineSettings) -> bool:
         """Whether the entry's engine is vLLM, as far as the entry shows."""
-        return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
+        return self.entrypoint_of(engine) in VLLM_ENTRYPOINTS
 
     @property
     def reads_tokenizer(self) -> bool:

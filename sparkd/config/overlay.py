@@ -137,7 +137,8 @@ def shown(entry: Map) -> dict[str, Any]:
 def problems_of(error: ValidationError, document: Document, section: type[BaseModel], path: yaml_file.Path = ()) -> list[ConfigProblem]:
     """pydantic's errors as problems, one for each place; the failed members of a union become one sentence.
 
-    path: of what was validated. section: the type of the whole document.
+    path: of what was validated.
+    section: the type of the whole document.
     """
     wanted: dict[yaml_file.Path, list[str]] = {}
     problems: list[ConfigProblem] = []

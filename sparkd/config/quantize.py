@@ -1,4 +1,4 @@
-"""Owns the meaning of a model's `quantize:` key: its recipe, the keys it excludes, the loader's settings. Never reads a checkpoint."""
+"""The key `quantize:` of a model: its recipe, the keys that it excludes, and the settings of sparkd's loader."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ def remark(model: ModelConfig) -> str | None:
 
 
 def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
-    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`. cache_dir: the folder of quantized
-    weights, None keeps none."""
+    """The fields of a RankSpec that make vLLM use sparkd's loader; empty for a model without `quantize`.
+
+    cache_dir: the folder of quantized weights, None keeps none.
+    """
     if model.quantize is None:
         return {}
     if is_open(model.quantize):

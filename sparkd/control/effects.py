@@ -113,10 +113,10 @@ class Effects:
             self._journal.say("started", record.name, _started(handle), pid=handle.pid)
 
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
-        """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.control.scheduler)."""
+        """Wait for memory that other models hold: no failure of this one, since they may be evicted (sparkd.control.scheduler)."""
         lack = Lack(error.gib, error.nodes, error.only)
         if not isinstance(error, MemoryReturns) and self._cluster.reservations.book().has_room(record.name, lack):
-            # The room is on a node that cannot serve it: to ask again at once would end the same.
+            # The free memory is on a node that cannot serve it; another try would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return
         record.attempt = replace(record.attempt, rank_id=None, lack=lack)
@@ -229,7 +229,7 @@ class Effects:
             self._journal.say("transport", record.name, transport_summary(findings), verdict=findings[0].verdict)
 
     def resume(self, record: Record) -> None:
-        """Wanted again while it drained: it never went away."""
+        """Make a model READY again that was requested while it drained."""
         self.move(record, ModelState.READY)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
         self._queue.open(record)
@@ -261,7 +261,7 @@ class Effects:
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
             metrics.WATCHDOG_STALLS.labels(record.name).inc()
-            if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
+            if (times := record.count_hang(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
         lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None

@@ -73,9 +73,9 @@ class ModelFacts:
         return self.record.observed.current
 
     @property
-    def yields(self) -> bool:
+    def is_evicted(self) -> bool:
         """Whether it is being evicted for another model."""
-        return self.record.yields_to is not None
+        return self.record.evicted_for is not None
 
     @property
     def starts(self) -> bool:

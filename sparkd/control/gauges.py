@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 
 from sparkd import metrics
-from sparkd.state.nouns import ModelState, Progress, RankFact, Reading
+from sparkd.state.nouns import ModelState, Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from sparkd.units import GIB
 from workers.guard.policy import LEVELS
@@ -17,45 +16,40 @@ from workers.host.memory_limits import MemoryLimits
 
 _models: set[str] = set()
 _nodes: set[str] = set()
-_infos: dict[str, tuple[str, ...]] = {}
 # By node, on the daemon's clock: when the last reading that came was taken.
 _read_at_s: dict[str, float] = {}
 _GUARD_ACTIONS = ("kill", "evict", "shed")
 
 
 def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None) -> None:
-    """Set every gauge; the series of a model or a node that is gone are removed.
+    """Set every gauge. Values that the snapshot lacks have no series, nor do models and nodes that are gone.
 
     limits: the guard's limits on a node with so many bytes of memory.
     """
+    for gauge in _GAUGES:
+        gauge.clear()
     for view in snapshot.models.values():
         if view.name not in _models:
             _start_at_zero(view.name)
         _show_model(view)
     for name in _models - set(snapshot.models):
         metrics.forget("model", name, but=_OF_REQUESTS)
-        _infos.pop(name, None)
     _models.clear()
     _models.update(snapshot.models)
     for node in snapshot.nodes:
         _show_node(node, snapshot.at_s)
         if limits is not None and node.reading is not None:
             _show_limits(node.node_id, limits(node.reading.mem_total_bytes))
+    for engine in snapshot.engines:
+        for gauge, value in ((metrics.ENGINE_HOST_BYTES, engine.host_bytes), (metrics.ENGINE_DEVICE_BYTES, engine.device_bytes)):
+            if value is not None:
+                gauge.labels(engine.model, engine.node).set(value)
     present = {node.node_id for node in snapshot.nodes}
     for node_id in _nodes - present:
         metrics.forget("node", node_id)
         _read_at_s.pop(node_id, None)
     _nodes.clear()
     _nodes.update(present)
-
-
-def engines(ranks: Iterable[RankFact]) -> None:
-    """The memory that each engine holds on each node. An engine that has ended or whose memory is unknown has no series."""
-    for gauge, name in ((metrics.ENGINE_HOST_BYTES, "host_bytes"), (metrics.ENGINE_DEVICE_BYTES, "device_bytes")):
-        gauge.clear()
-        for fact in ranks:
-            if (value := getattr(fact, name)) is not None:
-                gauge.labels(fact.handle.model, fact.handle.node_id).set(value)
 
 
 def failed(model: str, reason: str) -> None:
@@ -76,19 +70,14 @@ def _show_model(view: ModelView) -> None:
     for state in ModelState:
         metrics.MODEL_STATE.labels(view.name, state.value).set(1 if view.state is state else 0)
     metrics.QUEUE_DEPTH.labels(view.name).set(view.queued)
-    _show_info(view)
     if view.progress:
         _show_load(view.name, view.progress)
-    _show_kv(view.name, (view.progress.kv if view.progress else None) or {})
-
-
-def _show_info(view: ModelView) -> None:
-    """One series a model; the one before goes when a label changes. A scraper must not see a folder's path."""
+        for gauge, name in _KV:
+            if view.progress.kv and view.progress.kv.get(name) is not None:
+                gauge.labels(view.name).set(view.progress.kv[name])
+    # A scraper must not see a folder's path.
     source = view.source.rstrip("/").rpartition("/")[2] if view.source.startswith(("/", "~", ".")) else view.source
     labels = (view.name, source, _format_of(view.quantize), str(view.max_model_len or ""), str(len(view.ranks)))
-    if (before := _infos.get(view.name)) not in (None, labels):
-        _remove(metrics.MODEL_INFO, *before)
-    _infos[view.name] = labels
     metrics.MODEL_INFO.labels(*labels).set(1)
 
 
@@ -101,27 +90,11 @@ def _format_of(quantize: Any) -> str:
 
 def _show_load(model: str, progress: Progress) -> None:
     rate = progress.bytes_per_s if progress.phase == "loading" else 0.0
-    values = [
-        (metrics.MODEL_LOAD_BYTES, progress.bytes_done),
-        (metrics.MODEL_LOAD_TOTAL_BYTES, progress.bytes_total),
-        (metrics.MODEL_LOAD_BYTES_PER_SECOND, (rate or 0.0) if progress.units_done is not None else None),
-        (metrics.MODEL_LOAD_READ_BYTES, progress.read_bytes),
-        (metrics.MODEL_LOAD_UNITS, progress.units_done),
-        (metrics.MODEL_LOAD_TOTAL_UNITS, progress.units_total),
-        (metrics.QUANTIZED_CACHE_BYTES, progress.cache_bytes),
-    ]
-    for gauge, value in values:
-        if value is not None:
+    if progress.units_done is not None:
+        metrics.MODEL_LOAD_BYTES_PER_SECOND.labels(model).set(rate or 0.0)
+    for gauge, name in _LOAD:
+        if (value := getattr(progress, name)) is not None:
             gauge.labels(model).set(value)
-
-
-def _show_kv(model: str, kv: Mapping[str, Any]) -> None:
-    """The gauges of the cache that is there: an engine that is gone has none."""
-    for gauge, name in _KV:
-        if kv.get(name) is None:
-            _remove(gauge, model)
-        else:
-            gauge.labels(model).set(kv[name])
 
 
 def _show_limits(node_id: str, limits: MemoryLimits) -> None:
@@ -133,21 +106,24 @@ def _show_node(node: NodeView, now_s: float) -> None:
     metrics.NODE_RESERVED_BYTES.labels(node.node_id).set(node.reserved_gib * GIB)
     reading = node.reading
     if reading is None:
-        # The last values would look like news; only their age says that there is none.
-        for gauge, _ in _OF_A_READING:
-            _remove(gauge, node.node_id)
         if (read_at_s := _read_at_s.get(node.node_id)) is not None:
             metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(now_s - read_at_s)
         return
     _read_at_s[node.node_id] = now_s - reading.age_s
     metrics.NODE_READING_AGE_SECONDS.labels(node.node_id).set(reading.age_s)
     for gauge, value_in in _OF_A_READING:
-        if (value := value_in(reading)) is None:
-            _remove(gauge, node.node_id)
-        else:
+        if (value := value_in(reading)) is not None:
             gauge.labels(node.node_id).set(value)
 
 
+_LOAD: tuple[tuple[Gauge, str], ...] = (
+    (metrics.MODEL_LOAD_BYTES, "bytes_done"),
+    (metrics.MODEL_LOAD_TOTAL_BYTES, "bytes_total"),
+    (metrics.MODEL_LOAD_READ_BYTES, "read_bytes"),
+    (metrics.MODEL_LOAD_UNITS, "units_done"),
+    (metrics.MODEL_LOAD_TOTAL_UNITS, "units_total"),
+    (metrics.QUANTIZED_CACHE_BYTES, "cache_bytes"),
+)
 _KV: tuple[tuple[Gauge, str], ...] = (
     (metrics.MODEL_KV_CACHE_BYTES, "pool_bytes"),
     (metrics.MODEL_KV_CACHE_TOKENS, "tokens"),
@@ -177,6 +153,11 @@ _OF_A_READING: tuple[tuple[Gauge, Callable[[Reading], float | None]], ...] = (
     (metrics.NODE_GUARDED, lambda reading: reading.guarded),
     (metrics.NODE_MEMORY_LEVEL, lambda reading: LEVELS.index(reading.level)),
 )
+# Whether these have a series changes with each snapshot. Those of a load stay as the last one left them.
+_GAUGES = (
+    *(metrics.MODEL_INFO, metrics.NODE_READING_AGE_SECONDS, metrics.ENGINE_HOST_BYTES, metrics.ENGINE_DEVICE_BYTES),
+    *(gauge for gauge, _ in (*_KV, *_OF_A_READING)),
+)
 # The gateway holds these series (sparkd.gateway.exchange): a request may end, and count down, after its model has gone.
 _OF_REQUESTS = (
     metrics.REQUESTS,
@@ -189,8 +170,3 @@ _OF_REQUESTS = (
 
 def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100
-
-
-def _remove(metric: Gauge | Counter | Histogram, *labels: str) -> None:
-    with suppress(KeyError):  # older releases of the library raise it for a series that never was
-        metric.remove(*labels)

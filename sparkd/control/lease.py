@@ -81,15 +81,14 @@ class Lease:
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._queue.enter(self._name, self._probe, self._waits, self._need)
-        upstream = record.upstream
+        record = await self._queue.enter(self._name, self._probe, self._waits, self._need)
+        upstream, handle = record.upstream, record.attempt.handle
         if upstream is None:
-            self._held = None
-            self._queue.leave(record, answered=False, probe=self._probe)
-            raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
+            raise _gone_down(record)
+        record.queue.begin(probe=self._probe)
+        self._held = record
         self.model, self.upstream = record.name, upstream
-        attempt = record.attempt
-        self.parsers = of_handle(attempt.handle.parsers) if attempt.handle is not None else None
+        self.parsers = of_handle(handle.parsers) if handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -117,8 +116,7 @@ class LeaseQueue:
         record = self._registry.find(name)
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
-                raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
-            record.queue.begin(probe=True)
+                raise _gone_down(record)
             return record
         self._refuse_closed(record)
         if need is not None:
@@ -129,7 +127,6 @@ class LeaseQueue:
             _refuse_above_limit(record)
         else:
             await self._wait(record, waits, need)
-        record.queue.begin(probe=False)
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
@@ -306,7 +303,7 @@ class LeaseQueue:
 
 def is_nearly_ready(record: Record, now_s: float) -> bool:
     """Whether the load moves and its weights are loaded, or will be within NEARLY_S."""
-    if record.state not in STARTING or now_s - record.observed.moved_at_s >= STILL_S:
+    if record.state not in STARTING or now_s - record.observed.last_activity_s >= STILL_S:
         return False
     eta_s = record.observed.progress.eta_s if record.observed.progress else None
     return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)
@@ -330,6 +327,10 @@ def _refuse_unable(record: Record, need: RequestNeeds) -> None:
     abilities = record.abilities
     if abilities is not None and not abilities.has(need):
         raise RouteNotServed(record.name, need.path, abilities.tasks)
+
+
+def _gone_down(record: Record) -> Unavailable:
+    return Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
 
 
 def _draining() -> Draining:

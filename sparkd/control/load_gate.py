@@ -13,7 +13,7 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.means import Means
-from sparkd.control.memory_release import MemoryRelease, readings_of
+from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
 from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, RAY_STARTS, Wait
@@ -28,7 +28,7 @@ RETRY_AFTER_S = 30
 EVICT_EVERY_S = 60.0
 IDLE_S = 30.0
 # Other nodes wait that long for a node that is short: an engine that has just ended releases its memory. Then loads begin on them.
-SHUT_AFTER_S = 90.0
+CORDON_AFTER_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LoadGate:
     """Updated once in each tick.
 
     allows: whether a load may begin somewhere.
-    shut: the nodes on which none may.
+    cordoned: the nodes on which none may.
     release: the gate for memory of engines that ended.
     """
 
@@ -55,7 +55,7 @@ class LoadGate:
         self._wishes = wishes
         self._clock = means.clock
         self.release = MemoryRelease(means.journal, means.clock, lambda total: means.registry.config.memory.limits(total))
-        self.shut: frozenset[str] = frozenset()
+        self.cordoned: frozenset[str] = frozenset()
         self.allows = True
         # By node.
         self._short: dict[str, Shortage] = {}
@@ -78,18 +78,18 @@ class LoadGate:
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
         if observation.ranks is None:
             return  # no node could be observed: closed nodes stay closed, and waiting clients receive no message
-        readings = readings_of(observation)
+        readings = observation.readings
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
         self._note_shortage(short, observation.unseen)
         self._evict(short, records)
         self.release.look(observation)
         now_s = self._clock()
-        self.shut = frozenset(node for node, shortage in self._short.items() if now_s - shortage.since_s >= SHUT_AFTER_S)
-        somewhere = not self.shut or bool(readings.keys() - self.shut)
-        is_news = not short.keys() <= self.shut
+        self.cordoned = frozenset(node for node, shortage in self._short.items() if now_s - shortage.since_s >= CORDON_AFTER_S)
+        somewhere = not self.cordoned or bool(readings.keys() - self.cordoned)
+        is_news = not short.keys() <= self.cordoned
         self.allows = somewhere and not is_news
         # An open node that misses a look may be back with the next one.
-        if is_news or not (somewhere or observation.unseen - self.shut):
+        if is_news or not (somewhere or observation.unseen - self.cordoned):
             for record in records.values():
                 if record.queue.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED) and not _may_live(record, observation):
                     self._send_away(record)

@@ -106,7 +106,7 @@ class MemoryRelease:
         """Once in each tick, with what the nodes showed."""
         if observation.ranks is None:
             return
-        now_s, readings = self._clock(), readings_of(observation)
+        now_s, readings = self._clock(), observation.readings
         self._in_sight = frozenset(readings)
         self._note_ends(observation, now_s)
         alive = [fact for fact in observation.ranks if fact.alive]
@@ -161,12 +161,6 @@ class MemoryRelease:
 
     def _room_gib(self, reading: Reading) -> float:
         return max(0.0, (reading.mem_available_bytes - self._limits(reading.mem_total_bytes).soft) / GIB)
-
-
-def readings_of(observation: Observation) -> dict[str, Reading]:
-    """By node; of this node alone before the agents have answered."""
-    readings = {node.node_id: node.reading for node in observation.nodes if node.reading}
-    return readings or ({observation.reading.node_id: observation.reading} if observation.reading else {})
 
 
 def _by_node(ends: Sequence[Ended]) -> dict[str, int]:

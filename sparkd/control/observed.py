@@ -23,8 +23,8 @@ class Observed:
     no_raylet: such a node whose Ray has ended.
     halted_since_s: first observation at which a signal had stopped a rank.
     deaf_since_s: first observation at which a rank's socket had been removed.
-    moved_at_s: when a rank last read, wrote or computed.
-    told_at_s: when a rank last read or wrote.
+    last_activity_s: when a rank last read, wrote or computed.
+    last_output_s: when a rank last read or wrote.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -44,7 +44,7 @@ class Observed:
         self.deaf_since_s: float | None = None
         # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
         self._moved: tuple[object, float] = (None, 0.0)
-        self.moved_at_s = self.told_at_s = now_s
+        self.last_activity_s = self.last_output_s = now_s
 
     def forget(self) -> None:
         """The last rank has gone."""
@@ -82,9 +82,9 @@ class Observed:
         seen = tuple((rank.line_at_s, rank.bytes_done, rank.units_done) for rank in progress)
         cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self._moved
         if seen != before:
-            self.told_at_s = now_s
-        if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
-            self._moved, self.moved_at_s = (seen, cpu_s), now_s
+            self.last_output_s = now_s
+        if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.last_activity_s):
+            self._moved, self.last_activity_s = (seen, cpu_s), now_s
 
 
 def _since(before_s: float | None, now_s: float, holds: bool) -> float | None:

@@ -130,7 +130,7 @@ def plan(
     starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
         facts = models[name]
-        may_start = can_place and not starting and (schedule is None or schedule.first == name)
+        may_start = can_place and not starting and (schedule is None or schedule.next_to_start == name)
         action = _next(facts, may_start) or _of_schedule(facts, schedule, can_place and not starting)
         if action is None:
             continue
@@ -150,7 +150,7 @@ def _next(facts: ModelFacts, can_start: bool) -> Action | None:
     stray = _stray(facts)
     if stray:
         return stray
-    if facts.record.desired.want is Want.STOPPED or facts.yields:
+    if facts.record.desired.want is Want.STOPPED or facts.is_evicted:
         return _towards_stopped(facts)
     return _towards_running(facts, can_start)
 
@@ -159,10 +159,10 @@ def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Act
     """The action that the scheduler asks of this model. now: a model could be started if it had room."""
     if schedule is None or not now:
         return None
-    if (refusal := schedule.refused.get(facts.name)) is not None:
+    if (refusal := schedule.rejected.get(facts.name)) is not None:
         return Fail(facts.name, "DoesNotFit", refusal.message)
-    to = schedule.leave.get(facts.name)
-    return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.yields else None
+    to = schedule.victims.get(facts.name)
+    return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.is_evicted else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
@@ -319,7 +319,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
 def _advance(facts: ModelFacts, present: list[RankFact]) -> Action | None:
     progress = progress_of(present) or Progress()
     late_s = facts.now_s - facts.record.attempt.since_s - facts.start_deadline_s
-    still_s, silent_s = facts.now_s - facts.observed.moved_at_s, facts.now_s - facts.observed.told_at_s
+    still_s, silent_s = facts.now_s - facts.observed.last_activity_s, facts.now_s - facts.observed.last_output_s
     spins = late_s >= (LATEST - 1) * facts.start_deadline_s and silent_s >= SILENT_S
     if late_s >= 0 and (still_s >= STILL_S or spins):
         hung = "hung" if still_s >= STILL_S else f"computed for {silent_s:.0f} s without reading a byte or writing a line"

@@ -61,12 +61,12 @@ class Record:
         self.observed = Observed(now_s)
         self.upstream: Upstream | None = None
         self.queue = RequestQueue(now_s)
-        # Its place among all that wait for room or for their turn, 1 for the first.
+        # Its position in the queue of waiting models, 1 for the first.
         self.turn: int | None = None
-        # Why it waits in that line.
+        # Why it waits there.
         self.wait: Wait | None = None
-        # The model for which it goes.
-        self.yields_to: str | None = None
+        # The model for which it is being evicted.
+        self.evicted_for: str | None = None
         # None once it is READY again.
         self.evicted: Evicted | None = None
         # Whether it was evicted for another model, or another for it, since the daemon began.
@@ -77,7 +77,7 @@ class Record:
         self.failures = 0
         # Why and when the last try failed; a new try does not forget it.
         self.last_failure: Mapping[str, Any] | None = None
-        self.stalls: tuple[float, ...] = ()
+        self.hang_times_s: tuple[float, ...] = ()
         self.restarts = 0
         self.backoff_until_s = float("-inf")
 
@@ -100,7 +100,7 @@ class Record:
         return self.attempt.lack if self.attempt.entry_hash == self.hash else None
 
     @property
-    def claims(self) -> bool:
+    def has_claim(self) -> bool:
         """Whether other models make room for it: a client waits or was asked to retry, or an operator has requested the model."""
         requested = bool(self.queue.waiters) or self.queue.promised_at_s is not None or self.desired.by in ("admin", "group")
         return requested and self.desired.want is Want.RUNNING
@@ -121,26 +121,26 @@ class Record:
         self.last_asked_s = float("-inf")
         self.observed.begin(now_s)
 
-    def stalled(self, now_s: float, window_s: float) -> int:
-        """One more stall; how many there were within the last window_s."""
-        self.stalls = (*(at_s for at_s in self.stalls if now_s - at_s < window_s), now_s)
-        return len(self.stalls)
+    def count_hang(self, now_s: float, window_s: float) -> int:
+        """Count a hang. Returns how many there were within the last window_s."""
+        self.hang_times_s = (*(at_s for at_s in self.hang_times_s if now_s - at_s < window_s), now_s)
+        return len(self.hang_times_s)
 
     def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False, client_message: str | None = None) -> None:
-        """lasts: waiting does not heal it. client_message: what a client may read of it."""
+        """Note a failure. lasts: another try does not help until its cause is fixed. client_message: the text for clients."""
         self.attempt = replace(self.attempt, reason=reason, message=message, lasts=lasts, client_message=client_message, ready_since_s=None)
         self.backoff_until_s = backoff_until_s
         self.restarts += 1
 
     def forget_rank(self) -> None:
-        """Its ranks have ended. The time that its load took stays known."""
+        """Forget the attempt of ranks that have ended, except how long its load took."""
         self.attempt = Attempt(self.attempt.since_s, self.attempt.entry_hash, load_s=self.attempt.load_s)
         self.observed.forget()
         self.failures = 0
         self.backoff_until_s = float("-inf")
 
     def cancel(self, *actions: str) -> None:
-        """End what is under way where it is one of these; a stop always runs to its end."""
+        """Cancel the action in progress if it is one of these; a stop always runs to its end."""
         if self.task and self.busy in actions:
             self.task.cancel()
 

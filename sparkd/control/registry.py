@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 from sparkd.condition import Condition
@@ -93,7 +92,10 @@ class Registry:
                 del self.records[name]
         # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
         for name in stored.keys() - models.keys() - added.keys():
-            self._forget_wish(name, partial(self._store.wishes.forget_desired, name))
+            try:
+                self._store.wishes.forget_desired(name)
+            except StateError as error:
+                log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
         for name, spec in models.items():
             if name not in self.records:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self.wall())
@@ -278,12 +280,6 @@ class Registry:
         for name, reason in self._left_out.items():
             log.warning("the model %s, added earlier, is left out: %s", name, reason)
         return config
-
-    def _forget_wish(self, name: str, forget: Callable[[], None]) -> None:
-        try:
-            forget()
-        except StateError as error:
-            log.warning("the desired state of %s, which is not a model any more, could not be removed: %s", name, error.message)
 
 
 def replaced(registry: Registry, base: Config) -> list[ModelConfig]:

@@ -39,29 +39,31 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 class Schedule:
     """The scheduler's decision.
 
-    first: the model that is placed once no other model starts or ends.
-    leave: the models to evict, each with the model that needs its place.
+    next_to_start: the model that is placed once no other model starts or ends.
+    victims: the models to evict, each with the model that needs its place.
     waits: why each waiting model waits, the first one too unless it is placed now.
-    refused: the models that would wait in vain, and why.
-    line: all waiting models, in their order.
+    rejected: the models that would wait in vain, and why.
+    queue: all waiting models, in their order.
     """
 
-    first: str | None = None
-    leave: Mapping[str, str] = field(default_factory=dict)
+    next_to_start: str | None = None
+    victims: Mapping[str, str] = field(default_factory=dict)
     waits: Mapping[str, Wait] = field(default_factory=dict)
-    refused: Mapping[str, Wait] = field(default_factory=dict)
-    line: tuple[str, ...] = ()
+    rejected: Mapping[str, Wait] = field(default_factory=dict)
+    queue: tuple[str, ...] = ()
 
 
 def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties, bar: Wait | None = None) -> Schedule:
-    """The decision for the present facts; equal facts give an equal decision.
+    """Choose the model that starts next: the first claimed one in order of request, or one that fits without evicting any.
 
     bar: why no model can be placed now.
     """
-    waiting = [facts for facts in models.values() if _waits(facts)]
-    waiting.sort(key=lambda facts: (not facts.record.claims, _asked_since_s(facts), facts.name))
+    waiting = [facts for facts in models.values() if _is_startable(facts)]
+    waiting.sort(key=lambda facts: (not facts.record.has_claim, _asked_since_s(facts), facts.name))
+    next_to_start: str | None = None
+    evicted: dict[str, str] = {}
     waits: dict[str, Wait] = {}
-    refused: dict[str, Wait] = {}
+    rejected: dict[str, Wait] = {}
     for position, facts in enumerate(waiting):
         name = facts.name
         others = [other.name for other in waiting[position + 1 :]]
@@ -74,21 +76,24 @@ def make_schedule(models: Mapping[str, ModelFacts], book: MemoryBook, ties: Ties
                 waits[name] = wait
             elif returning is not None:
                 waits[name] = Wait(RETURNS, returning)
-            return Schedule(None if returning else name, {}, waits, refused, _line(waiting, refused))
-        if not facts.record.claims:
+            next_to_start = None if returning else name
+            break
+        if not facts.record.has_claim:
             unclaimed = Wait(UNCLAIMED, f"until that is free or {name} is requested")
             waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
         victims = _victims(facts, models, book, ties, rivals)
         if isinstance(victims, Wait):
-            refused[name] = victims
+            rejected[name] = victims
             continue
-        leave, wait = _leaving(facts, victims)
+        leaving, wait = _evicted(facts, victims)
+        evicted = dict.fromkeys(leaving, name)
         waits[name] = _waits_for(facts, rivals, wait)
         message = f"It waits for its turn: {name} was requested first and waits for memory."
         waits |= dict.fromkeys(others, Wait(ASKED_FIRST, message, (name,)))
-        return Schedule(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
-    return Schedule(None, {}, waits, refused, _line(waiting, refused))
+        break
+    queue = tuple(facts.name for facts in waiting if facts.name not in rejected)
+    return Schedule(next_to_start, evicted, waits, rejected, queue)
 
 
 def _asked_since_s(facts: ModelFacts) -> float:
@@ -96,9 +101,9 @@ def _asked_since_s(facts: ModelFacts) -> float:
     return float("inf") if since_s is None else since_s
 
 
-def _waits(facts: ModelFacts) -> bool:
-    """It could be started now, as far as it is concerned."""
-    wanted = facts.record.desired.want is Want.RUNNING and not facts.yields and facts.record.hash is not None
+def _is_startable(facts: ModelFacts) -> bool:
+    """Whether the model itself is ready to be started now."""
+    wanted = facts.record.desired.want is Want.RUNNING and not facts.is_evicted and facts.record.hash is not None
     free = facts.record.state in _AWAY and not facts.record.busy and facts.ranks == () and not facts.observed.unseen
     return wanted and free and facts.now_s >= facts.record.backoff_until_s
 
@@ -136,38 +141,38 @@ def _victims(
         sentence = f"{asker.name} cannot run with {' and '.join(staying)} (groups.exclude), and {pinned}. Unload the pinned model first."
         return Wait(EXCLUDED, sentence, tuple(staying))
     if asker.record.lack is None:
-        return _whole(chosen, models, ties)
+        return _with_companions(chosen, models, ties)
     if not book.has_room(asker.name, asker.record.lack, names):
         keepers = sorted(set(book.held) - names - {asker.name})
         kept_by = " and ".join(keepers) or "no model that sparkd could unload"
         free = book.free_gib({asker.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
         lacks = f"{asker.name} needs {_size(asker)} of unified memory, more than is free even with every evictable model unloaded ({there})"
-        if book.shut:
+        if book.cordoned:
             cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
-            sentence = f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
+            sentence = f"{lacks}. {book.cordon_message} {cure}, or ask for less (memory_gib, kv_cache)."
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."
         return Wait(NO_ROOM, sentence, tuple(keepers))
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(asker, facts))
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _eviction_order(asker, facts))
     while not book.has_room(asker.name, asker.record.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
         rest = [other for other in chosen if other is not facts]
-        if not _leaves(facts) and book.has_room(asker.name, asker.record.lack, passing | {other.name for other in rest}):
+        if not _is_leaving(facts) and book.has_room(asker.name, asker.record.lack, passing | {other.name for other in rest}):
             chosen = rest
-    return _whole(chosen, models, ties)
+    return _with_companions(chosen, models, ties)
 
 
-def _missed(asker: ModelFacts, facts: ModelFacts) -> tuple[object, ...]:
-    """How much it would be missed if it went, the least first."""
+def _eviction_order(asker: ModelFacts, facts: ModelFacts) -> tuple[object, ...]:
+    """The sort key of victims: those that leave already, then the idle, the unimportant, the longest unused."""
     stays, busy = _until_s(asker, [facts]) > facts.now_s, facts.record.queue.in_flight > 0
-    return not _leaves(facts), stays, busy, facts.record.priority, facts.record.queue.last_used_s, facts.name
+    return not _is_leaving(facts), stays, busy, facts.record.priority, facts.record.queue.last_used_s, facts.name
 
 
-def _whole(chosen: list[ModelFacts], models: Mapping[str, ModelFacts], ties: Ties) -> list[ModelFacts]:
-    """With the companions of each, which go with it."""
+def _with_companions(chosen: list[ModelFacts], models: Mapping[str, ModelFacts], ties: Ties) -> list[ModelFacts]:
+    """The chosen models and their companions, which are evicted with them."""
     names = {name for facts in chosen for name in (facts.name, *ties.companions_of(facts.name))}
     return [models[name] for name in sorted(names) if name in models and models[name].record.state in _THERE]
 
@@ -176,13 +181,13 @@ def _pinned(facts: ModelFacts, models: Mapping[str, ModelFacts], ties: Ties) -> 
     return facts.record.pinned or any(models[name].record.pinned for name in ties.companions_of(facts.name) if name in models)
 
 
-def _leaves(facts: ModelFacts) -> bool:
-    return facts.yields or facts.record.desired.want is Want.STOPPED
+def _is_leaving(facts: ModelFacts) -> bool:
+    return facts.is_evicted or facts.record.desired.want is Want.STOPPED
 
 
 def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:
     """Until when these models are not evicted together."""
-    stays = [facts.stay for facts in victims if not _leaves(facts)]
+    stays = [facts.stay for facts in victims if not _is_leaving(facts)]
     if not stays:
         return float("-inf")
     # A load that failed had no stay of its own: the victims' stay covers it too.
@@ -190,14 +195,14 @@ def _until_s(asker: ModelFacts, victims: Collection[ModelFacts]) -> float:
     return max(max(stay.ready_since_s for stay in stays) + loads_s, *(stay.until_s for stay in stays))
 
 
-def _leaving(asker: ModelFacts, victims: list[ModelFacts]) -> tuple[list[str], Wait]:
+def _evicted(asker: ModelFacts, victims: list[ModelFacts]) -> tuple[list[str], Wait]:
     """The models that are evicted now, and the reason for the waiting one. They are evicted together, or none yet."""
     models = tuple(facts.name for facts in victims)
     names, stay_s = " and ".join(models), _until_s(asker, victims) - asker.now_s
     if not victims:
         return [], Wait(PASS, "models that are starting or ending come first")
     if stay_s > 0:
-        leaving = [facts.name for facts in victims if _leaves(facts)]
+        leaving = [facts.name for facts in victims if _is_leaving(facts)]
         return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models)
     busy = sum(facts.record.queue.in_flight for facts in victims)
     requests = f", {busy} request{'' if busy == 1 else 's'} may finish first" if busy else ""
@@ -218,7 +223,3 @@ def _size(facts: ModelFacts) -> str:
     if lack is None:
         return "memory"
     return f"{lack.gib} GiB" if lack.nodes == 1 else f"{lack.gib} GiB on each of {lack.nodes} nodes"
-
-
-def _line(waiting: list[ModelFacts], refused: Collection[str]) -> tuple[str, ...]:
-    return tuple(facts.name for facts in waiting if facts.name not in refused)

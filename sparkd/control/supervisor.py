@@ -230,7 +230,7 @@ class Supervisor:
         steady = {name: record.attempt.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         self.journal.save_rest()
         with around("hints"):
-            self._cluster.tell(guard_hints(records.values()))
+            self._cluster.set_guard_hints(guard_hints(records.values()))
         before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
             observation = await self._cluster.observe()
@@ -247,7 +247,7 @@ class Supervisor:
         with around("abilities"):
             self._looks.look_at_new()
         with around("watchdog"):
-            self._watchdog.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
+            self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
         self._ticked_at_s = self._clock()
@@ -256,7 +256,6 @@ class Supervisor:
         with around("metrics"):
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
-            gauges.engines(observation.ranks or ())
             for show in self.journal.snapshot_followers:
                 show(snapshot)
 
@@ -266,10 +265,10 @@ class Supervisor:
         # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
         is_open = False
         # Without the gate's word no node is open, to a placement in progress either.
-        closed = frozenset(node.node_id for node in observation.nodes)
-        with around("gate", failed=lambda _: self._cluster.reservations.shut(closed, {})):
+        all_nodes = frozenset(node.node_id for node in observation.nodes)
+        with around("gate", failed=lambda _: self._cluster.reservations.cordon(all_nodes, {})):
             self._gate.look(observation, records)
-            self._cluster.reservations.shut(self._gate.shut, self._gate.release.room_gib)
+            self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib)
             is_open = True
         for record in records.values():
             with around("observed", record.name):
@@ -278,11 +277,11 @@ class Supervisor:
         with around("wishes"):
             self._wishes.end_removed()
             self._queue.forget_clients()
-            self._swap.settle(records)
+            self._swap.settle()
         with around("plan"):
             actions, schedule = self._plan(observation, is_open)
             with around("swap"):
-                self._swap.show(schedule, records)
+                self._swap.show(schedule)
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
@@ -299,7 +298,7 @@ class Supervisor:
 
     def _note_nodes(self, observation: Observation) -> None:
         """End the back-off of models that had no room when a node has joined, is back or takes models again."""
-        agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
+        agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.cordoned
         if agents - self._agents:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
@@ -352,12 +351,12 @@ class Supervisor:
                 self._effects.start(record, "ask", self._effects.ask(record))
             case Expire(idle_s=idle_s):
                 ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
-                if self._swap.is_used(record.name, self.registry.records, self._clock() - ttl_s):
+                if self._swap.is_used(record.name, self._clock() - ttl_s):
                     return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Evict(to=to):
-                self._swap.leave(record, self.registry.records[to])
+                self._swap.evict(record, self.registry.records[to])
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)

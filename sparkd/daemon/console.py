@@ -15,7 +15,7 @@ from rich.text import Text
 from sparkd.admin.client import DEFAULT_URL
 from sparkd.condition import Condition
 from sparkd.control.supervisor import Supervisor
-from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from sparkd.state.nouns import STARTING, ModelState, Want
@@ -35,7 +35,7 @@ class Console:
         self,
         base_url: str,
         supervisor: Supervisor,
-        asker: Asker,
+        client: GatewayClient,
         *,
         needs_key: bool,
         has_page: bool = True,
@@ -49,7 +49,7 @@ class Console:
         self._base_url = base_url
         self._lan_url = lan_url
         self._supervisor = supervisor
-        self._asker = asker
+        self._client = client
         self._needs_key = needs_key
         self._has_page = has_page
         self._models = models
@@ -135,7 +135,7 @@ class Console:
 
     async def _ask(self, name: str, question: str) -> None:
         try:
-            answer = await self._asker.chat(name, question, ANSWER_TIMEOUT_S)
+            answer = await self._client.chat(name, question, ANSWER_TIMEOUT_S)
         except SparkdError as error:
             self._say(f"[red]{escape(show.printable(error.message))}[/]")
             return

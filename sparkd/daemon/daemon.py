@@ -1,4 +1,4 @@
-"""The only place that sees everything: builds the parts, starts, reloads and stops them in order. Never serves a request itself."""
+"""Builds the daemon's parts, and starts, reloads and stops them in order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sparkd import metrics
 from sparkd.admin.bandwidth import Bandwidth
@@ -32,12 +32,12 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import remove_empty
 from sparkd.config.api_keys import load_keys
-from sparkd.config.config import Config, ModelConfig, check_bind, load_config
+from sparkd.config.config import Config, check_bind, load_config
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry, replaced
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.console import Console
-from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError, StateError
@@ -67,7 +67,7 @@ log = logging.getLogger("sparkd")
 LOOP_DEAD_S = 30.0
 FIRST_LOOK_S = 5.0
 PLACING_S = 10.0
-LOCK_CHARACTERS = 20
+LOCK_BYTES = 20
 # The daemon's own key, with which it asks a model its first question.
 OWN_NAME = "sparkd"
 
@@ -76,8 +76,8 @@ OWN_NAME = "sparkd"
 class Options:
     """How `sparkd serve` was called.
 
-    leave_engines: a SIGTERM leaves engines and Ray running for the next daemon to adopt. models: names to load now, even where an operator
-    unloaded them before the last end.
+    leave_engines: a SIGTERM leaves engines and Ray running for the next daemon to adopt.
+    models: names to load now, even where an operator unloaded them before the last end.
     """
 
     config_path: Path | None = None
@@ -147,7 +147,7 @@ class Daemon:
         self._own_key, self._bench_key = secrets.token_hex(32), secrets.token_hex(32)
         probe_token = secrets.token_hex(32)
         self.base_url = _base_url(listening[0])
-        self._asker = Asker(self.base_url, self._own_key, probe_token)
+        self._own_client = GatewayClient(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
         rates = RateBook(config.state_dir)
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
@@ -158,18 +158,18 @@ class Daemon:
             self._registry,
             self._journal,
             self._cluster,
-            ask=self._asker.warm,
+            ask=self._own_client.warm,
             boundary=self._boundary,
             outside=protocol.condition,
         )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._jobs = Jobs(self._journal, self._boundary)
-        self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._spec_of, self._names, self._present)
+        self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._present)
         self._measures = Bandwidth(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
-        self._requests = _request_log(config)
+        self._requests = RequestLog(RequestStore(config.state_dir / FILE), keeps=config.request_log)
         self._live_page = Live(
             self._supervisor,
             self._registry,
@@ -208,7 +208,7 @@ class Daemon:
         self._console = Console(
             self.base_url,
             self._supervisor,
-            self._asker,
+            self._own_client,
             needs_key=needs_key,
             has_page=config.web,
             lan_url=lan_url,
@@ -313,8 +313,8 @@ class Daemon:
                 await self._end_engines()
         with self._boundary.around("requests"):
             await self._requests.close()
-        with self._boundary.around("asker"):
-            await self._asker.close()
+        with self._boundary.around("client"):
+            await self._own_client.close()
         with self._boundary.around("cluster"):
             await self._cluster.close(stop_ray=stop_engines)
 
@@ -389,12 +389,6 @@ class Daemon:
     def _present(self) -> Config:
         return self._registry.config
 
-    def _spec_of(self, name: str) -> ModelConfig | None:
-        return self._registry.config.lookup(name)
-
-    def _names(self) -> list[str]:
-        return [model.name for model in self._registry.config.models.values() if not model.unlisted]
-
     def _engines(self) -> list[tuple[str, str, Upstream]]:
         """(model, node, upstream) of every engine that serves."""
         ready = [record for record in self._registry.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
@@ -439,15 +433,6 @@ class _AdminLater:
         await (self._app or await self.build())(scope, receive, send)
 
 
-def _request_log(config: Config) -> RequestLog:
-    """A table that cannot be opened costs the record of finished requests, never the daemon's start."""
-    try:
-        return RequestLog(RequestStore(config.state_dir / FILE), keeps=config.request_log)
-    except StateError as error:
-        log.warning("finished requests are not recorded until the next start: %s", error.message)
-        return RequestLog(None)
-
-
 def _limits(config: Config) -> ClientLimits:
     ours = config.limits
     connections = most_connections(ours.max_connections, descriptor_limit())
@@ -488,44 +473,36 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _lock:
+@contextmanager
+def _lock(state_dir: Path) -> Iterator[None]:
     """One daemon for each state directory. Raises StateError naming the process that holds it."""
+    path, descriptor = state_dir / "lock", -1
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_file(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _take(descriptor, state_dir)
+    except OSError as error:
+        raise StateError(
+            f"The state directory {state_dir} cannot be used: {path}: {error.strerror}. Create it for this user, with free space on its "
+            "disk, or give --state-dir."
+        ) from None
+    else:
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "lock"
-        self._file: IO[str] | None = None
 
-    def __enter__(self) -> None:
-        try:
-            self._take()
-        except OSError as error:
-            self.__exit__()
-            raise StateError(
-                f"The state directory {self._path.parent} cannot be used: {self._path}: {error.strerror}. Create it for this user, with "
-                "free space on its disk, or give --state-dir."
-            ) from None
-
-    def _take(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private_file(self._path)
-        self._file = open(self._path, "a+", errors="replace")  # noqa: SIM115 - until __exit__
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            raise StateError(
-                f"Another sparkd (process {self._file.read(LOCK_CHARACTERS).strip() or 'unknown'}) runs with the state directory "
-                f"{self._path.parent}: stop it, or give --state-dir."
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-    def __exit__(self, *_: object) -> None:
-        if self._file:
-            # A failed write was reported already.
-            with suppress(OSError):
-                self._file.close()
+def _take(lock: int, state_dir: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, LOCK_BYTES, 0).decode(errors="replace").strip() or "unknown"
+        problem = f"Another sparkd (process {holder}) runs with the state directory {state_dir}"
+        raise StateError(f"{problem}: stop it, or give --state-dir.") from None
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
 
 
 def _private_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the daemon's log goes and how a line looks: time, level, logger, message. Never decides what is logged."""
+"""Sets up the daemon's log: where it goes, and how a line looks (time, level, logger, message)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def set_up(level: str, state_dir: Path | None) -> Path | None:
     """One line per event to stderr; with a state_dir to its sparkd.log, and only warnings to stderr. Returns the log file.
 
-    The file also gets what native code (Ray's) writes to descriptor 2. level: debug, info, warning or error. Raises StateError where
-    the file cannot be written.
+    level: debug, info, warning or error.
+
+    The file also gets what native code (Ray's) writes to descriptor 2. Raises StateError where the file cannot be written.
     """
     root = logging.getLogger()
     root.setLevel(level.upper())

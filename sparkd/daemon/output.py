@@ -15,7 +15,7 @@ WAITING = 1000
 LAST_WORDS_S = 1.0
 
 
-class Unblocked:
+class Output:
     """A text stream that hands each text to a thread, which writes it to the descriptor of `stream`.
 
     A terminal that is stopped (Ctrl-S, a stopped screen), a pipe without a reader and a journal that hangs block that thread only. The
@@ -37,7 +37,7 @@ class Unblocked:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: the thread writes at once, and who writes must not wait for it."""
+        """Do nothing: the thread writes at once, and a writer must not wait for it."""
 
     def finish(self, timeout_s: float) -> None:
         """Give the thread so long for what it has not written yet."""
@@ -63,7 +63,7 @@ class Unblocked:
 def unblocked() -> Iterator[None]:
     """sys.stdout and sys.stderr never block inside; what was written last still comes, if anybody reads it."""
     before = sys.stdout, sys.stderr
-    streams = Unblocked(sys.stdout), Unblocked(sys.stderr)
+    streams = Output(sys.stdout), Output(sys.stderr)
     sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in streams)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Owns how a running daemon takes a new configuration: whole or not at all, one at a time. Never keeps a part of a bad one."""
+"""Takes a new configuration into a running daemon: whole or not at all, one at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _AT_START = ("listen", "state_dir", "runtime_dir", "cluster", "memory")
 
 
 class Reloader:
-    """`load()` reads files and blocks. `judge(config)` raises ConfigError for entries with which READY models would not start again.
-    `take(config)` applies the configuration on the loop and returns names of models by key: added, removed, restarted, adjusted.
+    """Reads the configuration anew for signals and for the admin API.
 
-    `refused(message)` receives the reason why a configuration was refused, and None once one is accepted.
+    load: reads files and blocks.
+    judge: raises ConfigError for entries with which READY models would not start again.
+    take: applies the configuration on the loop, and returns names of models by key: added, removed, restarted, adjusted.
+    refused: receives the reason why a configuration was refused, and None once one is accepted.
     """
 
     def __init__(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
+from sparkd.state.rows import noun_of
+
 QSFP, LAN, WIFI, OTHER = "qsfp", "lan", "wifi", "other"
 FULL_MBPS = 200_000  # of either twin, whatever the 100 Gb/s of its PCIe link let through
 GOOD_MTU = 9000
@@ -215,24 +217,15 @@ def traffic(before: Fabric, after: Fabric) -> dict[str, int]:
 
 def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> NetworkInterface:
     kind, cage = _kind(raw)
-    ports = [rdma[name] for name in raw["rdma"] if name in rdma]
-    return NetworkInterface(
-        name=str(raw["name"]),
-        kind=kind,
-        cage=cage,
-        mac=str(raw["mac"] or ""),
-        mtu=int(raw["mtu"] or 0),
-        up=bool(raw["up"]),
-        carrier=raw["carrier"],
-        speed_mbps=raw["speed_mbps"],
-        pci=raw["pci"],
-        pci_gts=raw["pci_gts"],
-        pci_lanes=raw["pci_lanes"],
-        switch_id=raw["switch_id"],
-        physical=bool(raw["physical"]),
-        addresses=tuple(IPv4Interface(f"{address['address']}/{address['prefix']}") for address in raw["addresses"]),
-        rdma=ports[0] if ports else None,
-    )
+    computed = {
+        "kind": kind,
+        "cage": cage,
+        "mac": raw["mac"] or "",
+        "mtu": raw["mtu"] or 0,
+        "addresses": [f"{address['address']}/{address['prefix']}" for address in raw["addresses"]],
+        "rdma": next((rdma[name] for name in raw["rdma"] if name in rdma), None),
+    }
+    return noun_of(NetworkInterface, {**raw, **computed})
 
 
 def _kind(raw: Mapping[str, Any]) -> tuple[str, int | None]:
@@ -285,17 +278,13 @@ def _rdma_of(raw: Iterable[Mapping[str, Any]]) -> dict[str, Rdma]:
     ports: dict[str, Rdma] = {}
     for device in raw:
         rate = re.match(r"[0-9]{1,9}(\.[0-9]+)?", str(device["rate"] or ""))
-        port = Rdma(
-            name=str(device["name"]),
-            port=int(device["port"]),
-            state=str(device["state"] or "").partition(": ")[2] or "unknown",
-            rate_gbps=float(rate[0]) if rate else None,
-            link_layer=str(device["link_layer"] or "unknown"),
-            gids=tuple(_gid(gid) for gid in device["gids"]),
-            sent_bytes=device["sent_bytes"],
-            received_bytes=device["received_bytes"],
-        )
-        ports.setdefault(port.name, port)
+        computed = {
+            "state": str(device["state"] or "").partition(": ")[2] or "unknown",
+            "rate_gbps": rate[0] if rate else None,
+            "link_layer": device["link_layer"] or "unknown",
+            "gids": [_gid(gid) for gid in device["gids"]],
+        }
+        ports.setdefault(device["name"], noun_of(Rdma, {**device, **computed}))
     return ports
 
 

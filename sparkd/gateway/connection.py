@@ -63,34 +63,6 @@ class ResponseSink(Protocol):
 class Connection(asyncio.Protocol):
     """One connection; one exchange at a time. Made by a ConnectionPool."""
 
-    # CPython shares the keys of at most 30 attributes. Without slots each connection would have its own hash table.
-    __slots__ = (
-        "_answering",
-        "_between_chunks",
-        "_bodies",
-        "_complete",
-        "_headers",
-        "_in_head",
-        "_keep",
-        "_made",
-        "_older",
-        "_parser",
-        "_pass",
-        "_passing",
-        "_past",
-        "_pool",
-        "_sink",
-        "_unparsed_bytes",
-        "_until_close",
-        "_whole_request",
-        "_writable",
-        "idle_since_s",
-        "passed",
-        "passed_bytes",
-        "passed_pieces",
-        "transport",
-    )
-
     transport: asyncio.Transport
 
     def __init__(self, pool: ConnectionPool) -> None:

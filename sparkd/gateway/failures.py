@@ -1,4 +1,4 @@
-"""Tells a stream's failure in the words of the client's API, so that no client takes a part for the whole or asks again in vain."""
+"""Reports a stream's failure in the terms of the client's API, so that no client takes a part for the whole or retries in vain."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ def is_cut(exchange: Exchange) -> bool:
 
 
 def error_event(error: SparkdError, exchange: Exchange, first: bytes = b"", tail: bytes = b"") -> bytes:
-    """The server-sent event by which the client's API says that a stream failed. first, tail: the stream's first and last bytes."""
+    """The server-sent event by which the client's API says that a stream failed.
+
+    first, tail: the stream's first and last bytes.
+    """
     body = error_bytes(error, exchange.request_id, anthropic=exchange.anthropic)
     return failure_event(body, exchange, lasts=error.status < 500, first=first, tail=tail)
 
 
 def failure_event(body: bytes, exchange: Exchange, *, lasts: bool, first: bytes = b"", tail: bytes = b"") -> bytes:
-    """The same of a body with an error, sparkd's or an engine's. lasts: another try does not help."""
+    """The same event for a body with an error, sparkd's or an engine's.
+
+    lasts: another try does not help.
+    """
     if exchange.speaks_responses:
         return _response_failed(body, exchange, lasts, first, tail)
     name = b"event: error\n" if exchange.anthropic else b""

@@ -17,11 +17,13 @@ _OWN_SITE = (b"same-origin", b"none")
 
 
 def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bool, allowed_page: bool) -> None:
-    """Without keys the loopback address is the only guard, and a web page can reach that too. Raises Forbidden where it may be one.
+    """Raise Forbidden for a request that may come from a web page: without keys the loopback address is the only guard, and pages reach it.
 
     A page comes by a name that it rebinds to 127.0.0.1 (then Host is that name), or by a form, an image or a fetch (then Origin or
-    Sec-Fetch-Site says so), also from another port of this machine. Browsers leave these two out now and then; so a POST has to show
-    something that a page cannot send without being asked for it, which sparkd refuses. does_nothing: the route only tells what is.
+    Sec-Fetch-Site says so), also from another port of this machine. Browsers leave these two out now and then. So a POST must show a header
+    that a browser sends for a page only after it has asked the server, and sparkd refuses that question.
+
+    does_nothing: the route only shows what is.
     allowed_page: Origin is one that the configuration lets in (`cors`).
     """
     host = headers.get(b"host", b"localhost")  # only clients of HTTP/1.0 may leave it out, and no browser is one

@@ -54,7 +54,10 @@ class Rates:
 
 @dataclass(slots=True)
 class Sample:
-    """The numbers of one page, added up over the engine's ranks. buckets: by histogram, upper bound -> how many were at most that."""
+    """The numbers of one page, added up over the engine's ranks.
+
+    buckets: by histogram, upper bound -> how many were at most that.
+    """
 
     at_s: float
     values: dict[str, float] = field(default_factory=dict)
@@ -107,8 +110,11 @@ class EngineRates:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """The value that this share of the observations does not exceed; None without any. buckets: (upper bound, how many are at most that),
-    by bound. Linear within a bucket, and the last finite bound beyond it, as Prometheus's histogram_quantile."""
+    """The value that this share of the observations does not exceed; None without any.
+
+    buckets: (upper bound, how many are at most that), by bound. Linear within a bucket, and the last finite bound beyond it, as
+        Prometheus's histogram_quantile.
+    """
     if not buckets or buckets[-1][1] <= 0:
         return None
     rank = share * buckets[-1][1]

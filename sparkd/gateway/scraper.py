@@ -1,4 +1,4 @@
-"""Collects every engine's metrics beforehand, with `model` and `node`, so that no scrape waits for an engine, and what they come to."""
+"""Collects every engine's metrics beforehand, with labels `model` and `node`, so that no scrape waits for an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +32,22 @@ _OURS = ("model", "node")
 Key = tuple[str, str]  # model, node
 
 
+@dataclass(slots=True)
+class _Engine:
+    """The last pages of one engine.
+
+    fresh_at_s: when its page came last, or when it was first asked for one.
+    families: of its last page.
+    rates: None while it gives no page, because old ones would look like news.
+    unreadable: whether its last page was not in Prometheus's text format.
+    """
+
+    fresh_at_s: float
+    families: Sequence[Metric] = ()
+    rates: EngineRates | None = None
+    unreadable: bool = False
+
+
 class Scraper:
     """Fetches the engines' pages while `run` runs. `text` and `rates` answer at once, from the last pages.
 
@@ -46,94 +63,66 @@ class Scraper:
         boundary: Boundary | None = None,
     ) -> None:
         self.watched = False
-        self._rates: dict[Key, EngineRates] = {}
         self._boundary = boundary or Boundary(clock)
         self._targets = targets
         self._clock = clock
-        self._pages: dict[Key, tuple[float, Sequence[Metric]]] = {}
+        self._engines: dict[Key, _Engine] = {}
         self._text = b""
-        # When an engine's page came last, or when it was first asked for one.
-        self._fresh_at_s: dict[Key, float] = {}
-        self._unreadable: set[Key] = set()
 
     async def run(self) -> None:
         whole_at_s = float("-inf")
         while True:
             now_s = self._clock()
-            if now_s - whole_at_s >= EVERY_S - WATCHED_EVERY_S / 2:
-                whole_at_s = now_s
-                await self.once()
-            else:
-                await self.measure()
+            whole = now_s - whole_at_s >= EVERY_S - WATCHED_EVERY_S / 2
+            whole_at_s = now_s if whole else whole_at_s
+            await self.once(whole=whole)
             await asyncio.sleep(WATCHED_EVERY_S if self.watched else EVERY_S)
 
-    async def once(self) -> None:
-        """Fetch all engines side by side; a page older than KEEP_S is dropped rather than shown as if it were news."""
-        targets = list(self._targets())
-        fetched: dict[Key, Sequence[Metric] | None] = {(model, node): None for model, node, _ in targets}
+    async def once(self, *, whole: bool = True) -> None:
+        """Fetch all engines side by side, for their rates and, if `whole`, for what `text` shows.
 
-        async def fetch(model: str, node: str, upstream: Upstream) -> None:
-            page = await page_of(upstream)
-            await self._take((model, node), page)
-            if page is not None:
-                fetched[model, node] = await self._families((model, node), page)
-
+        A page older than KEEP_S is dropped rather than shown as if it were news.
+        """
+        targets = {(model, node): upstream for model, node, upstream in self._targets()}
+        for gone in self._engines.keys() - targets.keys():
+            del self._engines[gone]
         async with asyncio.TaskGroup() as tasks:
-            for target in targets:
-                self._boundary.spawn(tasks, f"scraper {target[0]}", fetch(*target))
-        now_s = self._clock()
-        for gone in self._fresh_at_s.keys() - fetched.keys():
-            del self._fresh_at_s[gone]
-        for gone in self._rates.keys() - fetched.keys():
-            del self._rates[gone]
-        for key, families in fetched.items():
-            self._fresh_at_s.setdefault(key, now_s)
-            if families is not None:
-                self._pages[key] = (now_s, families)
-                self._fresh_at_s[key] = now_s
-        self._pages = {key: page for key, page in self._pages.items() if key in fetched and now_s - page[0] <= KEEP_S}
-        pages = [families for _, families in self._pages.values()]
-        self._text = await asyncio.to_thread(merge, pages) if pages else b""
+            for key, upstream in targets.items():
+                self._boundary.spawn(tasks, f"scraper {key[0]}", self._fetch(key, upstream, whole))
+        if whole:
+            now_s = self._clock()
+            pages = [engine.families for engine in self._engines.values() if engine.families and now_s - engine.fresh_at_s <= KEEP_S]
+            self._text = await asyncio.to_thread(merge, pages) if pages else b""
 
-    async def measure(self) -> None:
-        """Fetch all engines for their rates alone; what `text()` shows stays."""
-
-        async def fetch(model: str, node: str, upstream: Upstream) -> None:
-            await self._take((model, node), await page_of(upstream))
-
-        async with asyncio.TaskGroup() as tasks:
-            for target in self._targets():
-                self._boundary.spawn(tasks, f"scraper {target[0]}", fetch(*target))
-
-    async def _families(self, key: Key, page: str) -> Sequence[Metric] | None:
-        """In a thread: a page takes the parser some 20 ms. A page that it does not read is dropped, and logged once."""
-        try:
-            families = await asyncio.to_thread(labelled, page, *key)
-        except (ValueError, LookupError):
-            if key not in self._unreadable:
-                _log.warning("the metrics of %s on %s are left out: its page is not in Prometheus's text format", *key)
-            self._unreadable.add(key)
-            return None
-        self._unreadable.discard(key)
-        return families
-
-    async def _take(self, key: Key, page: str | None) -> None:
-        """An engine that gives no page has no rates: old ones would look like news."""
+    async def _fetch(self, key: Key, upstream: Upstream, whole: bool) -> None:
+        engine = self._engines.setdefault(key, _Engine(self._clock()))
+        page = await page_of(upstream)
         if page is None:
-            self._rates.pop(key, None)
-        else:
-            sample = await asyncio.to_thread(sample_of, page, self._clock())
-            self._rates.setdefault(key, EngineRates()).take(sample)
+            engine.rates = None
+            return
+        engine.rates = engine.rates or EngineRates()
+        engine.rates.take(await asyncio.to_thread(sample_of, page, self._clock()))
+        if not whole:
+            return
+        try:
+            # In a thread: a page takes the parser some 20 ms.
+            engine.families = await asyncio.to_thread(labelled, page, *key)
+        except (ValueError, LookupError):
+            if not engine.unreadable:
+                _log.warning("the metrics of %s on %s are left out: its page is not in Prometheus's text format", *key)
+            engine.unreadable = True
+            return
+        engine.unreadable, engine.fresh_at_s = False, self._clock()
 
     def rates(self) -> dict[str, Rates]:
         """By model, of the engines that answer."""
-        return {model: rates.figures() for (model, _), rates in self._rates.items()}
+        return {model: engine.rates.figures() for (model, _), engine in self._engines.items() if engine.rates is not None}
 
     def text(self) -> bytes:
         """The engines' last pages, as one. Sets our own series of their age."""
         metrics.ENGINE_METRICS_AGE_SECONDS.clear()
-        for key, at_s in self._fresh_at_s.items():
-            metrics.ENGINE_METRICS_AGE_SECONDS.labels(*key).set(self._clock() - at_s)
+        for key, engine in self._engines.items():
+            metrics.ENGINE_METRICS_AGE_SECONDS.labels(*key).set(self._clock() - engine.fresh_at_s)
         return self._text
 
 

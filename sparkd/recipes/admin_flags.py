@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sparkd.errors import ConfigError
-from sparkd.vllm.arg_check import shortened
 from sparkd.vllm.flags import Flag, flags_in, shown
 
 # Flags without a value, also as --no-NAME.
@@ -86,9 +85,8 @@ def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) ->
             raise ConfigError(message, param="extra_args")
         name = flag.name if flag.name.startswith("-") else f"--{flag.name}"
         if not _is_listed(flag.name):
-            beginning = next(shortened([name]), None)
-            reason = f"only flags that tune a model are let in there, written in full. {cure}" if beginning is None else beginning.reason
-            raise ConfigError(f"{shown(name)} is refused {where}: {reason}", param="extra_args")
+            reason = "only flags that tune a model are let in there, written in full"
+            raise ConfigError(f"{shown(name)} is refused {where}: {reason}. {cure}", param="extra_args")
         if not _is_whole(flag):
             raise ConfigError(f"{shown(name)} needs one value that does not begin with '-': write {name[:48]}=VALUE.", param="extra_args")
 

@@ -27,8 +27,10 @@ MOST_ENTRY_CHARACTERS = 65_536
 def refuse_paths(own: Mapping[str, Any], is_recipe: Callable[[str], bool]) -> None:
     """Raise ConfigError for a recipe given by path, before any file is read, so that a caller cannot probe which files exist.
 
-    own: the keys of the request. is_recipe: whether a recipe has this name; names in a registry may contain folders. A model that begins
-    with '.' or '~' is refused too, because the daemon's folders are not the caller's.
+    A model that begins with '.' or '~' is refused too, because the daemon's folders are not the caller's.
+
+    own: the keys of the request.
+    is_recipe: whether a recipe has this name; names in a registry may contain folders.
     """
     recipe = str(own.get("recipe") or "")
     if "/" in recipe and not is_recipe(recipe):
@@ -64,9 +66,10 @@ def refuse_calibration(quantize: Any, where: str = "over the admin API", cure: s
 def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError for a key of the request that is not in the lists.
 
-    own: the keys of the request. model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe,
-    but for the text of a calibration. A recipe trusts the code of its own repository and revision only: a request that names another is
-    refused.
+    A recipe trusts the code of its own repository and revision only: a request that names another is refused.
+
+    own: the keys of the request.
+    model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe, but for a calibration's text.
     """
     for key in own:
         if key not in KEYS and own[key] not in (None, False):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import yaml_file
-from sparkd.config.engine_flags import with_flags_as_keys
+from sparkd.config.engine_flags import arguments, with_flags_as_keys
+from sparkd.config.model import VLLM_ENTRYPOINTS
 from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
+from sparkd.vllm.arg_check import beginnings
 
 # A key of the entry that says the same as these keys of the recipe in another way.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
@@ -34,17 +36,25 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     for key in both:
         message = f"models.{name}.{key} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
         document.problems.append(places_in(written).get(key, Location()).problem(message, key=(*path, key)))
-    document.values["models"][name] = entry
+    document.values["models"][name] = entry = _over_recipe(entry, document, path, book)
+    engine = document.values.get("engine")
+    entrypoint = entry.get("entrypoint") or (engine.get("entrypoint") if isinstance(engine, Map) else None) or "auto"
+    for index, message in beginnings(arguments(entry)) if entrypoint in VLLM_ENTRYPOINTS else ():
+        argument = (*path, "extra_args", index)
+        document.problems.append(document.place(argument).problem(f"models.{name}.extra_args: {message}", key=argument))
+
+
+def _over_recipe(entry: Map, document: Document, path: yaml_file.Path, book: RecipeLibrary) -> Map:
+    """The entry over the settings of the recipe that it names. path: of the entry."""
     if not isinstance(entry.get("recipe"), str):
-        return
+        return entry
     file, problems = book.read(entry["recipe"])
     if file is None:
-        place = document.place((*path, "recipe"))
-        head, at = f"models.{name}.recipe", (*path, "recipe")
-        located = [each if each.line else place.problem(f"{head}: {each.message}", key=at) for each in problems]
+        head, at = f"{'.'.join(map(str, path))}.recipe", (*path, "recipe")
+        located = [each if each.line else document.place(at).problem(f"{head}: {each.message}", key=at) for each in problems]
         document.problems += [each for each in located if each not in document.problems]  # two models may have one recipe
         entry.setdefault("model", "unknown/unknown")  # so that the model is not said to be missing, too
-        return
+        return entry
     replaced = {other for key, value in entry.items() if value is not None for other in _INSTEAD_OF.get(key, ())}
     places = {"model": file.document.place(("model",)), **places_in(file.document.values.get("settings"))}
     recipe, _ = with_flags_as_keys(Map({"model": file.recipe.model, **file.settings}, places))
@@ -59,7 +69,7 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     below, own = settings.get("extra_args"), entry.get("extra_args")
     if isinstance(below, list) and isinstance(own, list):
         merged["extra_args"] = Items.joined(below, own)
-    document.values["models"][name] = merged
+    return merged
 
 
 def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> RecipeLibrary:

@@ -41,8 +41,11 @@ _IMPLIED = "enable-auto-tool-choice"
 
 @dataclass(slots=True)
 class Command:
-    """The settings in a command line. notes: one sentence for each part that was left out. divided: whether the ranks form a pipeline or
-    copies of the model."""
+    """The settings in a command line.
+
+    notes: one sentence for each part that was left out.
+    divided: whether the ranks form a pipeline or copies of the model.
+    """
 
     model: str | None = None
     served: list[str] = field(default_factory=list)

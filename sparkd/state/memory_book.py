@@ -26,19 +26,19 @@ class Lack:
 class MemoryBook:
     """offered: by node that is in sight and open, the GiB that it lends.
     held: by model.
-    shut: the nodes on which nothing is started now.
+    cordoned: the nodes on which nothing is started now.
     room_gib: by node to which memory of an ended engine returns, what a load may need that begins there now.
     """
 
     offered: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
-    shut: Collection[str] = ()
+    cordoned: Collection[str] = ()
     room_gib: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def told_shut(self) -> str:
-        """A sentence, and empty where no node is shut."""
-        return f"Nothing is started on {' or '.join(sorted(self.shut))} now: `sparkd status` says why." if self.shut else ""
+    def cordon_message(self) -> str:
+        """A sentence, and empty where no node is cordoned."""
+        return f"Nothing is started on {' or '.join(sorted(self.cordoned))} now: `sparkd status` says why." if self.cordoned else ""
 
     def free_gib(self, without: Collection[str] = ()) -> dict[str, float]:
         """node -> GiB that no model holds, if the models of `without` held nothing."""
@@ -64,7 +64,7 @@ class MemoryBook:
         left = ", ".join(f"{node} {gib:.0f} of {self.offered[node]:.0f}" for node, gib in free.items())
         return (
             f"{model} asks for {lack.gib} GiB of unified memory on {where}, but other models hold too much of it; free GiB: {left}. "
-            f"{unload}, give kv_cache a size, or set memory_gib to its real need. {self.told_shut}"
+            f"{unload}, give kv_cache a size, or set memory_gib to its real need. {self.cordon_message}"
         ).rstrip()
 
     def returning(self, model: str, lack: Lack) -> str | None:

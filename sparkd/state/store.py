@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ class StoredRanks:
 
     def answered(self, rank_id: str) -> tuple[float | None, float | None] | None:
         """When it first did, and how long its load took, seconds; each None where an earlier release wrote it. None: it never did."""
-        return next(((row.at_s, row.load_s) for row in self._store.read("answered", "WHERE rank_id=?", (rank_id,))), None)
+        return next(iter(self._store.read("answered", "WHERE rank_id=?", (rank_id,))), None)
 
 
 class History:
@@ -218,10 +218,10 @@ class History:
             self._store.execute("events", "DELETE FROM events WHERE seq <= ?", (seq - EVENTS_KEPT,))
         return Event(seq, at_s, kind, model, message, dict(data))
 
-    def events(self, after_seq: int = 0, limit: int = 200, *, kind: str = "%") -> list[Event]:
-        """Oldest first, at most `limit`, the newest ones when after_seq is 0; of one kind, or of all."""
+    def events(self, after_seq: int = 0, limit: int = 200) -> list[Event]:
+        """Oldest first, at most `limit`, the newest ones when after_seq is 0."""
         order = "" if after_seq else " DESC"
-        events = self._store.read("events", f"WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?", (after_seq, kind, limit))
+        events = self._store.read("events", f"WHERE seq > ? ORDER BY seq{order} LIMIT ?", (after_seq, limit))
         return events if after_seq else events[::-1]
 
     def events_behind(self, seq: int, limit: int) -> tuple[list[Event], int]:
@@ -251,33 +251,8 @@ def _cure(error: Exception, path: Path) -> str:
     return "Check that the folder exists, is writable by this user and has free space, or name another with --state-dir."
 
 
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """A row of that table."""
-
-    rank_id: str
-    at_s: float | None
-    load_s: float | None
-
-
 def _desired(model: str, want: str, generation: int, by: str, since_s: float) -> Desired:
     return noun_of(Desired, {"model": model, "want": want, "generation": generation, "by": by, "since_s": since_s})
-
-
-def _handle(rank_id: str, handle: str) -> tuple[str, RankHandle]:
-    return rank_id, noun_of(RankHandle, json.loads(handle))
-
-
-def _answered(rank_id: str, at_s: float | None, load_s: float | None) -> _Answered:
-    return noun_of(_Answered, {"rank_id": rank_id, "at_s": at_s, "load_s": load_s})
-
-
-def _spec(model: str, spec: str) -> tuple[str, dict[str, Any]]:
-    return model, dict(json.loads(spec))
-
-
-def _operation(_id: str, operation: str) -> Operation:
-    return noun_of(Operation, json.loads(operation))
 
 
 def _event(seq: int, at_s: float, kind: str, model: str | None, message: str, data: str) -> Event:
@@ -287,9 +262,9 @@ def _event(seq: int, at_s: float, kind: str, model: str | None, message: str, da
 # By table: its columns, the key first, and what a row of them is. Each raises ValueError for a row that cannot be read.
 _TABLES: Mapping[str, tuple[str, Callable[..., Any]]] = {
     "desired": ("model, want, generation, by, since_s", _desired),
-    "handles": ("rank_id, handle", _handle),
-    "answered": ("rank_id, at_s, load_s", _answered),
-    "specs": ("model, spec", _spec),
-    "operations": ("id, operation", _operation),
+    "handles": ("rank_id, handle", lambda rank_id, handle: (rank_id, noun_of(RankHandle, json.loads(handle)))),
+    "answered": ("rank_id, at_s, load_s", lambda _, at_s, load_s: (at_s, load_s)),
+    "specs": ("model, spec", lambda model, spec: (model, dict(json.loads(spec)))),
+    "operations": ("id, operation", lambda _, operation: noun_of(Operation, json.loads(operation))),
     "events": ("seq, at_s, kind, model, message, data", _event),
 }

@@ -1,4 +1,4 @@
-"""Writes the message about an argument that the parser of a vLLM refuses, or that it would complete."""
+"""Writes the message about an argument that the parser of a vLLM refuses, or would complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.vllm.flag_note import FlagNote
-from sparkd.vllm.flags import parsed
+from sparkd.vllm.flags import flags_in
 
 # Variables that may change the parser between this check and the start: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
@@ -47,13 +47,13 @@ class RefusedArg:
         return FlagNote(self.flag.lstrip("-"), reason, shown or "arguments")
 
 
-def shortened(args: Sequence[str]) -> Iterator[FlagNote]:
-    """A note for each flag that is only the beginning of a flag of vLLM 0.32, which an engine would complete and sparkd would not count."""
+def beginnings(args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """(index, message) of each flag that only begins one of vLLM 0.32, which an engine would complete and sparkd would not count."""
     names = _names()
-    for name in parsed(args):
-        meant = [] if name in names else sorted(full for full in names if full.startswith(name))
+    for flag in flags_in(args):
+        meant = [] if flag.name in names or not flag.name else sorted(full for full in names if full.startswith(flag.name))
         if meant:
-            yield FlagNote(name, f"it is not written in full; did you mean --{' or --'.join(meant[:_MOST_NEAR])}?")
+            yield flag.place, f"--{flag.name} is not written in full; did you mean --{' or --'.join(meant[:_MOST_NEAR])}?"
 
 
 @cache

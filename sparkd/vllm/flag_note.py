@@ -1,4 +1,4 @@
-"""Owns the shape of a sentence about one argument or environment variable of vLLM."""
+"""A sentence about one argument or environment variable of vLLM."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from __future__ import annotations
 class FlagNote(str):
     """The sentence as people read it, `--seed: this vLLM has no such flag.`, and what it is about.
 
-    name: of the flag without its dashes, or of the variable. reason: the sentence without its beginning. shown: that beginning, where it is
-    not the flag as it is written in full.
+    name: of the flag without its dashes, or of the variable.
+    reason: the sentence without its beginning.
+    shown: that beginning, where it is not the flag as it is written in full.
     """
 
     __slots__ = ("name", "reason")
@@ -20,7 +21,3 @@ class FlagNote(str):
         self.name = name
         self.reason = reason
         return self
-
-    def __reduce__(self) -> tuple[type[FlagNote], tuple[str, str, str]]:
-        """For pickle: a plan is made in a process of its own, and its notes come back from there."""
-        return FlagNote, (self.name, self.reason, self.removesuffix(f": {self.reason}"))

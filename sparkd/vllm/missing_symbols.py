@@ -1,5 +1,4 @@
-"""Owns which symbols of vLLM that sparkd uses (workers.vllm.symbols) an installed or unpacked vLLM lacks: read off its source by syntax
-tree. Never imports it, so that it needs no GPU and no seconds."""
+"""Lists the symbols that sparkd uses (workers.vllm.symbols) and a vLLM lacks, by its source, which needs no GPU and no seconds."""
 
 from __future__ import annotations
 

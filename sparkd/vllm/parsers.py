@@ -26,7 +26,7 @@ _NEAR = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """tool, reasoning: names of vLLM's parsers, None for none. nearest: the tool parser to try where there is none."""
+    """The names of vLLM's parsers for a model, None for none. nearest: the tool parser to try where there is none."""
 
     tool: str | None = None
     reasoning: str | None = None
@@ -44,8 +44,10 @@ def of_handle(fields: Mapping[str, str | None] | None) -> Parsers | None:
 class ParserRule:
     """A parser and what its models have in common.
 
-    name: of the parser in vLLM. families: patterns of model_type. markers: all stand in the template. coded: vLLM renders prompts in its
-    own code, so the checkpoint needs no template.
+    name: of the parser in vLLM.
+    families: patterns of model_type.
+    markers: all stand in the template.
+    coded: vLLM renders prompts in its own code, so the checkpoint needs no template.
     """
 
     name: str

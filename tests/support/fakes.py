@@ -83,7 +83,7 @@ class FakeCluster:
         self.answers: dict[str, dict[str, Any]] = {}
         self.offered: dict[str, float] = {}
         self.held: dict[str, Held] = {}
-        self.shut_nodes: frozenset[str] = frozenset()
+        self.cordoned: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
         self.known_abilities = Abilities()
         self.expected_parsers: Parsers | None = None
@@ -99,11 +99,11 @@ class FakeCluster:
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s, **about_ray)
 
     def book(self) -> MemoryBook:
-        offered = {node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}
-        return MemoryBook(offered, dict(self.held), self.shut_nodes, self.room_gib)
+        offered = {node: gib for node, gib in self.offered.items() if node not in self.cordoned}
+        return MemoryBook(offered, dict(self.held), self.cordoned, self.room_gib)
 
-    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
-        self.shut_nodes, self.room_gib = nodes, room_gib
+    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+        self.cordoned, self.room_gib = nodes, room_gib
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")
@@ -184,14 +184,14 @@ class FakeCluster:
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings
 
-    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_guard_hints(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         self.told = told
 
     async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         return self.answers.get(method, {}).get(node_ip, [])
 
-    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
-        self.log.append(f"everywhere {method}")
+    async def ask_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        self.log.append(f"ask_all {method}")
         return self.answers.get(method, {})
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:

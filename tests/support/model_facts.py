@@ -12,7 +12,7 @@ from sparkd.control.record import Record
 from sparkd.state.nouns import Desired, Want
 
 NOW_S = 1000.0
-_SINCE = {"halted_s": "halted_since_s", "deaf_s": "deaf_since_s", "still_s": "moved_at_s", "silent_s": "told_at_s"}
+_SINCE = {"halted_s": "halted_since_s", "deaf_s": "deaf_since_s", "still_s": "last_activity_s", "silent_s": "last_output_s"}
 _OF_OBSERVED = {"ranks": "current", "unseen": "unseen", "dark_s": "dark_s", "no_raylet": "no_raylet"}
 _OF_ATTEMPT = {"rank_id": "rank_id", "attempt_since_s": "since_s"}
 _OF_QUEUE = ("in_flight", "last_used_s", "asked_since_s")
@@ -27,7 +27,7 @@ def facts_of(name: str, **changes: Any) -> ModelFacts:
     record.hash = "h"
     record.spec = cast(Any, SimpleNamespace(pin=False, priority=50, executor="native"))
     record.observed.current = ()
-    record.observed.moved_at_s = record.observed.told_at_s = float("-inf")
+    record.observed.last_activity_s = record.observed.last_output_s = float("-inf")
     return changed(ModelFacts(record, NOW_S), **changes)
 
 
@@ -43,7 +43,7 @@ def changed(facts: ModelFacts, **changes: Any) -> ModelFacts:
         elif name == "lack":
             record.attempt = replace(record.attempt, lack=value, entry_hash=record.hash)
         elif name == "yields":
-            record.yields_to = "another" if value else None
+            record.evicted_for = "another" if value else None
         elif name == "queued":
             record.queue.waiters = cast(Any, dict.fromkeys(range(value)))
         elif name in ("pinned", "priority", "executor"):

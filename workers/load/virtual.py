@@ -20,8 +20,9 @@ from sparkd.errors import CheckpointError
 from workers.load.formats import quantizer
 from workers.load.formats.fp8_source import refuse_scale
 from workers.quantization.fusion import FUSED
+from workers.quantization.outcome import LEAVE_OUT, Outcome, outcome_of
 from workers.quantization.packed import Packed, PackedWeight, packed_of, packed_weights
-from workers.quantization.packed_scale import PackedScale, refuse_codes, scale_of, scale_of_weight, scales_beside
+from workers.quantization.packed_scale import PackedScale, refuse_codes, scale_of, scale_of_weight
 from workers.quantization.recipe import Format
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -43,11 +44,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-
-# The format of a weight that is stored in FP8 and not quantized again, while others are.
-DEQUANTIZED = Format("bf16")
-_LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
-
 _LEADER = {name: group[0] for group in FUSED for name in group}
 
 
@@ -222,16 +218,16 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
 def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable[[str], bool]) -> list[Unit]:
     groups: dict[str, list[Weight]] = {}
     plain: list[Unit] = []
-    used: set[str] = set()
     for name, ref in checkpoint.tensors.items():
         if not keep(name):
             continue
-        weights = _weights(checkpoint, ref, formats, used)
-        if not weights:
+        outcome = outcome_of(name, formats, checkpoint)
+        if outcome is None:
             plain.append(Unit(plain=ref))
-        for weight in weights:
-            groups.setdefault(_group(weight), []).append(weight)
-    return [Unit(weights=tuple(group)) for group in groups.values()] + [unit for unit in plain if unit.name not in used]
+        elif not outcome.is_scale:
+            for weight in _weights(checkpoint, ref, outcome):
+                groups.setdefault(_group(weight), []).append(weight)
+    return [Unit(weights=tuple(group)) for group in groups.values()] + plain
 
 
 def _group(weight: Weight) -> str:
@@ -242,32 +238,22 @@ def _group(weight: Weight) -> str:
     return f"{parent}.{_LEADER.get(last, last)}"
 
 
-def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
+def _weights(checkpoint: Checkpoint, ref: TensorRef, outcome: Outcome) -> list[Weight]:
+    module, form = outcome.module, outcome.format
     if len(ref.shape) == 3 and (packed := packed_of(ref.name)):
-        return _packed(ref, packed, formats, checkpoint, used)
-    if not ref.name.endswith(".weight"):
-        return []
-    module = ref.name.removesuffix(".weight")
-    form = formats.get(module)
-    if form is None or form.name == "bf16":
-        # The new configuration does not describe FP8 weights that are not quantized again: they are dequantized.
-        if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint):
-            return []
-        form = DEQUANTIZED
+        return _packed(ref, packed, form, checkpoint)
     if len(ref.shape) != 2 or ref.dtype not in ("BF16", "F16", "F32", "F8_E4M3"):
         raise CheckpointError(
             f"a {ref.dtype} tensor of shape {list(ref.shape)} cannot be {_made(form)}",
             file=ref.path,
             tensor=ref.name,
-            cure=_LEAVE_OUT if form is DEQUANTIZED else f"Keep it as it is: add {module!r} to `keep`",
+            cure=LEAVE_OUT if form.keeps else f"Keep it as it is: add {module!r} to `keep`",
         )
     form.check(ref.name, *ref.shape, file=ref.path)
     scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
     if scale is not None:
         refuse_codes(scale)
         refuse_scale(scale.shape, *ref.shape, file=scale.path, tensor=scale.name)
-        used.add(scale.name)
-        used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
     elif ref.dtype == "F8_E4M3":
         raise CheckpointError(
             "an FP8 weight has no scale",
@@ -279,29 +265,18 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
 
 
 def _made(form: Format) -> str:
-    return "dequantized here" if form is DEQUANTIZED else f"quantized to {form.spelling}"
-
-
-def checkpoint_dequantizes(checkpoint: Checkpoint) -> bool:
-    """Whether the loader can dequantize the source (FP8) unit by unit."""
-    return checkpoint.quantization is not None and checkpoint.quantization.method in ("fp8_tensor", "fp8_channel", "fp8_block")
+    return "dequantized here" if form.keeps else f"quantized to {form.spelling}"
 
 
 def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
     return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
 
 
-def _packed(ref: TensorRef, packed: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint, used: set[str]) -> list[Weight]:
+def _packed(ref: TensorRef, packed: Packed, form: Format, checkpoint: Checkpoint) -> list[Weight]:
     """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py and packed_scale.py."""
-    form = formats.get(packed.module) or formats.get(packed.experts)
-    if form is None or form.name == "bf16":
-        return []
     _, rows, cols = ref.shape
     size = rows * cols * DTYPES[ref.dtype].itemsize
-    scale = None
-    if ref.dtype == "F8_E4M3":
-        scale = scale_of(ref, packed.module, checkpoint.tensors)
-        used.update(scales_beside(packed.module, checkpoint.tensors))
+    scale = scale_of(ref, packed.module, checkpoint.tensors) if ref.dtype == "F8_E4M3" else None
 
     def weight_of(packed_weight: PackedWeight) -> Weight:
         source = SourceMatrix(

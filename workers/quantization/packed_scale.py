@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparkd.checkpoint import TensorRef
@@ -23,7 +23,6 @@ from workers.quantization.packed import PackedWeight, packed_of
 
 BLOCK = 128
 _WEIGHTS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", ".weight_scale_inv", ".weight_scale", ".scale")
-_ACTIVATIONS = ("_activation_scale", "_input_scale", ".activation_scale", ".input_scale")
 _SCALE = re.compile(r"(.+?)[._](?:weight_|input_|activation_)?scale(?:_inv)?")
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _CURE = "Leave out `quantize`, and vLLM serves them as they are"
@@ -61,11 +60,6 @@ def refuse_codes(scale: TensorRef) -> None:
     if scale.dtype not in _SCALES:
         problem = f"an FP8 weight's scale holds {scale.dtype}, and {', '.join(_SCALES)} are known"
         raise CheckpointError(problem, file=scale.path, tensor=scale.name, cure=_CURE)
-
-
-def scales_beside(module: str, tensors: Container[str]) -> list[str]:
-    """The names of all tensors that belong to a packed FP8 tensor, scales of activations included."""
-    return [name for suffix in (*_WEIGHTS, *_ACTIVATIONS) if (name := f"{module}{suffix}") in tensors]
 
 
 def packed_module_of(name: str) -> str | None:

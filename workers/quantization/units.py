@@ -76,7 +76,7 @@ def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _na
     sums: dict[str, _Sum] = {}
     kept_bytes = 0
     for name, tensor in checkpoint.tensors.items():
-        outcome = outcome_of(name, formats, checkpoint.tensors)
+        outcome = outcome_of(name, formats, checkpoint)
         if outcome is None or outcome.format.keeps:
             kept_bytes += tensor.nbytes * count(name)
             continue

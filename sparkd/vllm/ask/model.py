@@ -62,8 +62,12 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class InquiryRuntime:
-    """The runtime that is asked. interpreter: the engine's Python, None for sparkd's own. folders: they keep answers, see `places`. away:
-    set for a runtime of another node."""
+    """The runtime that is asked.
+
+    interpreter: the engine's Python, None for sparkd's own.
+    folders: they keep answers, see `places`.
+    away: set for a runtime of another node.
+    """
 
     interpreter: Path | None
     folders: Sequence[Path]

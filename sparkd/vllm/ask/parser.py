@@ -13,7 +13,7 @@ from typing import Any
 
 import workers
 from sparkd.errors import EngineError
-from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg, shortened
+from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
 from sparkd.vllm.ask.cache import environment, keep, kept, neighbours, places
 from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import parsed, words
@@ -35,7 +35,7 @@ _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
     """A note for each argument that the parser of this runtime's vLLM will refuse.
 
-    Without an answer, and where variables may change the parser: a note for each flag that is not written in full. ask: see `answers`.
+    None without an answer, and where variables may change the parser. ask: see `answers`.
     """
     return refused_of([(args, env)], runtime, state_dir, ask=ask)[0]
 
@@ -49,10 +49,7 @@ def refused_of(
     known = dict(
         zip(judged, answers([subjects[number][0] for number in judged], runtime, places(state_dir), ask=ask, first=first), strict=True)
     )
-    return [
-        tuple(shortened(args) if (refusals := known.get(number)) is None else (refusal.note(version) for refusal in refusals))
-        for number, (args, _) in enumerate(subjects)
-    ]
+    return [tuple(refusal.note(version) for refusal in known.get(number) or ()) for number in range(len(subjects))]
 
 
 def announce() -> None:

@@ -30,11 +30,11 @@ class Nodes:
         self.asked: list[Any] = []
         self.fault: str | None = None
         self.entries = [HUB, CACHED]
-        admin.scene.cluster.everywhere = self.everywhere  # type: ignore[attr-defined,method-assign]
+        admin.scene.cluster.ask_all = self.ask_all  # type: ignore[attr-defined,method-assign]
         admin.scene.cluster.ask = self.ask  # type: ignore[attr-defined]
         admin.scene.cluster.node_ip = "n"  # type: ignore[attr-defined]
 
-    async def everywhere(self, method: str, folders: dict[str, str], environ: dict[str, str]) -> dict[str, Any]:
+    async def ask_all(self, method: str, folders: dict[str, str], environ: dict[str, str]) -> dict[str, Any]:
         assert method == "stored"
         assert set(folders) == {"quantized", "profile"}
         folder = {"kind": "quantized", "path": "/q", "size_bytes": 3, "free_bytes": 9}

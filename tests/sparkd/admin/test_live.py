@@ -70,7 +70,7 @@ class Shown:
         self.scraper = FakeScraper()
         self.asked = 0
         made.cluster.fabric = self._fabric  # type: ignore[attr-defined]
-        made.cluster.everywhere = self._everywhere  # type: ignore[attr-defined,method-assign]
+        made.cluster.ask_all = self._ask_all  # type: ignore[attr-defined,method-assign]
         supervisor = made.supervisor
         parts: Any = (supervisor, supervisor.registry, supervisor.journal, made.cluster, self.scraper, list)
         self.live = Live(*parts, series=Series(path), boundary=Boundary(FakeClock()))
@@ -79,7 +79,7 @@ class Shown:
         self.asked += 1
         return {}
 
-    async def _everywhere(self, method: str) -> dict[str, Any]:
+    async def _ask_all(self, method: str) -> dict[str, Any]:
         assert method == "incidents"
         # The oldest first; d was written before the clock was set back.
         return {"n": [{"id": "d"}, {"id": "b"}, {"id": "c"}], "o": None}

@@ -93,7 +93,7 @@ class Scene:
         self.store = Store(folder / "state.db")
         self.journal, self.nodes = Journal(self.store, lambda: 5.0), FakeNodes()
         self.jobs = Jobs(self.journal, Boundary(time.monotonic))
-        self.pulls = Pulls(self.nodes, self.journal, self.jobs, config.lookup, lambda: ["plain", "hub"], lambda: config)
+        self.pulls = Pulls(self.nodes, self.journal, self.jobs, lambda: config)
 
     async def ended(self, operation: Operation) -> Operation:
         await eventually(lambda: self.journal.operations.find(operation.id).state is not OperationState.RUNNING, "its end", 0)
@@ -276,7 +276,7 @@ async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> 
     made, nodes = supervised(tmp_path), FakeNodes()
     nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
     jobs = Jobs(made.supervisor.journal, made.supervisor.boundary)
-    pulling = Pulls(nodes, made.supervisor.journal, jobs, made.config.lookup, lambda: ["m"], lambda: made.config)
+    pulling = Pulls(nodes, made.supervisor.journal, jobs, lambda: made.config)
     running = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)
     app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster, Parts(pulling, jobs=jobs))  # type: ignore[arg-type]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.capacity.advice import it_needs
-from sparkd.capacity.fit import Option
+from sparkd.capacity.fit import Option, it_needs
 from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.requirement import refused_flags, requirement_of
 from sparkd.config.config import Config, parse_model
@@ -70,7 +69,7 @@ def test_the_account_of_a_model(folder: Path) -> None:
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
     assert found.fixed > weights + 3 * GIB
     assert found.cache is None
-    sentence = it_needs(found, engine_args(spec_of(folder, max_model_len=8192), {}))
+    sentence = it_needs(engine_args(spec_of(folder, max_model_len=8192), {}), found)
     assert lacking(sentence, "8,192 tokens") == []
     assert f"weights {weights / GIB:.1f} GiB" in sentence
 
@@ -216,6 +215,15 @@ def test_a_cpus_cache_is_two_gib_and_a_context_no_longer(folder: Path) -> None:
     assert resolved(spec, cpu, {}, 100 * GIB).max_model_len == 15 * 1024
     assert resolved(spec, cpu, {"VLLM_CPU_KVCACHE_SPACE": "8"}, 100 * GIB).max_model_len == 63 * 1024
     assert resolved(spec_of(folder, max_model_len="auto", kv_cache="auto"), cpu, {}, 100 * GIB).max_model_len == 131_072
+
+
+def test_a_length_that_the_model_lacks_is_refused_before_the_start(folder: Path) -> None:
+    spec = spec_of(folder, max_model_len=131_073)
+    why = too_large(needing(spec, "cuda", 121, option(spec, SPARK, {})), 121)
+    assert lacking(why, "131,073 tokens", "131,072", "set max_model_len: 131072") == []
+    beyond = spec_of(folder, max_model_len=131_073, extra_args=["--hf-overrides", "{}"])
+    for longer, env in ((spec, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "true"}), (beyond, {})):
+        assert too_large(needing(longer, "cuda", 121, option(longer, SPARK, env)), 121) is None, env
 
 
 def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:

@@ -163,6 +163,15 @@ def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
     assert exact.serving.max_model_len == 2048
 
 
+def test_an_entry_may_be_longer_than_vllm_takes_a_longrope_by_itself(folder: Path) -> None:
+    checkpoint = read_checkpoint(str(folder))
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    shorter = Evidence(ask=Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048})))
+    for length, fits in ((4096, True), (known.shape.max_len, True), (known.shape.max_len + 1, False)):
+        (option,) = options(known, quantize="bf16", ways=[(1, 1)], evidence=shorter, max_model_len=length)
+        assert (option.fits, option.cause) == (fits, None if fits else "length")
+
+
 def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: Path) -> None:
     checkpoint = read_checkpoint(str(folder))
     known = inventory(checkpoint, shape_of(checkpoint.config))

@@ -42,6 +42,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a text": ("quantize", {"quantize": {"format": "nvfp4-a4", "calibration": "/nothing/there.txt"}}),
     "a size": ("quantize", {"quantize": {"format": "best", "gib": 0.001}}),
     "ranks": ("tensor_parallel", {"tensor_parallel": 2}),
+    "a length": ("max_model_len", {"max_model_len": 1_000_000}),
     "a draft": (
         "extra_args",
         {"extra_args": ["--speculative-config", '{"method": "eagle3", "model": "/none", "num_speculative_tokens": 2}']},

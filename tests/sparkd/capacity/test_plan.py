@@ -473,15 +473,17 @@ def test_auto_is_what_the_daemon_decides(
     free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of some 12 GiB over one and two nodes of so much."""
-    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, quantize="auto", max_model_len="auto")
+    keys = {"quantize": "auto", "max_model_len": "auto", "kv_cache": {"sequences": 1}}
+    file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, **keys)
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
-        decided = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways).spec
+        need = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
+        decided = need.spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
         spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
-        assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+        assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 
 def test_an_image_is_the_recipes_unless_another_is_named(

@@ -33,7 +33,8 @@ COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "resul
 
 
 def rows(found: LayerListing) -> list[tuple[Any, ...]]:
-    return [tuple(layer[column] for column in COLUMNS[:-1]) for layer in found.to_json()["layers"]]
+    shown = [{**layer, "shape": tuple(layer["shape"])} for layer in found.to_json()["layers"]]
+    return [tuple(layer[column] for column in COLUMNS[:-1]) for layer in shown]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_alike_tensors_are_one_row() -> None:
     ]
     assert found.bytes == checkpoint_of(DENSE).total_bytes
     assert found.result_bytes == sum(row[-1] for row in rows(found))
-    assert found.recipe == {"format": "nvfp4", "layers": [{"match": "layers.1.mlp", "format": "fp8", "priority": 0}]}
+    assert found.quantize == {"format": "nvfp4", "layers": [{"match": "layers.1.mlp", "format": "fp8", "priority": 0}]}
 
 
 def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:

@@ -295,7 +295,7 @@ async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster:
     cluster._link.connected = True
     monkeypatch.setattr(cluster._link, "nodes", lambda: ["192.0.2.7"])
     cluster.expect(["192.0.2.7"])
-    cluster._sight.heard("192.0.2.7", clock(), refused=False)
+    cluster._tracker.heard("192.0.2.7", clock(), refused=False)
 
     async def call(*_arguments: Any) -> Any:
         clock.now_s += 30.0

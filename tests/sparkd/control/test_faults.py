@@ -113,7 +113,7 @@ NEVER_CALLED = {
     *("wishes.forget_desired", "ranks.handles", "history.behind_newest", "history.events_behind", "history.operations", "wishes.specs"),
 }
 NOT_CALLED_IN_A_LIFE = NEVER_CALLED | {
-    *("abilities", "everywhere", "fabric", "read_log", "transport", "unlinked", "unusable"),
+    *("abilities", "ask_all", "fabric", "read_log", "transport", "unlinked", "unusable"),
     *("wishes.desired", "wishes.forget_spec", "wishes.save_spec", "ranks.answered", "history.events"),
 }
 NOT_CALLED_IN_A_TAKEOVER = NEVER_CALLED | {
@@ -173,7 +173,7 @@ async def use(made: Scene) -> None:
     raw = {"model": "/somewhere"}
     for ask in (
         lambda: log_of(supervisor.registry, cluster, "m", None, 100),
-        lambda: cluster.everywhere("host", None),
+        lambda: cluster.ask_all("host", None),
         lambda: cluster.unlinked(rdma=True),
         lambda: fabric_of(supervisor.registry, cluster),
         lambda: operator.unusable("new", raw),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.load_gate import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
+from sparkd.control.load_gate import CORDON_AFTER_S, EVICT_EVERY_S, IDLE_S
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Progress, Want
 from tests.support.facts import lacking
@@ -95,22 +95,22 @@ async def test_a_node_that_stays_short_is_shut_and_loads_begin_on_the_other(tmp_
         well = {node: replace(READING, node_id=node) for node in ("n", "o")}
         made.cluster.agents, made.cluster.node_readings = ("n", "o"), well | {"o": replace(well["o"], level="tight")}
         made.supervisor.want("absent", Want.RUNNING, "admin")
-        await made.tick(2, seconds=SHUT_AFTER_S / 2 - 1)
-        assert (made.state("absent"), made.cluster.shut_nodes) == ("STOPPED", frozenset()), "it may be what has just ended"
-        await made.tick(2, seconds=SHUT_AFTER_S / 2)
-        assert (made.state("absent"), made.cluster.shut_nodes) == ("LOADING", {"o"})
+        await made.tick(2, seconds=CORDON_AFTER_S / 2 - 1)
+        assert (made.state("absent"), made.cluster.cordoned) == ("STOPPED", frozenset()), "it may be what has just ended"
+        await made.tick(2, seconds=CORDON_AFTER_S / 2)
+        assert (made.state("absent"), made.cluster.cordoned) == ("LOADING", {"o"})
         assert [(one.reason, one.node) for one in made.supervisor.snapshot().conditions] == [("MemoryShort", "o")]
 
         made.cluster.node_readings = {node: replace(one, level="tight") for node, one in well.items()}
         made.supervisor.want("there", Want.RUNNING, "admin")
         made.cluster.names = ["absent"]
         made.cluster.serve("absent")
-        await made.tick(3, seconds=SHUT_AFTER_S)
-        assert (made.state("there"), made.cluster.shut_nodes) == ("STOPPED", {"n", "o"}), "no node is left"
+        await made.tick(3, seconds=CORDON_AFTER_S)
+        assert (made.state("there"), made.cluster.cordoned) == ("STOPPED", {"n", "o"}), "no node is left"
 
         made.cluster.node_readings, made.cluster.names = well, None
         await made.tick(2)
-        assert (made.state("there"), made.cluster.shut_nodes) == ("LOADING", frozenset())
+        assert (made.state("there"), made.cluster.cordoned) == ("LOADING", frozenset())
         told = [(event.model, event.message) for event in made.supervisor.journal.events(0, 200) if event.kind == "memory"]
         assert sorted(told[-2:]) == [(None, "n has memory again."), (None, "o has memory again.")]
 
@@ -120,7 +120,7 @@ async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_
         well = {node: replace(READING, node_id=node) for node in ("n", "o")}
         made.cluster.agents, made.cluster.node_readings = ("n", "o"), well | {"o": replace(well["o"], level="tight")}
         made.cluster.offered = {"n": 40.0, "o": 100.0}
-        await made.tick(2, seconds=SHUT_AFTER_S)
+        await made.tick(2, seconds=CORDON_AFTER_S)
         made.supervisor.want("large", Want.RUNNING, "admin")
         await made.tick(3)
         view = made.supervisor.snapshot().models["large"]
@@ -136,13 +136,13 @@ async def test_a_short_node_that_misses_a_look_is_short_as_before(tmp_path: Path
     async with stage(tmp_path, models=models(tmp_path, small={})) as made:
         short = {"n": replace(READING, node_id="n"), "o": replace(READING, node_id="o", level="tight")}
         made.cluster.agents, made.cluster.node_readings = ("n", "o"), short
-        await made.tick(2, seconds=SHUT_AFTER_S / 2)
+        await made.tick(2, seconds=CORDON_AFTER_S / 2)
         made.cluster.agents, made.cluster.unseen = ("n",), frozenset({"o"})
         await made.tick()
         made.cluster.agents, made.cluster.unseen = ("n", "o"), frozenset()
         made.supervisor.want("small", Want.RUNNING, "admin")
-        await made.tick(2, seconds=SHUT_AFTER_S / 4)
-        assert (made.state("small"), made.cluster.shut_nodes) == ("LOADING", {"o"})
+        await made.tick(2, seconds=CORDON_AFTER_S / 4)
+        assert (made.state("small"), made.cluster.cordoned) == ("LOADING", {"o"})
         told = [event.message for event in made.supervisor.journal.events(0, 200) if event.kind == "memory"]
         assert told == ["o is tight, 0.0 GiB available."], "it had no memory again"
 
@@ -151,8 +151,8 @@ async def test_who_waits_for_an_open_node_that_misses_a_look_waits_on(tmp_path: 
     async with stage(tmp_path, models=models(tmp_path, absent={})) as made:
         short = {"n": replace(READING, node_id="n", level="tight"), "o": replace(READING, node_id="o")}
         made.cluster.agents, made.cluster.node_readings = ("n", "o"), short
-        await made.tick(2, seconds=SHUT_AFTER_S)
-        assert made.cluster.shut_nodes == {"n"}
+        await made.tick(2, seconds=CORDON_AFTER_S)
+        assert made.cluster.cordoned == {"n"}
         made.cluster.agents, made.cluster.unseen, made.cluster.node_readings = ("n",), frozenset({"o"}), {"n": short["n"]}
 
         async def ask() -> None:
@@ -173,7 +173,7 @@ async def test_a_look_in_which_nobody_could_look_sends_nobody_away_and_opens_not
     async with stage(tmp_path, models=models(tmp_path, absent={}, slow={})) as made:
         made.cluster.agents = ("n", "o")
         made.cluster.node_readings = {"n": replace(READING, node_id="n", level="tight"), "o": replace(READING, node_id="o")}
-        await made.tick(2, seconds=SHUT_AFTER_S)
+        await made.tick(2, seconds=CORDON_AFTER_S)
         made.supervisor.want("slow", Want.RUNNING, "admin")
         await made.tick(2)
         asking = asyncio.ensure_future(asked(made, "absent"))
@@ -183,7 +183,7 @@ async def test_a_look_in_which_nobody_could_look_sends_nobody_away_and_opens_not
         await made.tick(1)
         made.cluster.ranks, made.cluster.agents, made.cluster.reading, made.cluster.connected = ranks, ("n", "o"), READING, True
         await made.tick(1)
-        assert (asking.done(), made.cluster.shut_nodes) == (False, {"n"})
+        assert (asking.done(), made.cluster.cordoned) == (False, {"n"})
         told = [event.message for event in made.supervisor.journal.events(0, 200) if event.kind == "memory"]
         assert told == ["n is tight, 0.0 GiB available."], "it had no memory again"
         asking.cancel()
@@ -203,9 +203,9 @@ async def test_a_look_that_raises_closes_every_node_until_one_succeeds(tmp_path:
             made.supervisor.want("absent", Want.RUNNING, "admin")
             await made.tick(3)
             assert made.state("absent") == "STOPPED"
-            assert made.cluster.shut_nodes == {"n", "o"}, "to a placement in progress too"
+            assert made.cluster.cordoned == {"n", "o"}, "to a placement in progress too"
         await made.tick(2)
-        assert (made.state("absent"), made.cluster.shut_nodes) == ("LOADING", frozenset())
+        assert (made.state("absent"), made.cluster.cordoned) == ("LOADING", frozenset())
 
 
 async def test_who_waits_for_an_engine_that_a_new_daemon_sees_in_part_does_not_end_it(tmp_path: Path) -> None:

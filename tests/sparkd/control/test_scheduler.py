@@ -71,7 +71,7 @@ def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | No
 
 def test_who_claims_goes_first_then_who_asked_first() -> None:
     found = decided(waits("a", claims=False, asked_since_s=1), waits("b", asked_since_s=7), waits("c", asked_since_s=5), waits("d"))
-    assert (found.first, found.line) == ("c", ("c", "b", "d", "a"))
+    assert (found.next_to_start, found.queue) == ("c", ("c", "b", "d", "a"))
     assert found.waits.keys() == {"a", "b", "d"}
 
 
@@ -92,14 +92,14 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
 )
 def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[str, int], leave: list[str]) -> None:
     found = decided(waits("c"), *others, **held)
-    assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
+    assert (found.next_to_start, dict(found.victims)) == (None, dict.fromkeys(leave, "c"))
     assert (found.waits["c"].reason, lacking(found.waits["c"].message, "10 GiB")) == (LEAVE, [])
 
 
 @pytest.mark.parametrize("stay_s", [42, 1])
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, NOW_S + stay_s)), a=16)
-    assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
+    assert (found.next_to_start, found.victims, found.queue) == (None, {}, ("c", "d"))
     assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
 
@@ -114,24 +114,24 @@ def test_an_idle_model_goes_at_once_unless_two_take_each_others_place(
 ) -> None:
     idle = there("a", stay=Stay(NOW_S - ready_s_ago, NOW_S, load_s))
     found = decided(waits("c", lost_load_s=lost_load_s), idle, a=16)
-    assert dict(found.leave) == ({"a": "c"} if stay_s is None else {})
+    assert dict(found.victims) == ({"a": "c"} if stay_s is None else {})
     assert reason(found, "c") == (LEAVE if stay_s is None else STAY, ("a",), stay_s)
 
 
 @pytest.mark.parametrize(("ready_s_ago", "leave"), [(77, []), (78, ["a", "b"])])
 def test_two_that_go_together_stay_for_the_loads_of_both(ready_s_ago: float, leave: list[str]) -> None:
     idle = [there(name, stay=Stay(NOW_S - ready_s_ago, NOW_S, 39)) for name in "ab"]
-    assert sorted(decided(waits("c", 20), *idle, a=10, b=10).leave) == leave
+    assert sorted(decided(waits("c", 20), *idle, a=10, b=10).victims) == leave
 
 
 def test_a_model_that_is_leaving_already_holds_nothing_up() -> None:
     leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S, NOW_S + 60, 39))
-    assert sorted(decided(waits("c", 20), leaves, there("b"), a=10, b=10).leave) == ["a", "b"]
+    assert sorted(decided(waits("c", 20), leaves, there("b"), a=10, b=10).victims) == ["a", "b"]
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
     found = decided(waits("c", claims=False), waits("d", gib=1, claims=False, asked_since_s=950), there("a"), a=16)
-    assert (found.first, found.leave) == ("d", {})
+    assert (found.next_to_start, found.victims) == ("d", {})
     assert reason(found, "c") == (UNCLAIMED, (), None)
 
 
@@ -139,15 +139,15 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
     found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties())
-    assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
+    assert (found.next_to_start, found.queue, "c" in found.waits) == (first, ("c", "d"), first is None)
     elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties())
-    assert elsewhere.first == "c"
+    assert elsewhere.next_to_start == "c"
 
 
 def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
-    assert (found.first, found.line) == ("d", ("d",))
-    assert (found.refused["c"].reason, found.refused["c"].models) == (NO_ROOM, ("a",))
+    assert (found.next_to_start, found.queue) == ("d", ("d",))
+    assert (found.rejected["c"].reason, found.rejected["c"].models) == (NO_ROOM, ("a",))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
 )
 def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None:
     found = decided(waits("c"), there("a", state=state, want=want), a=16)
-    assert (found.first, found.leave, found.refused) == (None, {}, {})
+    assert (found.next_to_start, found.victims, found.rejected) == (None, {}, {})
     assert reason(found, "c") == (PASS, (), None)
 
 
@@ -166,16 +166,16 @@ def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
-    assert decided(waits("c", **changes), waits("d", asked_since_s=950)).first == "d"
-    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", asked_since_s=950)).first == "c", "its back-off is over"
+    assert decided(waits("c", **changes), waits("d", asked_since_s=950)).next_to_start == "d"
+    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", asked_since_s=950)).next_to_start == "c", "its back-off is over"
 
 
 def test_over_several_nodes() -> None:
     book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
-    assert dict(make_schedule(models, book, Ties()).leave) == {"a": "c", "d": "c"}
+    assert dict(make_schedule(models, book, Ties()).victims) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    refusal = make_schedule(models, book, Ties()).refused["c"]
+    refusal = make_schedule(models, book, Ties()).rejected["c"]
     assert (refusal.reason, lacking(refusal.message, "12 GiB on each of 2 nodes")) == (NO_ROOM, [])
     assert lacking(refusal.message, "12 GiB", "2 nodes") == []
 
@@ -183,15 +183,15 @@ def test_over_several_nodes() -> None:
 def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
     ties = GroupSettings(exclude=(("a", "c"),), accompany=(("a", "b"), ("c", "d"))).ties(NAMES)
     found = decided(waits("c", gib=None), there("a"), there("b"), there("d"), there("e"), ties=ties, a=1, b=1, d=1, e=1)
-    assert dict(found.leave) == {"a": "c", "b": "c"}
+    assert dict(found.victims) == {"a": "c", "b": "c"}
     assert reason(found, "c") == (LEAVE, ("a", "b"), None)
     pinned = decided(waits("c", gib=None), there("a"), there("b", pinned=True), ties=ties, a=1, b=1)
-    assert (pinned.refused["c"].reason, pinned.refused["c"].models) == (EXCLUDED, ("a",))
+    assert (pinned.rejected["c"].reason, pinned.rejected["c"].models) == (EXCLUDED, ("a",))
 
 
 def test_a_companion_makes_no_room_for_its_own() -> None:
     ties = GroupSettings(accompany=(("c", "a"),)).ties(NAMES)
-    assert dict(decided(waits("c"), there("a"), there("b"), ties=ties, a=10, b=10).leave) == {"b": "c"}
+    assert dict(decided(waits("c"), there("a"), there("b"), ties=ties, a=10, b=10).victims) == {"b": "c"}
 
 
 def test_groups_name_models_and_do_not_contradict_each_other(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ async def make_ready(made: Scene, name: str) -> None:
 )
 def test_the_first_waits_for_what_is_started_or_ended_before_it(other: ModelFacts, kind: str | None) -> None:
     found = decided(waits("c", gib=None), waits("d", gib=None, asked_since_s=950), other)
-    assert (found.first, found.line) == ("c", ("c", "d"))
+    assert (found.next_to_start, found.queue) == ("c", ("c", "d"))
     assert (reason(found, "c") if "c" in found.waits else None) == (None if kind is None else (kind, ("a",), None))
     assert reason(found, "d") == (STARTED_FIRST, ("c",), None)
 
@@ -490,7 +490,7 @@ async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(t
                 async with made.supervisor.lease("b"):
                     raise AssertionError
             await made.tick(3)
-            assert made.supervisor.registry.find("b").claims
+            assert made.supervisor.registry.find("b").has_claim
             await made.tick(seconds=PROMISE_S)
         await made.tick(4, seconds=60)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")

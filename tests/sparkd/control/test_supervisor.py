@@ -738,7 +738,7 @@ def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(
     state: ModelState, eta_s: float | None, still_s: float, nearly: bool
 ) -> None:
     record = Record("m", Desired("m", Want.RUNNING, 1, "request", 0.0), 0.0, 0.0)
-    record.state, record.observed.progress, record.observed.moved_at_s = state, Progress(eta_s=eta_s), 100.0 - still_s
+    record.state, record.observed.progress, record.observed.last_activity_s = state, Progress(eta_s=eta_s), 100.0 - still_s
     assert is_nearly_ready(record, 100.0) is nearly
 
 

@@ -29,7 +29,7 @@ QUESTION = "What is the capital of France?"
 
 
 @dataclass
-class FakeAsker:
+class FakeGatewayClient:
     answer: str | SparkdError = "Paris."
     asked: list[tuple[str, str]] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Show:
     """A console over a scene, its asker, and what it has said."""
 
     scene: Scene
-    asker: FakeAsker
+    asker: FakeGatewayClient
     console: Console
     capsys: pytest.CaptureFixture[str]
     task: asyncio.Task[None] | None = None
@@ -85,7 +85,7 @@ async def showing(
     clock = FakeClock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     async with stage(tmp_path, **flags) as scene:
-        asker = FakeAsker(answer)
+        asker = FakeGatewayClient(answer)
         words = {"needs_key": needs_key, "lan_url": LAN_URL, "models": models_of_words}
         made = Show(scene, asker, Console(URL, scene.supervisor, asker, **words), capsys)  # type: ignore[arg-type]
         yield made

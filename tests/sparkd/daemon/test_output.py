@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.daemon.output import WAITING, Unblocked
+from sparkd.daemon.output import WAITING, Output
 from tests.support.daemon_process import DaemonProcess
 from tests.support.waiting import until
 
@@ -58,7 +58,7 @@ def daemon(tmp_path: Path) -> Iterator[OnTerminal]:
 def test_what_nobody_reads_is_left_out_and_said() -> None:
     readable, writable = os.pipe()
     with os.fdopen(readable) as reader, os.fdopen(writable, "w") as pipe:
-        stream = Unblocked(pipe)
+        stream = Output(pipe)
         for number in range(3 * WAITING):
             stream.write(f"{number:0200}\n")
         stream.flush()

@@ -292,8 +292,8 @@ async def test_the_rates_of_the_engines_that_answer() -> None:
         assert scraper.rates()["m"].running == 2
         text = scraper.text()
         made["m"].replies(http(page_of("m", 3)))
-        await scraper.measure()
+        await scraper.once(whole=False)
         assert (scraper.rates()["m"].running, scraper.text()) == (3, text)
         made["m"].replies(http("", "500 Internal Server Error"))
-        await scraper.measure()
+        await scraper.once(whole=False)
         assert scraper.rates() == {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.daemon.first_answer import Asker
+from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.errors import EngineError, SparkdError, Unavailable
 from tests.sparkd.gateway.fakes import Heard
 from tests.support.facts import lacking
@@ -59,11 +59,13 @@ class Gateway:
 
 
 @asynccontextmanager
-async def asking(answers: dict[str, Any], *, key: str | None = "k", probe: str | None = "p") -> AsyncIterator[tuple[Asker, Gateway]]:
+async def asking(
+    answers: dict[str, Any], *, key: str | None = "k", probe: str | None = "p"
+) -> AsyncIterator[tuple[GatewayClient, Gateway]]:
     gateway = Gateway(answers)
     server = await asyncio.start_server(gateway.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    asker = Asker(f"http://127.0.0.1:{port}", key, probe)
+    asker = GatewayClient(f"http://127.0.0.1:{port}", key, probe)
     try:
         yield asker, gateway
     finally:
@@ -122,7 +124,7 @@ async def test_what_trickles_in_for_ever_is_no_answer() -> None:
 
 
 async def test_nobody_listens() -> None:
-    asker = Asker("http://127.0.0.1:9", None)
+    asker = GatewayClient("http://127.0.0.1:9", None)
     with pytest.raises(Unavailable, match="ConnectError"):
         await asker.warm("m", HUNG_S)
     await asker.close()

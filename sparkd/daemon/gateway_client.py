@@ -1,4 +1,4 @@
-"""Puts one real question to a model through our own gateway, on the path that users take. Never speaks to an engine directly."""
+"""Puts one real question to a model through sparkd's own gateway, on the path that users take."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ _NOT_THIS_WAY = (400, 404, 405, 422, 501)
 _NOT_PUT = (429, 503)
 
 
-class Asker:
-    """A client of our own gateway. `key` authorises it, `probe_token` lets it use a model that is not READY yet."""
+class GatewayClient:
+    """The daemon as a client of its own gateway.
+
+    key: authorises it.
+    probe_token: lets it use a model that is not READY yet.
+    """
 
     def __init__(self, base_url: str, key: str | None, probe_token: str | None = None) -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -35,7 +39,7 @@ class Asker:
         self._client = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None)
 
     async def warm(self, model: str, timeout_s: float) -> None:
-        """Returns once the model has answered in one of the ways that engines answer. timeout_s is for all of them together.
+        """Return once the model has answered in one of the ways that engines answer, all of them within timeout_s.
 
         Raises EngineError or Unavailable.
         """
