@@ -184,7 +184,10 @@ def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[
 def asked_here(
     questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]
 ) -> Sequence[ModelAnswer | None]:
-    """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
+    """The answer of this machine's vLLM, None where there is none.
+
+    unheard: gets a sentence where there is one that cannot be asked.
+    """
     from sparkd.render import models as show
     from sparkd.vllm.ask.model import ask, kept_answers
     from sparkd.vllm.installed import full_version_in
@@ -255,7 +258,10 @@ def _runtime_of(named: NamedEntry) -> InquiryRuntime:
 
 
 def _models_of(client: Client, name: str, unheard: list[str]) -> tuple[list[dict[str, Any]], Unavailable | Unauthorized | None]:
-    """The daemon's models; none, and why, where it does not say. unheard: gets a sentence where a daemon in reach does not."""
+    """The daemon's models; none, and why, where it does not say.
+
+    unheard: gets a sentence where a daemon in reach does not.
+    """
     if not client.listens():
         return [], Unavailable(f"No sparkd answers at {client.base_url}.")
     try:
