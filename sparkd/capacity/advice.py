@@ -17,7 +17,6 @@ from sparkd.capacity.fit import (
     Option,
     doubt_in_short,
     fitted,
-    gib,
     it_needs,
     serving_of,
     short_cache,
@@ -30,7 +29,7 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 
 if TYPE_CHECKING:
     from sparkd.capacity.requirement import Requirement

@@ -20,7 +20,7 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.best_wish import BEST
@@ -348,10 +348,6 @@ def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
     for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
         tenths[number] += 1
     return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def _size(size: int) -> str:

@@ -70,7 +70,7 @@ def plan(
     Raises ConfigError and CheckpointError.
     """
     written = entry.spec.tensor_parallel
-    entry = overlaid(entry, request, read)
+    entry = overlaid(entry, request)
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     if args.recipe is None:
         recipe_of(spec)  # raises ConfigError, which says why

@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from sparkd.capacity.evidence import EXACT, GUESS
-from sparkd.capacity.fit import gib
 from sparkd.capacity.weights import AHEAD
 from sparkd.checkpoint.source import name_of
 from sparkd.render.models import say
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (
