@@ -142,8 +142,8 @@ def longest(size: object, layout: KvLayout, most: int, room: int) -> int:
     """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes."""
 
     def fits(tokens: int) -> bool:
-        cache, least = sized(size, layout, tokens), layout.cost(tokens).least
-        return least <= room if cache is None else least <= cache <= room
+        cache, least = sized(size, layout, tokens) or 0, layout.cost(tokens).least
+        return least <= cache <= room
 
     return largest(fits, most)
 
