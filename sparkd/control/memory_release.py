@@ -31,7 +31,11 @@ BEFORE_S = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A living rank at one moment, bytes. held: by the rank. whole: available on its node or held by living ranks."""
+    """A living rank at one moment, bytes.
+
+    held: by the rank.
+    whole: available on its node or held by living ranks.
+    """
 
     handle: RankHandle
     at_s: float
