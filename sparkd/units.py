@@ -24,6 +24,10 @@ _READABLE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kmgtKMGT])")
 _DECIMAL_CAPITAL = re.compile(r"\..*[KMGT]")
 
 
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
 def multiple(letter: str) -> int:
     """The factor of vLLM's amounts (vllm/utils/argparse_utils.py, human_readable_int): a small letter of kmgt is a power of 1000, a capital
     one of 1024, and none is 1."""

@@ -44,7 +44,10 @@ class FigureChange:
 
 @dataclass(frozen=True)
 class MissingFigures:
-    """A cell, load or format that one result has figures for and the other has not. attempted: the other tried it and failed."""
+    """A cell, load or format that one result has figures for and the other has not.
+
+    attempted: the other tried it and failed.
+    """
 
     where: str
     why: str

@@ -70,8 +70,13 @@ class LoadBench(BaseModel):
 
 
 def load_bench(model: str, times: int, other: str | None, views: Collection[ModelView]) -> LoadBench:
-    """other: None for the only other model that is READY. Raises BadRequest for one that is not known or not another, Conflict beside a
-    model that is loaded: the first loads remove quantized weights, which it may read."""
+    """A bench of loads of a model.
+
+    other: the model of the swaps; None for the only other one that is READY.
+
+    Raises BadRequest for one that is not known or not another, Conflict beside a model that is loaded: the first loads remove quantized
+    weights, which it may read.
+    """
 
     def named(name: str) -> ModelView | None:
         return next((view for view in views if name in (view.name, *view.aliases)), None)

@@ -20,7 +20,7 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointError
 from sparkd.hardware import Hardware
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.settings import BLOCKS_FLAG
 from workers.quantization.best_wish import BEST
@@ -93,6 +93,11 @@ class Option:
     @property
     def fits(self) -> bool:
         return self.reason is None
+
+    @property
+    def known(self) -> Footprint | None:
+        """The bytes of a model; None if only a start can tell them."""
+        return self.footprint if self.is_counted else None
 
 
 def rank(option: Option) -> Rank:
@@ -341,10 +346,6 @@ def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
     for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
         tenths[number] += 1
     return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def _size(size: int) -> str:

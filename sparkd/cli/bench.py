@@ -226,7 +226,9 @@ def _text(path: Path) -> str:
 
 
 def _ended(session: Session, started: dict[str, Any], again: str) -> None:
-    """Follow a bench to its end and show its result. again: how to go on with one that is incomplete.
+    """Follow a bench to its end and show its result.
+
+    again: how to go on with one that is incomplete.
 
     Raises RankError where the bench failed, Exit where a cell or a format failed, and as `Session.follow` does.
     """

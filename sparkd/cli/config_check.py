@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,10 +31,8 @@ _ROLES = ("inference", "admin")
 _FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
 # Keys whose values vLLM's parser may refuse; numbers are judged where the file is read.
 _JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling", "tool_call_parser", "reasoning_parser")
-_NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or remove the key."
 # Flags whose value is a file or a folder where it is a whole path.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
@@ -124,11 +121,6 @@ def _machine(valid: Config, document: Document) -> Iterator[ConfigProblem]:
         reason = f"{size} bytes are too long for the sockets of {whose} in it, whose paths have 107 at most (unix(7))"
         message = f"runtime_dir: {reason}. Choose a folder of {_RUNTIME_BYTES} or less."
         yield document.place(("runtime_dir",)).problem(message, severity)
-    if valid.cluster.token_file is not None and os.path.isdir(valid.cluster.token_file):
-        message = f"cluster.token_file: {valid.cluster.token_file} is a folder, and a file is expected."
-        yield document.place(("cluster", "token_file")).problem(message)
-    if not _MODULE.fullmatch(entrypoint := valid.engine.entrypoint):
-        yield document.place(("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is not a Python module. {_NAME_ONE}")
     if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
         message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user cannot read it."
         yield document.place(("recipes_dir",)).problem(message, "warning")
@@ -152,7 +144,10 @@ def _not_run(runtime: Path | None) -> tuple[str, str] | None:
 
 
 class _Entry:
-    """One model's entry. document: where its keys were written, in the file or in a recipe."""
+    """One model's entry.
+
+    document: where its keys were written, in the file or in a recipe.
+    """
 
     def __init__(self, model: ModelConfig, valid: Config, document: Document) -> None:
         self._config = valid
@@ -188,9 +183,6 @@ class _Entry:
             yield self._at("runtime", runtime[1], runtime[0])
         elif self._model.runtime is not None and self.runs_vllm and full_version_in(self._model.runtime) is None:
             yield self._at("runtime", f"the environment of {self._model.runtime} has no vLLM.", "warning")
-        entrypoint = self._model.entrypoint_of(self._config.engine)
-        if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
-            yield self._at("entrypoint", f"{entrypoint!r} is not a Python module. {_NAME_ONE}")
 
     def _of_flags(self) -> Iterator[ConfigProblem]:
         """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""

@@ -171,7 +171,10 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
 
 
 def how_far(event: Mapping[str, Any], seconds: float, before: int) -> str:
-    """`quantizing 37%, 12.3 GiB of 33.1 GiB, 0.21 GB/s, about 90 s left`. seconds: since `before` bytes were done."""
+    """`quantizing 37%, 12.3 GiB of 33.1 GiB, 0.21 GB/s, about 90 s left`.
+
+    seconds: since `before` bytes were done.
+    """
     if event["from"] == "calibration":
         return "measuring the inputs of its layers over a text"
     done, total = int(event["bytes_done"]), int(event["bytes_total"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -65,7 +64,7 @@ def show_one(
 def _draw(bundle: Mapping[str, Any], console: Console) -> None:
     limits, request = bundle["limits"], bundle.get("told") or {}
     lines = [
-        ("Killed", f"{bundle['model']} ({bundle['rank_id']}) on {bundle['node']}, {_date(bundle['at_s'])}, phase {bundle['phase']}"),
+        ("Killed", f"{bundle['model']} ({bundle['rank_id']}) on {bundle['node']}, {show.date(bundle['at_s'])}, phase {bundle['phase']}"),
         ("Why", bundle["why"]),
         ("Limits", ", ".join(f"{name} {limits[f'{name}_bytes'] / GIB:.2f}" for name in ("soft", "hard", "floor")) + " GiB"),
         ("Came back", show.size(bundle["freed_bytes"])),
@@ -100,7 +99,3 @@ def _readings(bundle: Mapping[str, Any], console: Console) -> None:
         table.add(f"{value['at_s'] - rows[-1][0]:.1f}", *sizes, f"{value['scanned']:.0f}", f"{value['swapped']:.0f}")
     console.print()
     table.show(console)
-
-
-def _date(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -17,7 +17,10 @@ from sparkd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class NamedEntry:
-    """A model's entry and the configuration around it. origin: the file or recipe that it is of; None where it was made for MODEL."""
+    """A model's entry and the configuration around it.
+
+    origin: the file or recipe that it is of; None where it was made for MODEL.
+    """
 
     spec: ModelConfig
     config: Config
@@ -59,7 +62,10 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
 
 
 def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
-    """The refusal of a name that nothing has. asked: whether a daemon answered."""
+    """The refusal of a name that nothing has.
+
+    asked: whether a daemon answered.
+    """
     if asked:
         return ConfigError(f"No model is called {model}: give a configured name, a recipe, a folder, or a hub id (owner/name).")
     path = config_path(config_file, environ, readable=True)

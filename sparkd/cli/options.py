@@ -28,7 +28,8 @@ class DefaultVerb(TyperGroup):
     """A group that runs its first verb where none is named: `sparkd bench MODEL` is `sparkd bench run MODEL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+        # A shell that completes the line asks for the verbs.
+        if not ctx.resilient_parsing and (not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names)):
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 

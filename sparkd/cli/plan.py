@@ -184,7 +184,10 @@ def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[
 def asked_here(
     questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]
 ) -> Sequence[ModelAnswer | None]:
-    """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
+    """The answer of this machine's vLLM, None where there is none.
+
+    unheard: gets a sentence where there is one that cannot be asked.
+    """
     from sparkd.render import models as show
     from sparkd.vllm.ask.model import ask, kept_answers
     from sparkd.vllm.installed import full_version_in
@@ -217,13 +220,13 @@ def _planned_here(
     from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
-    from sparkd.checkpoint.remote_headers import checkpoint_of
+    from sparkd.checkpoint.remote_headers import checkpoint_at
     from sparkd.render.models import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
     env = {**os.environ, **entry.env}
     with headers_of(entry.spec.model) as progress:
-        checkpoint = checkpoint_of(entry.spec.model, entry.spec.revision, env, progress)
+        checkpoint = checkpoint_at(entry.spec.model, entry.spec.revision, env, progress)
     runtime = _runtime_of(named)
 
     def answer(*, quick: bool) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def _planned_here(
             entry,
             checkpoint,
             machine,
-            read=lambda draft: checkpoint_of(draft, None, env),
+            read=lambda draft: checkpoint_at(draft, None, env),
             copies=lambda source, stored: prequantized(source, stored, env),
             answers=answers,
         )
@@ -255,7 +258,10 @@ def _runtime_of(named: NamedEntry) -> InquiryRuntime:
 
 
 def _models_of(client: Client, name: str, unheard: list[str]) -> tuple[list[dict[str, Any]], Unavailable | Unauthorized | None]:
-    """The daemon's models; none, and why, where it does not say. unheard: gets a sentence where a daemon in reach does not."""
+    """The daemon's models; none, and why, where it does not say.
+
+    unheard: gets a sentence where a daemon in reach does not.
+    """
     if not client.listens():
         return [], Unavailable(f"No sparkd answers at {client.base_url}.")
     try:

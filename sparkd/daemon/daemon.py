@@ -265,9 +265,9 @@ class Daemon:
         if self._registry.config.web:
             page_files()  # reads and compresses them here, on a thread
         parts = Parts(
-            self._pulls,
-            self._reloader.now,
-            self._measures,
+            pulls=self._pulls,
+            reload=self._reloader.now,
+            bandwidth=self._measures,
             requests=self._requests,
             live=self._live_page,
             benches=self._benches,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.fabric.checks import OK, Finding
-from sparkd.units import GIB
 from workers.guard.gpu_meter import number_of, words_of
 from workers.host.inspection import FILES, PATHS
 from workers.host.meminfo import count_of, parse_fields
@@ -80,7 +79,3 @@ class Host:
 
     def fine(self, check: str, about: str, evidence: str, cure: str = "", command: str | None = None) -> Finding:
         return self.find(check, OK, about, evidence, cure, command)
-
-
-def gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

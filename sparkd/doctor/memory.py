@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sparkd.doctor.host import Host, gib
+from sparkd.doctor.host import Host
 from sparkd.fabric.checks import FAIL, WARN, Finding
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 from workers.host.meminfo import count_of, unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB

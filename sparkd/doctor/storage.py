@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from sparkd.doctor.host import Host, gib
+from sparkd.doctor.host import Host
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 
 LEAST_MEMLOCK_BYTES = 64 * GIB
 LEAST_FREE_BYTES = 50 * GIB

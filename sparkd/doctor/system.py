@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
-from sparkd.doctor.host import Host, gib
+from sparkd.doctor.host import Host
 from sparkd.fabric.checks import FAIL, WARN, Finding
+from sparkd.units import gib
 from workers.rank.signatures import Diagnosis, diagnose
 
 # NV-Kernels 590: memory that the kernel keeps for its contiguous allocator is counted as free, and none of it can be pinned.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from sparkd.render.page import all_printable
+from sparkd.render.page import all_printable, date
 from sparkd.render.table import Table
 from sparkd.units import GIB
 
@@ -149,7 +148,7 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
 def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
     """The rates that were measured between two nodes, beside what is normal."""
     for rate in rates:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(rate["at_s"]))
+        when = date(rate["at_s"])
         beside = f" ({rate['normal_gb_s']} is normal)" if rate["normal_gb_s"] else ""
         line = Text(f"Measured  {rate['a']} - {rate['b']}  {rate['gb_s']:.2f} GB/s{beside}", style=_STYLES[rate["verdict"]])
         console.print(line.append(f"  {rate['network'] or 'sockets'}, {when}", style="dim"))

@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from sparkd.condition import Condition
-from sparkd.render.page import PIPE_WIDTH, duration, printable, say_json
+from sparkd.render.page import PIPE_WIDTH, date, duration, printable, say_json
 from sparkd.render.table import Table
 from sparkd.units import GIB
 
 # Beside what is written here, so that a verb needs one module for both.
-__all__ = ["duration", "printable", "say_json"]
+__all__ = ["date", "duration", "printable", "say_json"]
 
 MIB = 1 << 20
 # Columns of `sparkd ps --wide` alone.
@@ -324,8 +324,9 @@ def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None
 
 def event_line(event: Mapping[str, Any], console: Console) -> None:
     """One line of history: local time, kind, model, message."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at_s"]))
-    line = Text.assemble((at, "dim"), "  ", (f"{event['kind']:<9}", "bold"), f" {event['model'] + ': ' if event['model'] else ''}")
+    line = Text.assemble(
+        (date(event["at_s"]), "dim"), "  ", (f"{event['kind']:<9}", "bold"), f" {event['model'] + ': ' if event['model'] else ''}"
+    )
     say(console, line.append(printable(event["message"])))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from typing import Any
 
 # Output that goes to a file or a pipe is never folded or cut.
@@ -42,6 +43,11 @@ def verdict(errors: int, warnings: int) -> str:
     """The last line of a check: "2 errors, 1 warning", or "valid" where there is neither."""
     counts = ((errors, "error"), (warnings, "warning"))
     return ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in counts if number) or "valid"
+
+
+def date(at_s: float) -> str:
+    """In local time, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def duration(seconds: float) -> str:

@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from sparkd.capacity.evidence import EXACT, GUESS
-from sparkd.capacity.fit import gib
 from sparkd.capacity.weights import AHEAD
 from sparkd.checkpoint.source import name_of
 from sparkd.render.models import say
 from sparkd.render.page import duration, printable
 from sparkd.render.table import Table
-from sparkd.units import GIB
+from sparkd.units import GIB, gib
 
 # The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (
@@ -226,7 +225,12 @@ def _bars(choice: Mapping[str, Any], console: Console) -> None:
     console.print(Text.assemble(*[piece for number, pair in enumerate(pairs) for piece in ([("  ", "")] if number else []) + list(pair)]))
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
-    say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
+    say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}")
+    # A daemon of an earlier release does not say it.
+    if (reserved_gib := choice.get("reserved_gib")) is not None:
+        rest = ", and its cache takes what is free" if parts["cache"] is None else ""
+        say(console, f"A start reserves {reserved_gib} GiB on each node{rest}.")
+    console.print()
 
 
 def _widths(sizes: list[int], cells: int) -> list[int]:

@@ -468,6 +468,7 @@ def test_a_shell_completes_verbs_and_options() -> None:
 
     assert completed("sparkd lo", 1) == ["load", "logs"]
     assert "--wide" in completed("sparkd ps --", 2)
+    assert completed("sparkd requests c", 2) == ["cancel"]
 
 
 def test_a_curl_survives_the_shell() -> None:
