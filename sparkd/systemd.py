@@ -1,6 +1,6 @@
-"""Talks with systemd as a service does: notifications, watchdog, sockets, credentials.
+"""Talks with systemd as a service does: notifications, watchdog, sockets.
 
-Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), systemd.exec(5) "Credentials". Without systemd every part is absent and
+Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), systemd.exec(5). Without systemd every part is absent and
 every notification a no-op.
 """
 
@@ -11,12 +11,10 @@ import socket
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from sparkd.errors import ConfigError
 
 FIRST_FD = 3
-CREDENTIAL_BYTES = 1 << 20
 # The manager's queue is full only when it hangs; then a lost ping must not make us hang with it.
 SEND_TIMEOUT_S = 0.5
 _VARIABLES = (
@@ -26,25 +24,16 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """A listening stream socket that systemd holds. name: FileDescriptorName= of the socket unit, `unknown` without one."""
-
-    name: str
-    socket: socket.socket
-
-
-@dataclass(frozen=True, slots=True)
 class Systemd:
     """The service manager as this process sees it.
 
     watchdog_s: seconds of silence after which systemd kills the process, None where it does not watch.
-    credentials: their folder, None without.
+    listeners: the listening stream sockets that systemd holds.
     """
 
     notify_socket: str | None = None
     watchdog_s: float | None = None
-    listeners: tuple[Listener, ...] = ()
-    credentials: Path | None = None
+    listeners: tuple[socket.socket, ...] = ()
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str] | None = None) -> Systemd:
@@ -54,13 +43,7 @@ class Systemd:
         """
         environment = os.environ if environ is None else environ
         taken = {name: environment.pop(name) for name in _VARIABLES if name in environment}
-        credentials = taken.get("CREDENTIALS_DIRECTORY")
-        return cls(
-            notify_socket=_notify_socket(taken),
-            watchdog_s=_watchdog_s(taken),
-            listeners=_listeners(taken),
-            credentials=Path(credentials) if credentials else None,
-        )
+        return cls(notify_socket=_notify_socket(taken), watchdog_s=_watchdog_s(taken), listeners=_listeners(taken))
 
     @property
     def supervised(self) -> bool:
@@ -72,52 +55,26 @@ class Systemd:
         """How often to call `watchdog`: half of the deadline, as sd_watchdog_enabled(3) advises."""
         return None if self.watchdog_s is None else self.watchdog_s / 2
 
-    def ready(self, status: str = "") -> bool:
-        """Started, or done reloading. Like every notification: True when systemd has it, never an error, at most SEND_TIMEOUT_S."""
-        return self._notify("READY=1", *_status(status))
+    def ready(self, status: str) -> bool:
+        """Started, or done reloading. Like every notification: True when systemd has it, never an error, at most SEND_TIMEOUT_S.
 
-    def reloading(self, status: str = "") -> bool:
+        status: one line for `systemctl status`.
+        """
+        return self._notify("READY=1", f"STATUS={status}")
+
+    def reloading(self, status: str) -> bool:
         """A reload begins; `ready` ends it. The time stamp is what Type=notify-reload asks for (microseconds of CLOCK_MONOTONIC)."""
         stamp_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        return self._notify("RELOADING=1", f"MONOTONIC_USEC={stamp_us}", *_status(status))
+        return self._notify("RELOADING=1", f"MONOTONIC_USEC={stamp_us}", f"STATUS={status}")
 
-    def stopping(self, status: str = "") -> bool:
-        return self._notify("STOPPING=1", *_status(status))
+    def stopping(self, status: str) -> bool:
+        return self._notify("STOPPING=1", f"STATUS={status}")
 
     def watchdog(self) -> bool:
         return self._notify("WATCHDOG=1")
 
-    def status(self, text: str) -> bool:
-        """One line for `systemctl status`."""
-        return self._notify(*_status(text))
-
-    def credential(self, name: str) -> str | None:
-        """The text of one credential without surrounding white space; None where there is none or it is empty. Raises ConfigError.
-
-        The content never appears in an error.
-        """
-        if self.credentials is None:
-            return None
-        if not name or "/" in name or name in (".", ".."):
-            raise ConfigError(f"{name!r} cannot name a credential: systemd's names are plain file names.")
-        path = self.credentials / name
-        try:
-            with path.open("rb") as file:
-                content = file.read(CREDENTIAL_BYTES + 1)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            reason = f"The credential {name} cannot be read: {error.strerror}. Check LoadCredential= in the unit."
-            raise ConfigError(reason, file=str(path)) from error
-        if len(content) > CREDENTIAL_BYTES:
-            raise ConfigError(f"The credential {name} is larger than systemd allows (1 MiB). Put only the key into it.", file=str(path))
-        try:
-            return content.decode("utf-8").strip() or None
-        except UnicodeDecodeError:
-            raise ConfigError(f"The credential {name} is not UTF-8 text. Write the key as plain text.", file=str(path)) from None
-
     def _notify(self, *lines: str) -> bool:
-        if self.notify_socket is None or not lines:
+        if self.notify_socket is None:
             return False
         address = "\0" + self.notify_socket[1:] if self.notify_socket.startswith("@") else self.notify_socket
         try:
@@ -128,11 +85,6 @@ class Systemd:
         except OSError:  # systemd is gone or hangs: the service goes on, and no message would reach it
             return False
         return True
-
-
-def _status(text: str) -> tuple[str, ...]:
-    """One line: a newline would begin another assignment."""
-    return (f"STATUS={' '.join(text.split())}",) if text else ()
 
 
 def _notify_socket(taken: dict[str, str]) -> str | None:
@@ -153,12 +105,10 @@ def _watchdog_s(taken: dict[str, str]) -> float | None:
     return microseconds / 1e6 if microseconds else None
 
 
-def _listeners(taken: dict[str, str]) -> tuple[Listener, ...]:
+def _listeners(taken: dict[str, str]) -> tuple[socket.socket, ...]:
     if not taken.get("LISTEN_FDS") or not taken.get("LISTEN_PID") or _number(taken, "LISTEN_PID") != os.getpid():
         return ()
-    names = taken.get("LISTEN_FDNAMES", "").split(":")
-    count = _number(taken, "LISTEN_FDS")
-    return tuple(Listener(names[i] if i < len(names) and names[i] else "unknown", _listener(FIRST_FD + i)) for i in range(count))
+    return tuple(_listener(FIRST_FD + number) for number in range(_number(taken, "LISTEN_FDS")))
 
 
 def _listener(fd: int) -> socket.socket:

@@ -22,6 +22,7 @@ from sparkd.__main__ import command_line
 from sparkd.admin.app import PREFIX, admin_app
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
+from tests.support.admin_parts import parts_of
 from workers.quantization.formats import SPELLINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,7 +289,7 @@ def test_the_documents_name_every_route() -> None:
 
 
 def test_the_documents_name_every_route_of_the_admin_api() -> None:
-    document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4)  # type: ignore[arg-type]
+    document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4, parts_of())  # type: ignore[arg-type]
     rows = [row.split(" | ")[0] for row in API.splitlines() if row.startswith(f"| `{PREFIX}/")]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")

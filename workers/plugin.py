@@ -1,5 +1,4 @@
-"""Owns the part of sparkd that vLLM finds: one entry point that registers the load format `spark_stream` and the quantization method
-`spark`. Never touches a device.
+"""Registers the load format `spark_stream` and the quantization method `spark` with vLLM, by its entry point for plugins.
 
 vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is
 idempotent and cheap.

@@ -72,18 +72,18 @@ _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of the daemon besides the supervisor's; a route whose part is missing says so. `reload` is Reloader.now."""
+    """The parts of the daemon besides the supervisor's. `reload` is Reloader.now."""
 
-    pulls: Pulls | None = None
-    reload: Reload | None = None
-    measures: Bandwidth | None = None
-    requests: RequestLog | None = None
-    live: Live | None = None
-    benches: Benches | None = None
-    jobs: Jobs | None = None
+    pulls: Pulls
+    reload: Reload
+    bandwidth: Bandwidth
+    requests: RequestLog
+    live: Live
+    benches: Benches
+    jobs: Jobs
 
 
-def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts | None = None) -> FastAPI:
+def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body."""
     app = FastAPI(
         title="sparkd admin API",
@@ -105,7 +105,7 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
     app.router.prefix, app.router.route_class = PREFIX, BoundedRoute
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    _register(app.router, supervisor, registry, journal, cluster, parts or Parts())
+    _register(app.router, supervisor, registry, journal, cluster, parts)
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
@@ -113,8 +113,7 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
 
 
 def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journal: Journal, cluster: Cluster, parts: Parts) -> None:
-    pulls, measures = parts.pulls, parts.measures
-    jobs = parts.jobs or Jobs(journal, supervisor.boundary)
+    jobs = parts.jobs
     fabrics = SharedAnswer(supervisor.boundary, PEERS_KEPT_S)
     operator = Operator(supervisor.want, registry, journal, cluster)
 
@@ -141,13 +140,13 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
 
     register_upkeep(api, supervisor, registry, cluster, parts.reload)
     register_requests(api, parts.requests, registry)
-    register_fabric(api, registry, cluster, measures)
+    register_fabric(api, registry, cluster, parts.bandwidth)
     register_plan(api, Planner(supervisor, registry, journal, cluster, operator, jobs))
     register_recipes(api, registry, operator)
     register_live(api, parts.live)
     register_disk(api, Disk(registry, journal, cluster, jobs))
     register_benches(api, parts.benches)
-    register_models(api, registry, cluster, parts.live.starts if parts.live else None, supervisor.boundary)
+    register_models(api, registry, cluster, parts.live.starts, supervisor.boundary)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> Memory:
@@ -178,9 +177,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
 
     @api.post("/models/{name:path}/pull", status_code=202, summary="Bring a model's files to the nodes; a known model, or a hub id")
     async def pull(name: str, where: Annotated[Pulling, Body(default_factory=Pulling)]) -> Accepted:
-        if pulls is None:
-            raise UnknownRoute("This daemon pulls nothing.")
-        return accepted(await pulls.start(name, where.nodes, where.revision))
+        return accepted(await parts.pulls.start(name, where.nodes, where.revision))
 
     @api.get(
         "/models/{name:path}/log",

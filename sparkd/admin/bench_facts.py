@@ -17,7 +17,7 @@ from sparkd.bench.quality_bench import ENTRY, STORED, check_format
 from sparkd.bench.result import BenchResult, BenchSubject, Published
 from sparkd.capacity.plan_for_node import LearnedName
 from sparkd.checkpoint.bounded_read import read_bounded
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
 from sparkd.config.quantize import recipe
@@ -84,7 +84,7 @@ def check_lendable(registry: Registry, name: str) -> None:
         raise BadRequest(f"The entry of {name} has vLLM quantize or load the weights its own way. {cure}", param="model")
     if not spec.runs_vllm(engine):
         return
-    checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, spec.environment(engine))
+    checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, {**os.environ, **spec.environment(engine)})
     if checkpoint.quantization is not None:
         raise BadRequest(f"The checkpoint of {name} is stored quantized ({checkpoint.quantization.method}). {cure}", param="model")
 

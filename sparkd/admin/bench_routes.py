@@ -17,7 +17,7 @@ from sparkd.bench.job import Work
 from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
 from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import BenchResult, BenchState, BenchSubject, Kind
-from sparkd.errors import BadRequest, UnknownRoute
+from sparkd.errors import BadRequest
 
 MOST_PROFILE_CHARS = 65_536
 
@@ -113,32 +113,27 @@ class BenchProfiles(BaseModel):
     profiles: list[dict[str, Any]]
 
 
-def register_benches(api: APIRouter, benches: Benches | None) -> None:
-    def measuring() -> Benches:
-        if benches is None:
-            raise UnknownRoute("This daemon measures no models.")
-        return benches
-
+def register_benches(api: APIRouter, benches: Benches) -> None:
     async def work_of(what: Benching) -> Work:
         if what.kind == "load":
             if what.resume is not None:
                 raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
-            return measuring().loads(what.model, what.times, what.other)
+            return benches.loads(what.model, what.times, what.other)
         if what.kind == "quality":
-            await measuring().check_lendable(what.model)
+            await benches.check_lendable(what.model)
             return quality_bench(what.formats, what.text, what.text_name)
         profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
         book = None if what.book is None else (what.book, what.book_name)
-        return await measuring().speed(profile, book, what.resume)
+        return await benches.speed(profile, book, what.resume)
 
     @api.post("/bench", status_code=202, summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> BenchStarted:
-        started = await measuring().start(what.model, await work_of(what), resume=what.resume, force=what.force)
+        started = await benches.start(what.model, await work_of(what), resume=what.resume, force=what.force)
         return BenchStarted(**asdict(accepted(started.operation)), bench=started.bench)
 
     @api.get("/bench", summary="The benches whose results are kept, and the one that runs")
     async def list_benches() -> BenchRows:
-        return BenchRows(benches=[row_of(result) for result in await measuring().all()])
+        return BenchRows(benches=[row_of(result) for result in await benches.all()])
 
     @api.get("/bench/profiles", summary="The profiles that come with sparkd")
     async def bench_profiles() -> BenchProfiles:
@@ -146,24 +141,24 @@ def register_benches(api: APIRouter, benches: Benches | None) -> None:
 
     @api.get("/bench/subject", summary="What a result says of a model: its entry, files, versions and nodes")
     async def bench_subject(model: str) -> BenchAbout:
-        about = await measuring().subject(model)
+        about = await benches.subject(model)
         return BenchAbout(subject=about.subject, folder=about.folder)
 
     @api.post("/bench/copy", summary="Add a model again in another format, until it is removed or the bench that runs ends")
     async def copy_model(what: Copying) -> Copied:
-        return Copied(name=measuring().lend(what.model, what.format))
+        return Copied(name=benches.lend(what.model, what.format))
 
     @api.get("/bench/compare", summary="Bench b against bench a, figure by figure, as `sparkd bench compare` does")
     async def compare_benches(a: str, b: str) -> Comparison:
-        return compare(await measuring().find(a), await measuring().find(b))
+        return compare(await benches.find(a), await benches.find(b))
 
     @api.get("/bench/{bench_id}", summary="The result of a bench; of the one that runs, so far")
     async def find_bench(bench_id: str) -> BenchResult:
-        return await measuring().find(bench_id)
+        return await benches.find(bench_id)
 
     @api.delete("/bench/{bench_id}", summary="Remove the result of a bench")
     async def remove_bench(bench_id: str) -> BenchRow:
-        return row_of(await measuring().remove(bench_id))
+        return row_of(await benches.remove(bench_id))
 
 
 def row_of(result: BenchResult) -> BenchRow:

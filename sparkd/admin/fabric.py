@@ -12,7 +12,6 @@ from sparkd.admin.answers import Accepted, accepted, answers
 from sparkd.admin.bandwidth import Bandwidth
 from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Registry
-from sparkd.errors import UnknownRoute
 from sparkd.fabric.rates import Rate
 from sparkd.fabric.report import FabricReport, report
 from workers.host.network import VARIABLES
@@ -29,17 +28,15 @@ class Measuring(BaseModel, extra="forbid"):
     force: bool = False
 
 
-def register_fabric(api: APIRouter, registry: Registry, cluster: Cluster, bandwidth: Bandwidth | None) -> None:
+def register_fabric(api: APIRouter, registry: Registry, cluster: Cluster, bandwidth: Bandwidth) -> None:
     @api.get(
         "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
     )
     async def fabric() -> dict[str, Any]:
-        return await fabric_of(registry, cluster, bandwidth.rates.all() if bandwidth else ())
+        return await fabric_of(registry, cluster, bandwidth.rates.all())
 
     @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
     async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> Accepted:
-        if bandwidth is None:
-            raise UnknownRoute("This daemon measures nothing.")
         return accepted(await bandwidth.start(between.nodes, force=between.force))
 
 

@@ -20,7 +20,6 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
-from sparkd.errors import UnknownRoute
 from sparkd.execution.boundary import Boundary
 from sparkd.fabric.rates import Rate
 from sparkd.gateway.rates import Rates
@@ -177,24 +176,18 @@ class Live:
             self._asking, self._asked_s, self._asked_seq = False, time.monotonic(), last_event
 
 
-def register_live(api: APIRouter, live: Live | None) -> None:
+def register_live(api: APIRouter, live: Live) -> None:
     @api.get(
         "/live",
         **answers(LiveDocument, media_type="text/event-stream"),
         summary="The page's stream: `snapshot`, the whole document, once a second",
     )
     async def stream() -> Response:
-        return Endless(_part(live).stream.follow(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return Endless(live.stream.follow(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     @api.get("/history", summary="Figures of the last 15 minutes by the second, or of 24 hours by half a minute")
     async def history(
         series: Annotated[list[str], Query(min_length=1, max_length=MOST_SERIES)],
         span_s: Annotated[float, Query(ge=1, le=DAY_S)] = 900.0,
     ) -> Excerpt:
-        return await _part(live).excerpt(series, span_s)
-
-
-def _part(live: Live | None) -> Live:
-    if live is None:
-        raise UnknownRoute("This daemon keeps no history.")
-    return live
+        return await live.excerpt(series, span_s)

@@ -19,7 +19,7 @@ from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.capacity.plan_for_node import hardware_here
 from sparkd.checkpoint.bounded_read import read_bounded
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.config.engine_args import engine_args, recipe_of
@@ -75,13 +75,13 @@ class SettingsAnswer(BaseModel):
     ranks: list[RankSettings]
 
 
-def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts | None, boundary: Boundary) -> None:
+def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts, boundary: Boundary) -> None:
     """Register them before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> ModelStart:
         disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
-        return (starts or Starts()).of(registry.find(name).name, disk_bytes_s)
+        return starts.of(registry.find(name).name, disk_bytes_s)
 
     @api.get("/models/{name:path}/metrics", summary="The metrics of a model's engine, asked now")
     async def engine_metrics(name: str) -> EnginePage:
@@ -119,11 +119,11 @@ def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str,
 
 def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
-    own = spec.environment(config.engine)
-    checkpoint = read_bounded(checkpoint_here, spec.model, spec.revision, own)
+    env = {**os.environ, **spec.environment(config.engine)}
+    checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, env)
     wish = best_of(spec.quantize)
     recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, {**os.environ, **own}).wide)
+    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

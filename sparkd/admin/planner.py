@@ -31,9 +31,13 @@ from sparkd.hardware import Hardware
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.state.nouns import Operation, Progress
 from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.units import GIB
+from sparkd.vllm.ask.model import MEMORY_BYTES
 from workers.host.interpreter import module_command, program_environment
 
 KIND = "plan"
+# The least memory above the guard's soft limit with which vLLM is asked: its import takes about a GiB, and a question as much again.
+ROOM_BYTES = 3 * GIB
 # The sentence of each step of sparkd.vllm.ask.model.ask.
 _STEPS = {"importing": "vLLM is being imported", "ready": "vLLM is ready", "asking": "vLLM builds the model without its weights"}
 
@@ -147,20 +151,27 @@ class Planner:
             notes.append(_runs(view))
         operation = None
         if answer["vllm"]["unanswered"] and not quick:
-            if _is_short(snapshot):
-                notes.append("vLLM was not asked, because this node is short of memory: the numbers are a guess.")
+            room = self._room_bytes(snapshot)
+            if room < ROOM_BYTES:
+                notes.append(_not_asked(room))
             else:
-                operation = await self._asking(spec.name if spec is not None else request.model, order)
+                operation = await self._asking(spec.name if spec is not None else request.model, order, room)
         return {**answer, "notes": notes}, operation
 
-    async def _asking(self, model: str, order: PlanOrder) -> Operation:
+    def _room_bytes(self, snapshot: Snapshot) -> int:
+        """The memory of this node above the guard's soft limit; 0 before the first reading."""
+        readings = (node.reading for node in snapshot.nodes if node.local and node.reading is not None)
+        limits = self._registry.config.memory.limits
+        return next((reading.mem_available_bytes - limits(reading.mem_total_bytes).soft for reading in readings), 0)
+
+    async def _asking(self, model: str, order: PlanOrder, room_bytes: int) -> Operation:
         """The operation that is under way for this model, else a new one."""
         await self._jobs.wait_for_cancelled(KIND, model)
         for operation_id in self._jobs.running(KIND, model):
             return self._journal.operations.find(operation_id)
-        return self._jobs.start(KIND, model, partial(self._ask, order))
+        return self._jobs.start(KIND, model, partial(self._ask, order, room_bytes))
 
-    async def _ask(self, order: PlanOrder, tell: Tell) -> str:
+    async def _ask(self, order: PlanOrder, room_bytes: int, tell: Tell) -> str:
         """Cancelled, it ends the program and its vLLM."""
         tell("waiting for another plan", Progress(phase="asking"))
 
@@ -170,10 +181,11 @@ class Planner:
                 raise EngineError(event["error"])
             tell(_STEPS.get(event["step"], event["step"]), Progress(phase="asking"))
 
+        command, environment = module_command(sys.executable, "sparkd.capacity.ask_for_plan"), program_environment(os.environ)
+        given = pickle.dumps((order, min(room_bytes, MEMORY_BYTES)))
         async with self._turn:
             with tempfile.TemporaryDirectory(prefix="sparkd-plan-") as folder:
-                command, environment = module_command(sys.executable, "sparkd.capacity.ask_for_plan"), program_environment(os.environ)
-                await tool_process.run("The plan", command, environment, Path(folder, "said"), heard, pickle.dumps(order))
+                await tool_process.run("The plan", command, environment, Path(folder, "said"), heard, given)
         return "vLLM has answered: the same question to /plan has its numbers."
 
 
@@ -199,8 +211,11 @@ def register_plan(api: APIRouter, planner: Planner) -> None:
         return {**answer, "operation": operation.id, "href": accepted(operation).href}
 
 
-def _is_short(snapshot: Snapshot) -> bool:
-    return any(node.local and node.reading is not None and node.reading.level != "ok" for node in snapshot.nodes)
+def _not_asked(room_bytes: int) -> str:
+    return (
+        f"vLLM was not asked, because it may take {ROOM_BYTES / GIB:g} GiB, and this node has {max(0, room_bytes) / GIB:.1f} GiB above the "
+        "guard's soft limit: the numbers are a guess. Unload a model and ask again for vLLM's own."
+    )
 
 
 def _runs(view: ModelView) -> str:

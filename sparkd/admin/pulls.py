@@ -97,7 +97,7 @@ class Pulls:
 
 
 class _Unasked(RankError):
-    """The hub said nothing, and this node has not all of it: another one may."""
+    """The hub did not answer, and this node lacks files of the model. Another node may have all of it."""
 
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
@@ -143,8 +143,10 @@ class _Pull:
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was missing'}. {note}".strip()
 
     async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-        """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
-        where the hub gave none of what is lacking here."""
+        """Download on this node, and return the commit and a note if the hub could not be asked.
+
+        Raises RankError with the download's reason, and _Unasked.
+        """
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         process = await asyncio.create_subprocess_exec(
             *module_command(sys.executable, "sparkd.checkpoint.download"),
@@ -177,9 +179,10 @@ class _Pull:
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str
     ) -> tuple[str, dict[str, Any]]:
-        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began. Where a file
-        of another is not as large as this node's is, or a folder has weights there that this node's whole set lacks, this node's count: a
-        model that was made anew would be overwritten, or get the old one's shards beside its own.
+        """The node to copy from, and its manifest: the node that has most of the model, this one among equals.
+
+        A copy that differs from this node's whole one does not count: the model was made anew here, and an older copy would overwrite it or
+        leave its shards beside the new ones.
 
         commit: what was fetched to this node; an earlier one on another may be larger.
         """
@@ -214,7 +217,7 @@ class _Pull:
     async def _copy(
         self, source: str, targets: Sequence[str], manifest: Mapping[str, Any], places: Mapping[str, str]
     ) -> dict[str, Mapping[str, Any]]:
-        """By target, what its program said at the end. Everything that was started is ended, whatever happens."""
+        """The last state of each target's program. Every program that was started is ended, whatever happens."""
         key = secrets.token_hex(32)
         ways = {node: await self._ways(source, node) for node in targets}
         binds = sorted({there for node_ways in ways.values() for there, _ in node_ways})
@@ -254,7 +257,7 @@ class _Pull:
                 await self._nodes.ask(node, "end_job", job, timeout_s=ASK_TIMEOUT_S)
 
     async def _ways(self, source: str, target: str) -> list[tuple[str, str]]:
-        """(address there, address here) of every sound rail between them; the nodes' own addresses where there is none."""
+        """(address of the source, address of the target) of every sound rail between them; the nodes' own addresses without one."""
         readings = {node: raw for node, raw in (await self._nodes.fabric()).items() if raw is not None and not raw["trouble"]}
         pairs = []
         if source in readings and target in readings:
@@ -279,7 +282,7 @@ class _Pull:
 
 
 def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
-    """A copy's remark on weights on a node that the source lacks."""
+    """Sentences about weights on a node that the source lacks."""
     sentences = []
     if removed := state.get("removed"):
         sentences.append(f"Removed from {node}, where an earlier pull put it, because {source} no longer has it: {_some(removed)}.")
@@ -294,8 +297,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _differ(copy: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether `copy` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
-    other's whole set. Files that are left over from an earlier copy are no more of the model."""
+    """Whether `copy` is another model than `other`: a file that both have differs in size, or a folder has weights beside the other's whole
+    set. Files that are left over from an earlier copy do not count."""
     sizes = {file["name"]: file["size"] for file in other["files"]}
     own = {name for name in sizes if is_loaded(name)}
     more = any(is_loaded(file["name"]) and file["name"] not in own for file in copy["files"])

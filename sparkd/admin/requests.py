@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field, create_model
 
 from sparkd.admin.answers import answers
 from sparkd.control.registry import Registry
-from sparkd.errors import UnknownRoute
 from sparkd.gateway.request_log import RequestLog
 from sparkd.state.request_store import REQUESTS_KEPT, RequestRow
 
@@ -41,12 +40,7 @@ class Requests(BaseModel):
     next: int | None = Field(description="The `before` of the next page")
 
 
-def register_requests(api: APIRouter, log: RequestLog | None, registry: Registry) -> None:
-    def recorded() -> RequestLog:
-        if log is None:
-            raise UnknownRoute("This daemon records no requests.")
-        return log
-
+def register_requests(api: APIRouter, log: RequestLog, registry: Registry) -> None:
     @api.get("/requests", **answers(Requests), summary="Requests for models: those in flight, and the last finished ones")
     async def requests(
         limit: Annotated[int, Query(ge=1, le=REQUESTS_KEPT)] = SHOWN,
@@ -54,7 +48,6 @@ def register_requests(api: APIRouter, log: RequestLog | None, registry: Registry
         model: str | None = None,
         state: State | None = None,
     ) -> Response:
-        log = recorded()
         in_flight = log.in_flight(model) if state in (None, "in_flight") else []
         finished = await log.finished(before, limit, model, _FAILED.get(state)) if state != "in_flight" else []
         if model and not in_flight and not finished:
@@ -64,7 +57,7 @@ def register_requests(api: APIRouter, log: RequestLog | None, registry: Registry
 
     @api.delete("/requests/{request_id}", **answers(RequestBody, 202), summary="Cancel a request in flight; its client gets an error")
     async def cancel_request(request_id: str) -> dict[str, Any]:
-        return recorded().cancel(request_id).body()
+        return log.cancel(request_id).body()
 
 
 def _json(in_flight: Sequence[RequestRow], finished: Sequence[RequestRow], following: int | None) -> str:

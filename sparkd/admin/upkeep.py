@@ -17,7 +17,7 @@ from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
 from sparkd.doctor.report import examined
-from sparkd.errors import NotFound, UnknownRoute
+from sparkd.errors import NotFound
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.checks import Finding
 
@@ -78,15 +78,13 @@ class Reloaded(BaseModel):
     adjusted: list[str]
 
 
-def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, cluster: Cluster, reload: Reload | None) -> None:
+def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, cluster: Cluster, reload: Reload) -> None:
     @api.post(
         "/reload",
         **answers(Reloaded),
         summary="Read the configuration again and list what changed; an invalid file is refused, and the old one stays",
     )
     async def read_again() -> dict[str, Any]:
-        if reload is None:
-            raise UnknownRoute("This daemon was started without a configuration.")
         return await reload()
 
     # Each reading starts programs on every node.

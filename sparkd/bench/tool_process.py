@@ -1,4 +1,4 @@
-"""Runs a benchmark tool in a session of its own: follows it to its end, and ends it where the bench is cancelled."""
+"""Runs a program in a session of its own: follows it to its end, and ends it if the caller is cancelled."""
 
 from __future__ import annotations
 

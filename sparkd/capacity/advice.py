@@ -24,7 +24,6 @@ from sparkd.capacity.fit import (
 )
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
-from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import fitting, longest, sized
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
@@ -77,7 +76,12 @@ def advised(cure: Cure | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FitRefusal:
-    """reason: without a full stop. cure: the largest lever. cause: the limit that the model exceeds."""
+    """Why a model does not fit.
+
+    reason: without a full stop.
+    cure: the largest lever.
+    cause: the limit that the model exceeds.
+    """
 
     reason: str
     cure: Cure
@@ -92,7 +96,11 @@ class FitRefusal:
 
 
 def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None:
-    """The reason why no node can ever hold the model; None if one can. where: `this node`; most_gib: the most that it offers."""
+    """The reason why no node can ever hold the model; None if one can.
+
+    most_gib: the most that a node offers.
+    where: the node, in words.
+    """
     args, option, known = need.args, need.option, need.known
     if option is not None and option.cause in ("length", "vllm"):
         return FitRefusal(f"{args.name} cannot be served: {option.reason}", replace(_cure(option, [option], 1), effect=""), option.cause)
@@ -140,9 +148,9 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
 def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> FitRefusal | None:
     """The refusal of a plan over so many nodes; None if an option fits, or without options.
 
-    is_open: whether the options have every format already.
-
     If an option could be counted, the cause is that of the option that lacks least. Otherwise it is that of the option on the fewest nodes.
+
+    is_open: whether the options have every format already.
     """
     if not options or any(option.fits for option in options):
         return None
@@ -155,7 +163,7 @@ def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> 
         args, room = option.args, max(0, room_of(option.args, option.node))
         cure = _smaller(option, option.footprint, room)
         if cure is None and args.split != (1, 1):
-            cure = advice(args, option.headers, option.node, room, instead_of=prod(args.split))
+            cure = advice(option, room, instead_of=prod(args.split))
     return FitRefusal(reason, cure or _cure(option, options, nodes), option.cause or "memory")
 
 
@@ -167,26 +175,26 @@ def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
     return known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES) > memory_gib * GIB
 
 
-def advice(
-    args: EngineArgs, headers: Headers | None, hardware: Hardware, offered_bytes: int, ways: Ways = (1, 1), *, instead_of: int = 0
-) -> Cure | None:
-    """The choice that would fit into offered_bytes of each node instead, split in `ways`: as for `auto`, a shorter request where enough of
-    it is left, else another format. instead_of: the ranks that the entry asks for, where `ways` are fewer: that its own length and format
-    fit is an answer then, too."""
-    if headers is None:
-        return None
-    serving = serving_of(args, headers, hardware)
+def advice(option: Option, room: int, ways: Ways = (1, 1), *, instead_of: int = 0) -> Cure | None:
+    """The choice that would fit into `room` bytes of each node instead: as for `auto`, a shorter request where enough of it is left, else
+    another format.
+
+    ways: how it is split.
+    instead_of: the ranks that the entry asks for, where `ways` are fewer. Its own length and format are an answer then, too.
+    """
+    args, headers = option.args, option.headers
+    serving = serving_of(args, headers, option.node)
     if serving.unknown:
         return None
-    node = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
+    node = replace(option.node, memory_bytes=room, system_bytes=0)
     one = replace(args, max_model_len=serving.max_model_len, cache=AUTO, margin_bytes=0, share=None, memory_gib=None)
     options = [fitted(candidate, node, ways) for candidate in single_formats(one, headers, node)]
     own = AS_STORED if args.recipe is None or args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
-    if not instead_of and any(option.fits and option.format == own for option in options):
+    if not instead_of and any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way
     split = {"tensor_parallel": ways[0]} if instead_of else {}
-    shorter = next((option.longest for option in options if option.format == own and option.longest), 0)
-    better = next((option for option in options if option.fits and option.format not in (own, AS_STORED)), None)
+    shorter = next((other.longest for other in options if other.format == own and other.longest), 0)
+    better = next((other for other in options if other.fits and other.format not in (own, AS_STORED)), None)
     if better is not None and better.footprint is not None and shorter < min(DEFAULT_CONTEXT, serving.max_model_len):
         return Cure({**split, "quantize": better.format}, gib(better.footprint.total))
     return Cure({**split, "max_model_len": shorter}) if shorter else None
@@ -198,7 +206,7 @@ def _smaller(option: Option, known: Footprint, room: int) -> Cure | None:
     if less := fitting(args.cache, layout, tokens, room - known.fixed):
         size = sized(less, layout, tokens) or 0
         return Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
-    cure = advice(args, option.headers, option.node, room, option.ways)
+    cure = advice(option, room, option.ways)
     if cure is not None and known.cache is not None and known.cache > cost.least:
         return replace(cure, settings={**cure.settings, "kv_cache": {"sequences": 1}})
     return cure

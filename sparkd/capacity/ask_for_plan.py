@@ -1,4 +1,4 @@
-"""The program that has this node's vLLM answer the questions of a plan: a PlanOrder on stdin, lines of JSON on stdout.
+"""The program that has this node's vLLM answer the questions of a plan: the arguments of ask_here on stdin, lines of JSON on stdout.
 
 A process of its own, because the headers of a model that is not on this machine are large, and to send them would hold the event loop.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import pickle
 import signal
 import sys
@@ -21,8 +22,11 @@ def main() -> None:
     # It ends with the daemon that started it. The order may hold a token.
     processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     processes.hide()
+    # Engines and the gateway go first.
+    os.nice(10)
     try:
-        ask_here(pickle.load(sys.stdin.buffer), lambda step, _: _say("step", step))
+        order, memory_bytes = pickle.load(sys.stdin.buffer)
+        ask_here(order, memory_bytes, lambda step, _: _say("step", step))
     except SparkdError as error:
         _say("error", error.message)
     except OSError as error:

@@ -34,7 +34,12 @@ _OF_VLLM = ("vllm", "split", "length")
 
 @dataclass(frozen=True, slots=True)
 class EntryFault:
-    """key: of the entry. ends_start: whether a start would end over it. names_key: whether the message names the key itself."""
+    """A fault of an entry.
+
+    key: of the entry.
+    ends_start: whether a start would end over it.
+    names_key: whether the message names the key itself.
+    """
 
     key: str
     message: str

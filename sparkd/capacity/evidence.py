@@ -85,7 +85,10 @@ NO_ANSWER = Exact()
 
 
 def exact_of(answer: ModelAnswer, serving: Serving, *, same_format: bool) -> Exact | None:
-    """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
+    """None where the answer says nothing certain.
+
+    same_format: whether the answer is about the format whose weights are counted.
+    """
     refusal = answer.refusal
     if refusal is not None and refusal.certain:
         return Exact(refusal=" ".join(refusal.message.split()).rstrip("."))
@@ -192,8 +195,13 @@ def _identity(question: ModelQuestion) -> object:
 
 
 class Consultation:
-    """checkpoint: may lie on a hub, and may have one tensor for all experts of a layer that are alike. args, env: of the engine, as a start
-    has them. hardware: the answer is for its GPU. draft: the headers of the one that args name, where they were read."""
+    """Asks vLLM about one model.
+
+    checkpoint: may lie on a hub, and may have one tensor for all experts of a layer that are alike.
+    args, env: of the engine, as a start has them.
+    hardware: the answer is for its GPU.
+    draft: the headers of the one that args name, where they were read.
+    """
 
     def __init__(
         self,
@@ -286,8 +294,10 @@ class Consultation:
 
 
 def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint | None) -> list[str]:
-    """A draft by its folder: the process that is asked has not got the engine's place of downloads. elsewhere: one that is not on this
-    machine, which goes with the question."""
+    """A draft by its folder: the process that is asked has not got the engine's place of downloads.
+
+    elsewhere: one that is not on this machine, which goes with the question.
+    """
     config = speculative_config(args)
     if config is None or "/" not in str(config.get("model")):
         return list(args)
@@ -298,7 +308,9 @@ def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint
 def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
     """A digest of an entry without any `auto`.
 
-    flags: of sparkd.config.engine_flags.flags_of. quantize: the value of its key. env: the engine's.
+    flags: of sparkd.config.engine_flags.flags_of.
+    quantize: the value of its key.
+    env: the engine's.
     vllm: its version; None if it is unknown.
     """
     heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}
@@ -311,8 +323,10 @@ def peaks_of(
 ) -> MeasuredPeaks | None:
     """The last measurements of this engine's rank 0 at this split; None if it never ran on this node.
 
-    profiles: the newest first. checkpoint: the digest of its weight files (workers.kv.profiles.checkpoint_of).
-    ways: tensor and pipeline size. hardware: a name of sparkd.hardware, or `node`.
+    profiles: the newest first.
+    checkpoint: the digest of its weight files (workers.kv.profiles.checkpoint_of).
+    ways: tensor and pipeline size.
+    hardware: a name of sparkd.hardware, or `node`.
     """
     device = _DEVICES.get(hardware)
     if device is None or checkpoint is None:

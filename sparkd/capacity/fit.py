@@ -94,6 +94,11 @@ class Option:
     def fits(self) -> bool:
         return self.reason is None
 
+    @property
+    def known(self) -> Footprint | None:
+        """The bytes of a model; None if only a start can tell them."""
+        return self.footprint if self.is_counted else None
+
 
 def rank(option: Option) -> Rank:
     """Better formats go before fewer nodes, and tensor parallelism before a pipeline, which is slower.

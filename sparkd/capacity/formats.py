@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from sparkd.capacity.weights import Inventory, inventory
@@ -50,7 +50,7 @@ def open_recipes(model: Inventory, quantize: object, ranks: int = 1) -> Iterator
     if wish is None:
         yield from (recipe for _, recipe in recipes(model, None))
     with suppress(CheckpointError):  # the engine says why, with the tensor's name
-        yield from mixes_below(model, FORMATS, ranks) if wish is None else mixes_of(model, wish, ranks)
+        yield from mixes_of(model, wish, ranks)
 
 
 def quality_of(name: str) -> int:
@@ -58,65 +58,36 @@ def quality_of(name: str) -> int:
     return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 
-def mixes_of(model: Inventory, wish: BestWish, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
-    """Plain recipes, best first; with a size in the wish one.
+def mixes_of(model: Inventory, wish: BestWish | None, ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
+    """The mixes of a model, best first, made once.
 
+    wish: with a size only the mix of that; None for those that are smaller than the model in each one of FORMATS.
     ranks: of tensor parallelism, each of which gets whole groups.
 
     Raises ConfigError where no mix is as small as the wish, CheckpointError as QuantizationRecipe.assign.
     """
-    return _once(model, (wish, ranks), lambda: _made(model, wish, ranks))
-
-
-def mixes_below(model: Inventory, formats: Iterable[str], ranks: int = 1) -> tuple[QuantizationRecipe, ...]:
-    """The mixes that are smaller than the model in each one of these formats, best first; those that some of its weights cannot have do
-    not count. None of a model that cannot be quantized again. Raises CheckpointError as QuantizationRecipe.assign."""
-    spellings = tuple(formats)
-    return _once(model, (spellings, ranks), lambda: _made_below(model, spellings, ranks))
-
-
-def _once(model: Inventory, key: object, make: Callable[[], Iterable[QuantizationRecipe]]) -> tuple[QuantizationRecipe, ...]:
+    key = wish, ranks
     if key not in model.mixes:
-        model.mixes[key] = tuple(make())
+        model.mixes[key] = tuple(dict.fromkeys(_mixes(model, wish, ranks)))
     return model.mixes[key]
 
 
-def _is_settled(model: Inventory) -> bool:
-    """Whether the checkpoint is quantized in a way that stays."""
+def _mixes(model: Inventory, wish: BestWish | None, ranks: int) -> Iterator[QuantizationRecipe]:
     source = model.checkpoint.quantization
-    return source is not None and not source.requantizable
-
-
-def _made_below(model: Inventory, formats: Iterable[str], ranks: int) -> Iterator[QuantizationRecipe]:
-    if _is_settled(model):
+    if source is not None and not source.requantizable:
+        yield from () if wish is None else (AS_IT_IS,)
         return
     listed = unit_list(model, ranks)
-    sizes = [
-        listed.nbytes({unit.key: spelling for unit in listed.units})
-        for spelling in formats
-        if all(spelling in unit.nbytes for unit in listed.units)
-    ]
-    least = min(sizes, default=listed.stored_bytes)
-    yield from _chosen(listed, [budget for budget in _ladder(listed) if budget < least])
-
-
-def _made(model: Inventory, wish: BestWish, ranks: int) -> Iterator[QuantizationRecipe]:
-    if _is_settled(model):
-        yield AS_IT_IS
-        return
-    listed = unit_list(model, ranks)
-    yield from _chosen(listed, _ladder(listed) if wish.budget is None else [wish.budget])
-
-
-def _chosen(listed: UnitList, budgets: Iterable[int]) -> Iterator[QuantizationRecipe]:
-    seen: set[QuantizationRecipe] = set()
+    budgets = list(_ladder(listed)) if wish is None or wish.budget is None else [wish.budget]
+    if wish is None:
+        # A format that some weights cannot have is none for the model.
+        shared = (spelling for spelling in FORMATS if all(spelling in unit.nbytes for unit in listed.units))
+        sizes = (listed.nbytes({unit.key: spelling for unit in listed.units}) for spelling in shared)
+        least = min(sizes, default=listed.stored_bytes)
+        budgets = [budget for budget in budgets if budget < least]
     for budget in budgets:
-        recipe = AS_IT_IS
-        if budget < listed.stored_bytes:
-            recipe = QuantizationRecipe.parse(recipe_of(listed, select(listed, budget)))
-        if recipe not in seen:
-            seen.add(recipe)
-            yield recipe
+        is_mixed = budget < listed.stored_bytes
+        yield QuantizationRecipe.parse(recipe_of(listed, select(listed, budget))) if is_mixed else AS_IT_IS
 
 
 def mix_of(checkpoint: Checkpoint, wish: BestWish) -> QuantizationRecipe:

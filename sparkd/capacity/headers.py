@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import checkpoint_of
 
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
-_OF_TEXT = ("ngram", "suffix")
+OF_TEXT = ("ngram", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,6 @@ class Drafting:
     ahead: whether the checkpoint's own layers for it are loaded.
     draft: a separate checkpoint.
     is_read: whether the draft's headers could be read.
-    args, env, settings: the model's entry with it.
-    recipe: the recipe that has it.
     """
 
     method: str
@@ -109,10 +107,6 @@ class Drafting:
     ahead: bool = False
     draft: Checkpoint | None = None
     is_read: bool = True
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    recipe: str | None = None
 
     def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
         """The inventory of model and draft together. A draft's own tensors are never quantized here. Raises ConfigError where nothing
@@ -136,7 +130,7 @@ def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> D
     """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
     tokens = tokens if type(tokens) is int and tokens > 0 else 1
-    if method in _OF_TEXT:
+    if method in OF_TEXT:
         return Drafting(method, tokens)
     if not isinstance(config.get("model"), str):
         return Drafting(method, tokens, 1, ahead=True)

@@ -138,15 +138,14 @@ def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> di
     return found if (sized(found, layout, max_model_len) or 0) >= least else {"sequences": 1}
 
 
-def longest(size: object, layout: KvLayout, most: int, room: int, *, limit: int | None = None, step: int = 1) -> int:
-    """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes, and
-    `limit` where there is one; see `largest`."""
+def longest(size: object, layout: KvLayout, most: int, room: int) -> int:
+    """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes."""
 
     def fits(tokens: int) -> bool:
         cache, least = sized(size, layout, tokens), layout.cost(tokens).least
-        return max(cache or 0, least) <= room and all(least <= most_bytes for most_bytes in (cache, limit) if most_bytes is not None)
+        return least <= room if cache is None else least <= cache <= room
 
-    return largest(fits, most, step)
+    return largest(fits, most)
 
 
 def _lookahead(serving: Serving) -> int:

@@ -29,7 +29,7 @@ from sparkd.capacity.formats import AS_STORED, quality_of
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.launch import start_of
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
-from sparkd.capacity.requirement import known_of, reserved_gib
+from sparkd.capacity.requirement import reserved_gib
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
@@ -70,7 +70,7 @@ def plan(
     Raises ConfigError and CheckpointError.
     """
     written = entry.spec.tensor_parallel
-    entry = overlaid(entry, request, read)
+    entry = overlaid(entry, request)
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     if args.recipe is None:
         recipe_of(spec)  # raises ConfigError, which says why
@@ -252,7 +252,7 @@ def option_json(option: Option) -> dict[str, Any]:
         "reason": option.reason,
         "max_model_len": option.serving.max_model_len,
         "longest": option.longest,
-        "reserved_gib": reserved_gib(option.args, option.node, most_gib, known_of(option)),
+        "reserved_gib": reserved_gib(option.args, option.node, most_gib, option.known),
         "footprint": None
         if footprint is None
         else {
@@ -263,6 +263,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "withheld": footprint.withheld_bytes,
             "memory": footprint.memory_bytes,
             "total": footprint.total,
+            "cache": footprint.cache,
             "sureness": footprint.sureness,
             "upper": footprint.upper_bytes,
             "upper_kv": footprint.upper_cache_bytes,

@@ -23,7 +23,7 @@ from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.checkpoint.prequantized import prequantized
-from sparkd.checkpoint.remote_headers import checkpoint_at, checkpoint_of
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
@@ -174,14 +174,14 @@ def _answer_of_process(order: PlanOrder) -> dict[str, Any]:
         raise Unavailable(f"{order.request.model} could not be planned: {failure.reason}. {failure.cure}.") from None
 
 
-def ask_here(order: PlanOrder, progress: Callable[[str, int], None]) -> None:
+def ask_here(order: PlanOrder, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
     """Have this node's vLLM answer the questions of a plan; the answers are kept. Blocks for the 10 to 40 s of vLLM's import and more.
 
-    progress: see sparkd.vllm.ask.model.ask.
+    memory_bytes, progress: see sparkd.vllm.ask.model.ask.
 
     Raises EngineError where vLLM gives no answer that is kept, and as planned_here.
     """
-    _answer(order, partial(ask, progress=progress))
+    _answer(order, partial(ask, memory_bytes=memory_bytes, progress=progress))
     if _answer(order)["vllm"]["unanswered"]:
         raise EngineError(
             f"vLLM was ended while it answered about {order.request.model}, for time or memory: the plan stays a guess. "
@@ -212,7 +212,7 @@ def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] =
         entry,
         checkpoint,
         order.hardware,
-        read=lambda draft: checkpoint_of(draft, None, env, progress),
+        read=lambda draft: checkpoint_at(draft, None, env, progress),
         unlinked=order.unlinked,
         copies=lambda source, stored: prequantized(source, stored, env),
         answers=answers,

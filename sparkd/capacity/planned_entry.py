@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparkd.capacity.headers import _OF_TEXT, Drafting, of_config
+from sparkd.capacity.headers import OF_TEXT
 from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.requirement import runtime_of
-from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
@@ -120,11 +119,8 @@ def made_for(source: str) -> ModelConfig:
     return _validated(name_of(source), {"name": name_of(source), "model": source, "quantize": AUTO, "max_model_len": AUTO})
 
 
-def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Checkpoint]) -> PlannedEntry:
-    """The entry with the question's options in place of its own. read: the headers of a draft.
-
-    Raises ConfigError and CheckpointError.
-    """
+def overlaid(entry: PlannedEntry, request: PlanRequest) -> PlannedEntry:
+    """The entry with the question's options in place of its own. Raises ConfigError."""
     spec = entry.spec
     overlay = _requested(spec, request)
     added = {} if entry.added is None else {**entry.added, **{key: value for key, value in overlay.items() if value != AUTO}}
@@ -133,12 +129,11 @@ def overlaid(entry: PlannedEntry, request: PlanRequest, read: Callable[[str], Ch
     for key in [key for key in overlay if key in _INSTEAD]:
         overlay = dict.fromkeys(_INSTEAD[key]) | overlay
     if request.speculative is not None:
-        wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
-        drafted = drafting(request.speculative, spec.model, wish, read)
-        overlay |= {"extra_args": without(overlay.get("extra_args", spec.extra_args), DRAFTS)}
-        if drafted is not None:
-            overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
-            added |= {"extra_args": list(drafted.args)} if drafted.recipe is None else {"recipe": drafted.recipe}
+        draft = draft_keys(request.speculative, spec.model, overlay.get("kv_cache_dtype", spec.kv_cache_dtype) or "auto")
+        recipe, flags = draft.pop("recipe", None), draft.pop("extra_args", [])
+        overlay |= {"extra_args": [*without(overlay.get("extra_args", spec.extra_args), DRAFTS), *flags]}
+        overlay |= {**draft, "env": {**spec.env, **draft["env"]}} if draft else {}
+        added |= {"recipe": recipe} if recipe is not None else {"extra_args": flags} if flags else {}
     if overlay:
         spec = _validated(spec.name, {**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
     return PlannedEntry(spec, entry.config, entry.vllm, entry.entrypoint, entry.origin, None if entry.added is None else added)
@@ -172,28 +167,28 @@ def _validated(name: str, keys: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"{name}: {where or 'the entry'}: {reason}.", param=where) from None
 
 
-def drafting(method: str, model: str, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
-    """The meaning of `--speculative METHOD` for a model without an entry; None for `off`.
+def draft_keys(method: str, model: str, dtype: str) -> dict[str, Any]:
+    """The keys of an entry that `--speculative METHOD` stands for; none for `off`. A draft that the checkpoint lacks is that of the recipe
+    for this model, which is among them.
 
-    A draft that the checkpoint lacks is that of the recipe for this model.
-    wish: the requested `max_num_seqs`, `quantize` and `kv_cache_dtype`. read: reads the headers of a draft.
+    dtype: the `kv_cache_dtype` of the entry.
 
-    Raises ConfigError and CheckpointError.
+    Raises ConfigError.
     """
     if method == "off":
-        return None
-    recipe = recipe_for(model, method) if method not in _OF_TEXT else None
+        return {}
+    recipe = recipe_for(model, method) if method not in OF_TEXT else None
     config = _CONFIGS.get(method) if recipe is None else speculative_config(recipe.arguments)
     if config is None:
         raise ConfigError(f"speculative {method}: no recipe has such a draft for it: choose off, ngram or suffix.", param="speculative")
-    needed = recipe.settings.get("kv_cache_dtype") if recipe is not None and method == "dflash" else None
-    dtype = wish.get("kv_cache_dtype") or "auto"
+    keys: dict[str, Any] = {"extra_args": [SPECULATIVE, json.dumps(config)], "env": {}}
+    if recipe is None:
+        return keys
+    needed = recipe.settings.get("kv_cache_dtype") if method == "dflash" else None
     if needed is not None and dtype not in ("auto", needed):
         raise ConfigError(f"speculative {method} needs a KV cache in {needed}: leave {dtype} out.", param="kv_cache_dtype")
-    settings = {"kv_cache_dtype": needed} if needed is not None else {}
-    env = (recipe.settings.get("env") or {}) if recipe is not None else {}
-    name = recipe.name if recipe is not None else None
-    return replace(of_config(config, read), args=(SPECULATIVE, json.dumps(config)), env=env, settings=settings, recipe=name)
+    keys |= {"recipe": recipe.name, "env": recipe.settings.get("env") or {}}
+    return keys if needed is None else {**keys, "kv_cache_dtype": needed}
 
 
 def recipe_for(model: str, method: str | None = None) -> RecipeFile | None:

@@ -40,10 +40,13 @@ VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases 
 class Placement:
     """The place of one model.
 
-    slug: its name as a file name. platform: `cuda` or `cpu`.
-    entrypoint: the module that is its engine. vllm: its version, if it is known.
+    slug: its name as a file name.
+    memory_gib: reserved on each node.
+    platform: `cuda` or `cpu`.
+    entrypoint: the module that is its engine.
+    vllm: its version, if it is known.
     spec: the model with a choice for each `auto`; None without a choice.
-    peers: the nodes of its other ranks, in their order; memory_gib: reserved on each node.
+    peers: the nodes of its other ranks, in their order.
     tensor, pipeline: parallel sizes, together one rank on each node.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     """
@@ -100,7 +103,7 @@ class Requirement:
 
     @property
     def known(self) -> Footprint | None:
-        return known_of(self.option)
+        return None if self.option is None else self.option.known
 
 
 def requirement_of(
@@ -128,19 +131,12 @@ def requirement_of(
     entrypoint, hardware = _entrypoint(spec, config, facts), _hardware(config, facts)
     node = replace(hardware, system_bytes=hardware.memory_bytes - int(free_gib * GIB))
     args = engine_args(spec, spec.environment(config.engine))
-    headers, option = headers_here(args), None
+    headers = headers_here(args)
     candidates = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts), beside=beside)
-    args = args.undecided()
-    if candidates:
-        option = choose(candidates, node, ways)[0]
-        args = option.args
-    gib = reserved_gib(args, hardware, offered_gib, known_of(option))
+    option = choose(candidates, node, ways)[0] if candidates else None
+    args, known = (args.undecided(), None) if option is None else (option.args, option.known)
+    gib = reserved_gib(args, hardware, offered_gib, known)
     return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
-
-
-def known_of(option: Option | None) -> Footprint | None:
-    """The bytes of a model; None if only a start can tell them."""
-    return None if option is None or not option.is_counted else option.footprint
 
 
 def reserved_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Footprint | None = None) -> int:
@@ -186,8 +182,10 @@ def _hardware(config: Config, facts: Mapping[str, Any]) -> Hardware:
 
 
 def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: Ways) -> None:
-    """Ask this node's vLLM about a model whose format, length or reservation depends on the answer; answers are kept. Blocks for the 10 to
-    40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts."""
+    """Ask this node's vLLM about a model whose format, length or reservation depends on the answer, and keep the answers.
+
+    Blocks for the 10 to 40 s of vLLM's import where one is missing. If vLLM cannot be asked, the estimate counts.
+    """
     args, platform = engine_args(spec, spec.environment(config.engine)), platform_of(facts, config)
     is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
     if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):

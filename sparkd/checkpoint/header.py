@@ -79,8 +79,6 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
             header = file.read(length)
     except OSError as error:
         raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
-    if len(header) < length:
-        raise CheckpointError(f"the file ended at byte {PREFIX_BYTES + len(header)} while its header was read", file=path, cure=AGAIN)
     return parse_header(header, path, status.st_size, status.st_mtime_ns)
 
 

@@ -25,7 +25,7 @@ from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.hub import Hub, RepositoryListing
 from sparkd.checkpoint.index import INDEX
 from sparkd.checkpoint.model_folder import unusable
-from sparkd.checkpoint.source import snapshot_of, source_of
+from sparkd.checkpoint.source import snapshot_of
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError
 
@@ -42,18 +42,14 @@ _CURE = "The hub has it like this: choose a repository or a revision that has co
 Progress = Callable[[int, int], None]
 
 
-def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
-    """The headers of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError,
-    CheckpointError.
+def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
+    """The headers of an absolute folder, or of a hub id: from the local cache where all of it is there, else from the hub.
 
     environ: of the engine, which says where the cache and the hub are.
     progress: called after each header that the hub sent.
+
+    Raises ConfigError and CheckpointError.
     """
-    return checkpoint_at(source_of(text), revision, environ, progress)
-
-
-def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
-    """The checkpoint of an absolute folder or a hub id, like checkpoint_of; a folder of the working directory with that name is ignored."""
     if source.startswith("/"):
         if fault := unusable(source, vllm=True):
             raise CheckpointError(fault.message)
@@ -61,11 +57,6 @@ def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str],
     snapshot = snapshot_of(source, revision, environ)
     cached = complete(snapshot) if snapshot is not None else None
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
-
-
-def checkpoint_here(source: str, revision: str | None, environ: Mapping[str, str]) -> Checkpoint:
-    """checkpoint_at with the variables of an entry alone, which override those of this process."""
-    return checkpoint_at(source, revision, {**os.environ, **environ})
 
 
 def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
@@ -127,12 +118,9 @@ class _Repository:
     def _header(self, file: str) -> tuple[str, bytes, int]:
         """(file, its header without the length, bytes of the file), by one request where the header is short, else by two."""
         raw, size = self._hub.part(self._listing.commit, file, 0, FIRST_BYTES)
-        listed = self._listing.sizes[file]
-        size_bytes = listed if size is None else size
+        size_bytes = self._listing.sizes[file] if size is None else size
         if size_bytes is None:
             raise CheckpointError("the hub does not give its size", file=self.path(file))
-        if listed is not None and listed != size_bytes:
-            raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
         with self._lock:
             self._header_bytes += end

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import Consult, LayerListing, layers_of
-from sparkd.checkpoint.remote_headers import Progress, checkpoint_of
+from sparkd.checkpoint.remote_headers import Progress, checkpoint_at
 from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.engine_args import engine_args, recipe_of
@@ -39,7 +39,7 @@ def listing_of(
     spec = named.spec
     env = {**environ, **spec.environment(named.config.engine)}
     wanted = spec.quantize if quantize is None else value_of(quantize)
-    checkpoint = checkpoint_of(spec.model, spec.revision, env, progress)
+    checkpoint = checkpoint_at(spec.model, spec.revision, env, progress)
     if (wish := best_of(wanted)) is not None:
         recipe = mix_of(checkpoint, wish)
     else:

@@ -220,13 +220,13 @@ def _planned_here(
     from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
     from sparkd.checkpoint.prequantized import prequantized
-    from sparkd.checkpoint.remote_headers import checkpoint_of
+    from sparkd.checkpoint.remote_headers import checkpoint_at
     from sparkd.render.models import headers_of
 
     entry = entry_of(named.spec, named.config, named.origin, made=named.origin is None)
     env = {**os.environ, **entry.env}
     with headers_of(entry.spec.model) as progress:
-        checkpoint = checkpoint_of(entry.spec.model, entry.spec.revision, env, progress)
+        checkpoint = checkpoint_at(entry.spec.model, entry.spec.revision, env, progress)
     runtime = _runtime_of(named)
 
     def answer(*, quick: bool) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _planned_here(
             entry,
             checkpoint,
             machine,
-            read=lambda draft: checkpoint_of(draft, None, env),
+            read=lambda draft: checkpoint_at(draft, None, env),
             copies=lambda source, stored: prequantized(source, stored, env),
             answers=answers,
         )

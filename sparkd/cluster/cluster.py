@@ -77,13 +77,17 @@ class Cluster:
             None
             if config.cluster.address
             else RayHead(
-                config.runtime_path,
-                token_path,
-                node_ip=self.node_ip,
-                port=config.cluster.port,
-                memory_gib=self.total_gib,
-                object_store_mib=config.cluster.object_store_memory_mib,
-                options=RayOptions(starts="CREDENTIALS_DIRECTORY" not in environ, rank_folders=self._rank_folders, fabric=ray_environment),
+                RayOptions(
+                    config.runtime_path,
+                    token_path,
+                    node_ip=self.node_ip,
+                    port=config.cluster.port,
+                    memory_gib=self.total_gib,
+                    object_store_mib=config.cluster.object_store_memory_mib,
+                    starts="CREDENTIALS_DIRECTORY" not in environ,
+                    rank_folders=self._rank_folders,
+                    fabric=ray_environment,
+                )
             )
         )
         self.costs = partial(costs_of, self._head)

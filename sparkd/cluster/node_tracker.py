@@ -28,11 +28,14 @@ CLOCK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The state of the nodes at one moment. `ranks` is None where no node could be observed; `connected`: whether Ray can place a model.
+    """The state of the nodes at one moment.
 
-    `reading` is this node's. `unseen` are nodes that answered a moment ago and do not answer now: their ranks are unknown, not gone.
-    `dark_s`: seconds without any sign of life of such a node, not even a refused connection. `no_raylet`: the nodes that refuse the
-    connection: the node is up, its raylet is not.
+    ranks: None where no node could be observed
+    reading: this node's
+    connected: whether Ray can place a model
+    unseen: nodes that answered a moment ago and do not answer now: their ranks are unknown, not gone
+    dark_s: seconds without any sign of life of such a node, not even a refused connection
+    no_raylet: the nodes that refuse the connection: the node is up, its raylet is not
     """
 
     ranks: tuple[RankFact, ...] | None

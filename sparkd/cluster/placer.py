@@ -51,10 +51,10 @@ HUB = Threads("hub", 4)
 class Placer:
     """Places models.
 
-    config: returns the present one.
-    runtime_here: the facts of a Python environment of this node (workers.host.runtime.Runtime as JSON).
-    in_sight: returns the nodes that answer, this one first.
-    total_gib: the memory that this node offers.
+    config: returns the present one
+    here: describes the Python environments of this node
+    in_sight: returns the nodes that answer, this one first
+    total_gib: the memory that this node offers
     """
 
     def __init__(

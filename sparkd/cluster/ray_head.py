@@ -53,15 +53,24 @@ class RayProcess:
 class RayOptions:
     """How Ray is kept on a node, and what it is for there.
 
+    node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
+        every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them
+    memory_gib: that the node lends
     join: the head's address where this node is not the head
     keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone
     starts: false in a unit with credentials, which engines of a Ray that was started there could read: then a keeper has to
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon on
         another node does not know
-    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts
+    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts; not asked on loopback
     session: asks the head which session of Ray it is, None where it does not answer; blocks
     """
 
+    runtime_dir: Path
+    token_path: Path
+    node_ip: str = LOOPBACK
+    port: int = 0
+    memory_gib: int = 0
+    object_store_mib: int = 0
     join: str | None = None
     keeper: bool = False
     starts: bool = True
@@ -73,43 +82,18 @@ class RayOptions:
 class RayHead:
     """The Ray head of one runtime directory. `ray start` gets a session of its own here, and its servers log into that directory: so its
     processes are found, and only they.
-
-    node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
-    every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
     """
 
-    def __init__(
-        self,
-        runtime_dir: Path,
-        token_path: Path,
-        *,
-        node_ip: str,
-        port: int,
-        memory_gib: int,
-        object_store_mib: int,
-        options: RayOptions | None = None,
-    ) -> None:
-        options = options or RayOptions()
-        self.folder = runtime_dir / "ray"
-        self.token_path = token_path
-        self.node_ip = node_ip
-        self._port = port
-        self._memory_gib = memory_gib
-        self._object_store_mib = object_store_mib
-        self.join = options.join
-        self._keeper = options.keeper
-        self._starts = options.starts
-        self._session = options.session
-        self._rank_folders = options.rank_folders
-        # A node on its loopback address has no other node to connect to.
-        self._fabric = options.fabric if node_ip != LOOPBACK else None
+    def __init__(self, options: RayOptions) -> None:
+        self.options = options
+        self.folder = options.runtime_dir / "ray"
         self._essential = set(SERVERS[options.join is not None :])
-        self._record = runtime_dir / "ray.json"
+        self._record = options.runtime_dir / "ray.json"
 
     @property
     def kept_elsewhere(self) -> bool:
         """True where `sparkd ray-node` keeps this node's Ray: in a control group of its own, where the ranks belong too."""
-        return self._kept and not self._keeper
+        return self._kept and not self.options.keeper
 
     def ensure(self) -> str:
         """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable, also where the
@@ -122,16 +106,16 @@ class RayHead:
     def _ensure(self) -> str:
         address, kept = self.living_address(), self._kept
         # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself, or of another head.
-        if address and (kept or not self._keeper) and not self._is_stale():
+        if address and (kept or not self.options.keeper) and not self._is_stale():
             return address
-        if kept and not self._keeper:
+        if kept and not self.options.keeper:
             raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
-        if not self._starts:
+        if not self.options.starts:
             raise RayUnavailable(
                 "No Ray runs on this node, and engines of one in the daemon's own unit could read its credentials: "
                 "run `systemctl enable --now sparkd-ray`."
             )
-        if self._keeper:
+        if self.options.keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
             write_private(self._record, json.dumps({**self._recorded(), "address": None, "keeper": True}))
         self._end()
@@ -148,9 +132,9 @@ class RayHead:
         A head that does not answer now proves nothing: then its raylet waits for it, or ends by itself.
         """
         record = self._recorded()
-        if record.get("join") != self.join:
+        if record.get("join") != self.options.join:
             return True
-        session = self._session() if self.join and self._session else None
+        session = self.options.session() if self.options.join and self.options.session else None
         return session is not None and session != record.get("session")
 
     def essential(self) -> dict[str, int]:
@@ -201,22 +185,23 @@ class RayHead:
         """The environment of `ray start`, without the caller's own variables of Ray: another cluster's settings must not leak in."""
         clean = inherited_environment(inherited)
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
-        folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
-        links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
+        folders = dict(zip(names, map(str, self.options.rank_folders or ()), strict=False))
+        alone = self.options.node_ip == LOOPBACK
+        links = dict(self.options.fabric(self.options.node_ip, clean)) if self.options.fabric and not alone else {}
         extra = {NODE_LINKS: ",".join(links)} if links else {}
         extra[NODE_PYTHON] = sys.executable
-        return clean | node_environment(self.token_path, self.node_ip) | folders | links | extra
+        return clean | node_environment(self.options.token_path, self.options.node_ip) | folders | links | extra
 
     def command(self) -> list[str]:
-        resources = {"unified_memory_gib": self._memory_gib}
-        head = ["--head", f"--port={self._port}", "--include-dashboard=false", "--no-monitor"]
+        resources = {"unified_memory_gib": self.options.memory_gib}
+        head = ["--head", f"--port={self.options.port}", "--include-dashboard=false", "--no-monitor"]
         return [
             *module_command(sys.executable, "ray.scripts.scripts", "start"),
-            *([f"--address={self.join}"] if self.join else head),
-            f"--node-ip-address={self.node_ip}",
+            *([f"--address={self.options.join}"] if self.options.join else head),
+            f"--node-ip-address={self.options.node_ip}",
             f"--labels={VERSION_LABEL}={__version__},{AGENT_LABEL}={VERSION}",
             f"--temp-dir={self.folder}",
-            f"--object-store-memory={self._object_store_mib << 20}",
+            f"--object-store-memory={self.options.object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
             "--num-cpus=1",
             # One of each node, shared by its models in hundredths: only vLLM's Ray executor asks for it (workers.rank.ray_environment).
@@ -227,11 +212,11 @@ class RayHead:
         ]
 
     def _start(self) -> str:
-        if not self.join:
-            make_token(self.token_path)
+        if not self.options.join:
+            make_token(self.options.token_path)
         private_folder(self.folder)
         # Before Ray starts: without its record, sparkd would start and end Ray over and over.
-        write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
+        write_private(self._record, json.dumps({"address": None, "keeper": self.options.keeper}))
         try:
             done = subprocess.run(
                 self.command(),
@@ -258,7 +243,7 @@ class RayHead:
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
         self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
-        record = {"address": address, "keeper": self._keeper, "join": self.join, "session": session}
+        record = {"address": address, "keeper": self.options.keeper, "join": self.options.join, "session": session}
         record |= {"sessions": sorted(self._sessions()), "boot_id": processes.boot_id()}
         write_private(self._record, json.dumps(record))
         return address
@@ -296,7 +281,7 @@ class RayHead:
 
 def living_head(runtime_dir: Path) -> str | None:
     """The address of the head of this runtime directory, whoever started it; None where none lives."""
-    return RayHead(runtime_dir, runtime_dir, node_ip=LOOPBACK, port=0, memory_gib=0, object_store_mib=0).living_address()
+    return RayHead(RayOptions(runtime_dir, runtime_dir)).living_address()
 
 
 def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
         raise StateError(f"{problem} Set runtime_dir to a folder of this user, on a disk with free space.") from None
     try:
         # The head's daemon books a joined node's memory; on the head's own node the daemon itself holds the machine.
-        with machine_lock() if ray.join else nullcontext():
+        with machine_lock() if ray.options.join else nullcontext():
             _run(ray, systemd, again_s)
     finally:
         remove_empty(runtime)
@@ -111,19 +111,19 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
             f"Ray's token {token_path} is missing: run `sparkd join HEAD`, or copy the head's file there, or name it by cluster.token_file."
         )
     return RayHead(
-        config.runtime_path,
-        token_path,
-        node_ip=node_ip,
-        port=port,
-        memory_gib=offered_gib(config),
-        object_store_mib=cluster.object_store_memory_mib,
-        options=RayOptions(
+        RayOptions(
+            config.runtime_path,
+            token_path,
+            node_ip=node_ip,
+            port=port,
+            memory_gib=offered_gib(config),
+            object_store_mib=cluster.object_store_memory_mib,
             join=join,
             keeper=True,
             rank_folders=rank_folders(config, node_ip),
             fabric=ray_environment,
             session=lambda: _session_of(str(join), token_path, node_ip),
-        ),
+        )
     )
 
 

@@ -38,7 +38,6 @@ from sparkd.config.fields import (
     Seconds,
     Section,
     Word,
-    check_name,
     is_loopback,
     no_bool,
     split_address,
@@ -387,26 +386,19 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
 
 
 def _name_models(document: Document) -> list[str]:
-    """Give each entry its name; an entry without a valid name becomes a problem and is left out. Returns the names of the others."""
+    """Give each entry its name, which the validation judges. Returns the names of the entries that are maps."""
     models = document.values.get("models")
     if not isinstance(models, dict):
         return []
     named = []
-    for name, entry in [*models.items()]:
-        place = document.place(("models", name))
-        try:
-            check_name(name)
-        except ValueError as error:
-            message = f"models: {name[:64]!r} is not a valid name of a model: it needs {error}."
-            document.problems.append(place.problem(message, key=("models", name, "name")))
-            del models[name]
-            continue
+    for name, entry in models.items():
         if not isinstance(entry, Map | None):
             continue
         models[name] = entry = Map() if entry is None else entry
         if "name" in entry:
+            key = ("models", name, "name")
             message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
-            document.problems.append(document.place(("models", name, "name")).problem(message, key=("models", name, "name")))
+            document.problems.append(document.place(key).problem(message, key=key))
         entry["name"] = name
         named.append(name)
     return named

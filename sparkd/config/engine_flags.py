@@ -59,7 +59,7 @@ def arguments(written: Mapping[str, Any]) -> list[str]:
 def with_flags_as_keys(written: Map) -> tuple[Map, list[str]]:
     """(an entry or the settings of a recipe, in which each flag in extra_args that has a key is that key; the keys that stood there too).
 
-    The last of several flags counts, as in vLLM. A flag with another number of values than its key has stays a flag, for vLLM's parser.
+    The last of several flags counts, as in vLLM. `--no-SWITCH` stays a flag, and so does one with more or fewer values than its key has.
     """
     flags = [*flags_in(arguments(written))]
     if not flags:
@@ -68,10 +68,10 @@ def with_flags_as_keys(written: Map) -> tuple[Map, list[str]]:
     places = [places_in(args).get(index, Location()) for index in range(len(args))]
     for flag, end in zip(flags, [*(flag.place for flag in flags[1:]), len(args)], strict=True):
         key = keys_by_flag().get(flag.name)
-        if key is None or not isinstance(flag.value, bool if key in SWITCHES else str):
+        both += [key] if key is not None and written.get(key) is not None else []
+        if key is None or (flag.value is not True if key in SWITCHES else not isinstance(flag.value, str)):
             rest += range(flag.place, end)
             continue
-        both += [key] if written.get(key) is not None else []
         # No message shows a value of extra_args.
         keys[key], keys.places[key] = flag.value, replace(places[flag.place], secret=True)
     keys["extra_args"] = Items([args[index] for index in rest], [places[index] for index in rest])

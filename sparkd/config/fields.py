@@ -74,14 +74,9 @@ def one_or_many(value: Any) -> Any:
 
 
 def absolute(path: Path, info: ValidationInfo) -> Path:
-    """Make a path absolute: `~` is the home folder; a relative path counts from the configuration file's folder. Symbolic links stay,
-    because a venv's python is one."""
-    return absolute_from(path, (info.context or {}).get("base"))
-
-
-def absolute_from(path: Path, base: Path | None) -> Path:
-    """Like `absolute`, from the folder `base`, None for the working folder. Raises ValueError."""
-    text = str(path)
+    """Make a path absolute: `~` is the home folder; a relative path counts from the configuration file's folder, else from the working
+    folder. Symbolic links stay, because a venv's python is one. Raises ValueError."""
+    base, text = (info.context or {}).get("base"), str(path)
     if not text or _CONTROL.search(text):
         raise ValueError("a path is expected, without control characters")
     if variable := _SHELLS_VARIABLE.search(text):
@@ -169,7 +164,7 @@ def is_name(text: str) -> bool:
 
 def check_name(name: str) -> str:
     if not is_name(name):
-        raise ValueError("up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
+        raise ValueError("a name has up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
     return name
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,6 +14,7 @@ from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, HubUnreachable, ModelUnusable
+from sparkd.nearest import nearest
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0
@@ -89,5 +89,5 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
 
 
 def _meant(hub_id: str, near: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(hub_id, sorted(set(near) - {hub_id}), 1, _NEAR)
-    return f" Did you mean {matches[0]}?" if matches else ""
+    meant = nearest(hub_id, sorted(set(near) - {hub_id}), _NEAR)
+    return f" Did you mean {meant}?" if meant else ""

@@ -37,15 +37,17 @@ class MemorySettings(Section):
 
     def guard_settings(self) -> dict[str, Any]:
         """The guard's settings, in the form of workers.guard.guard.Sentry."""
-        limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
-        return {"mode": self.guard} | {name: None if limit == "auto" else limit for name, limit in limits.items()}
+        return {"mode": self.guard} | self._limits_gib()
 
     def limits(self, mem_total_bytes: int) -> MemoryLimits:
         """The guard's, on a node with so much memory."""
         from workers.host.memory_limits import MemoryLimits
 
+        return MemoryLimits.of(mem_total_bytes, **self._limits_gib())
+
+    def _limits_gib(self) -> dict[str, float | None]:
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
-        return MemoryLimits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in limits.items()})
+        return {name: None if limit == "auto" else limit for name, limit in limits.items()}
 
     def os_reserve_bytes(self, mem_total_bytes: int) -> int:
         """The bytes that stay free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70

@@ -269,10 +269,8 @@ class _Builder:
         self._document.env_names.add(name)
         with suppress(KeyError):
             return self._environ[name]
-        if name.isidentifier() and match[0].endswith("}"):
-            self._wrong(node, f"The environment variable {name} is not set. Set it, or replace ${{env.{name}}} by a value.")
-        else:
-            self._wrong(node, "'${env.' must be followed by the name of an environment variable and '}'; there are no defaults.")
+        reason = f"the environment variable {name} is not set" if name.isidentifier() else "it names no environment variable"
+        self._wrong(node, f"${{env.{name}}}: {reason}. Set it, or write a value in its place.")
         return ""
 
     def _wrong(self, node: yaml.Node, message: str) -> None:

@@ -51,7 +51,7 @@ AskFunction = Callable[[str, float], Awaitable[None]]
 
 
 class Effects:
-    """Carries out the plan's actions, and alone writes a model's attempt. `strays` are ranks of unknown models that are being removed."""
+    """Carries out the plan's actions, and alone writes a model's attempt."""
 
     def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
         self._registry = means.registry
@@ -68,7 +68,6 @@ class Effects:
         self._endings = endings
         self._looks = looks
         self._ask = ask
-        self.strays: set[str] = set()
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
         """At the start: mark the models of an earlier daemon's ranks as unknown, not absent, until their nodes were seen."""
@@ -183,10 +182,7 @@ class Effects:
         record = self._registry.records.get(model)
         for fact in ranks:
             self._journal.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
-        try:
-            ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
-        finally:
-            self.strays.discard(start)
+        ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
@@ -205,7 +201,7 @@ class Effects:
         if not record.attempt.adopted:
             metrics.MODEL_LOAD_SECONDS.labels(record.name).observe(took_s)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
-        self._queue.open(record)
+        record.queue.open(self._clock())
         handles = [fact.handle for fact in record.observed.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
             self._spawn(self._prove(record, handles), f"transport {record.name}")
@@ -232,7 +228,7 @@ class Effects:
         """Make a model READY again that was requested while it drained."""
         self.move(record, ModelState.READY)
         self._journal.operations.finish(record, OperationState.SUCCEEDED, "It was requested again before it had ended.", kind="load")
-        self._queue.open(record)
+        record.queue.open(self._clock())
 
     def mark_stopped(self, record: Record) -> None:
         message = "All of its processes have ended."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from sparkd.config.config import BackoffSettings
 from sparkd.control.means import Means
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
+from sparkd.units import GIB
 
 # Between two tries to end what would not end.
 ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
@@ -17,7 +19,6 @@ ENDING = BackoffSettings(initial_s=1.0, max_s=60.0)
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 # Files that one sentence names.
 NAMED = 3
-GIB = 1 << 30
 
 
 class Endings:
@@ -30,7 +31,7 @@ class Endings:
         self._boundary = means.boundary
         self._clock = means.clock
         self._rng = means.rng
-        # By what was to end: how often in a row it did not.
+        # By what was to end: how often in a row it did not, and when it is tried again, infinity while it is being ended.
         self._unended: dict[str, int] = {}
         self._retry_at_s: dict[str, float] = {}
 
@@ -40,6 +41,7 @@ class Endings:
         Each next try waits longer: a process that hangs in a driver still hangs a second later.
         """
         record = self._registry.records.get(model)
+        self._retry_at_s[key] = math.inf
         with self._boundary.around(kind, model, lambda error: say(error.message)):
             try:
                 hangs = record is not None and record.attempt.reason in HANGS
@@ -59,13 +61,13 @@ class Endings:
         return False
 
     def rests(self, key: str) -> bool:
-        """Whether the next try to end it is later. key: the model's name for a stop, the start for a destroy."""
+        """Whether it is being ended, or the next try is later. key: the model's name for a stop, the start for a destroy."""
         return self._clock() < self._retry_at_s.get(key, float("-inf"))
 
     def try_again(self) -> None:
         """A node can be seen again: whatever would not end is tried at once, and waits anew from the shortest pause."""
         self._unended.clear()
-        self._retry_at_s.clear()
+        self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s == math.inf}
 
     async def end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> list[BaseException]:
         """Stop each, whatever becomes of the others. Returns the errors of those that were not stopped."""

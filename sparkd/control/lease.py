@@ -1,4 +1,4 @@
-"""Gives each request a lease of an engine, and queues requests whose model is not READY. Starts models by wishes only."""
+"""Gives each request a lease of an engine, and queues requests whose model is not READY."""
 
 from __future__ import annotations
 
@@ -137,17 +137,10 @@ class LeaseQueue:
         if record.queue.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake.set()
 
-    def open(self, record: Record) -> None:
-        """Admit all requests that wait for this model, which is READY.
-
-        The model stays loaded for clients that got a Retry-After, until one returns or forget_clients drops their claim.
-        """
-        record.queue.open(self._clock())
-
     def turn_away(self, record: Record, error: Unavailable | None = None, *, keeps_place: bool = False) -> None:
         """Refuse all requests that wait for a model that failed, was stopped or cannot be loaded now.
 
-        keeps_place: the model has not had its turn yet. It keeps its queue position unless only a request wished it.
+        keeps_place: the model has not had its turn yet. It keeps its queue position unless only a client requested it.
         """
         record.queue.promised_at_s = None
         if not keeps_place or record.desired.by == "request":
@@ -230,20 +223,20 @@ class LeaseQueue:
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
+        if record.spec is None:
+            return
         if record.attempt.handle is not None and record.state in STARTING:
             parsers = of_handle(record.attempt.handle.parsers)
-        elif record.spec is not None:
-            parsers = await self._once(record, self._models.parsers, record.spec)
         else:
-            parsers = None
+            parsers = await self._once(record, self._models.parsers, record.spec)
         if parsers is not None and parsers.tool is None:
             raise NoToolParser(record.name, parsers.nearest)
 
     def _withdraw(self, record: Record) -> None:
-        """Withdraw the wish of a request after its last waiter left: at once if the load has not begun, else after ABANDONED_S.
+        """Request the model no longer after its last waiter left: at once if the load has not begun, else after ABANDONED_S.
 
-        Without cancel_abandoned_loads a load in progress goes on. The wish stays if a client got a Retry-After, or if another model was
-        evicted for this one: without it neither would be loaded.
+        Without cancel_abandoned_loads a load in progress goes on. The model stays requested if a client got a Retry-After, or if another
+        model was evicted for it: otherwise neither would be loaded.
         """
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
         if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:

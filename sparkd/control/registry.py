@@ -84,7 +84,7 @@ class Registry:
         preloaded = self.config.preload()
         self.config = config
         models = self.config.models
-        self._listen_for_loud({name: spec for name, spec in models.items() if spec is not specs.get(name)})
+        self._note_loud()
         for name in set(self.records) - set(models):
             record = self.records[name]
             record.spec = record.hash = None
@@ -247,14 +247,12 @@ class Registry:
             return False
         return record.spec.runs_vllm(self.config.engine) and record.attempt.handle.parsers is None
 
-    def _listen_for_loud(self, changed: Mapping[str, ModelConfig]) -> None:
+    def _note_loud(self) -> None:
         before = self._loud
-        remarks = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in changed.items()}
-        kept = {name: sentence for name, sentence in before.items() if name in self.config.models}
-        self._loud = {name: sentence for name, sentence in (kept | remarks).items() if sentence is not None}
-        for name, sentence in self._loud.items():
-            if before.get(name) != sentence:
-                log.warning("the model %s: %s", name, sentence)
+        remarks = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in self.config.models.items()}
+        self._loud = {name: sentence for name, sentence in remarks.items() if sentence is not None}
+        for name in self._loud.keys() - before.keys():
+            log.warning("the model %s: %s", name, self._loud[name])
 
     def _with_added(self) -> Config:
         """The file's configuration with the other models, but for those that this release refuses or whose names the file has by now."""

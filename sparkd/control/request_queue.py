@@ -66,7 +66,7 @@ class RequestQueue:
         self.waiters.pop(waiter, None)
 
     def open(self, now_s: float) -> None:
-        """The model is READY: admit all waiters. Its time without use begins."""
+        """The model is READY: admit all waiters. It stays for clients that were asked to retry, until they are back or too late."""
         self.asked_since_s = self.abandoned_at_s = None
         self.unanswered = False
         self.last_used_s = now_s

@@ -327,7 +327,7 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id) or action.rank_id in self._effects.strays:
+            if self._endings.rests(action.rank_id):
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
@@ -335,7 +335,6 @@ class Supervisor:
                 self._effects.start(record, "destroy", self._effects.destroy(ranks, action.why))
             else:
                 self.tasks.spawn(self._effects.destroy(ranks, action.why), f"destroy {action.model}")
-                self._effects.strays.add(action.rank_id)
             return
         record = self.registry.records[action.model]
         match action:

@@ -115,9 +115,9 @@ async def _serve(config: Config, options: Options) -> None:
 
 
 async def _serve_locked(config: Config, options: Options, systemd: Systemd, environ: Mapping[str, str]) -> None:
-    listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
+    listening = list(systemd.listeners) or [bind(config.host, config.port)]
     for inherited in systemd.listeners:
-        _check_inherited(config, inherited.socket, environ)
+        _check_inherited(config, inherited, environ)
     store = Store(config.state_dir / FILE)
     try:
         with machine_lock():
@@ -265,9 +265,9 @@ class Daemon:
         if self._registry.config.web:
             page_files()  # reads and compresses them here, on a thread
         parts = Parts(
-            self._pulls,
-            self._reloader.now,
-            self._measures,
+            pulls=self._pulls,
+            reload=self._reloader.now,
+            bandwidth=self._measures,
             requests=self._requests,
             live=self._live_page,
             benches=self._benches,

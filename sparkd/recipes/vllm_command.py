@@ -103,7 +103,7 @@ def read_arguments(arguments: Sequence[str], command: Command) -> None:
             command.divided |= name in ("pipeline-parallel-size", "data-parallel-size") and value != "1"
         elif any(_UNKNOWN.search(str(each)) for each in values):
             command.notes.append(f"--{name} is left out: its value comes from a shell's variable. Set it on the model.")
-        elif name in _KEYS and isinstance(value, bool if _KEYS[name] in SWITCHES else str):
+        elif name in _KEYS and (value is True if _KEYS[name] in SWITCHES else isinstance(value, str)):
             command.settings[_KEYS[name]] = _number(value) if _is_number(ModelConfig.model_fields[_KEYS[name]].annotation) else value
         elif name == "kv-cache-memory-bytes" and isinstance(value, str):
             command.settings["kv_cache"] = {"bytes": amount(value) or value}

@@ -225,7 +225,12 @@ def _bars(choice: Mapping[str, Any], console: Console) -> None:
     console.print(Text.assemble(*[piece for number, pair in enumerate(pairs) for piece in ([("  ", "")] if number else []) + list(pair)]))
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
-    say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
+    say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}")
+    # A daemon of an earlier release does not say it.
+    if (reserved_gib := choice.get("reserved_gib")) is not None:
+        rest = ", and its cache takes what is free" if parts["cache"] is None else ""
+        say(console, f"A start reserves {reserved_gib} GiB on each node{rest}.")
+    console.print()
 
 
 def _widths(sizes: list[int], cells: int) -> list[int]:

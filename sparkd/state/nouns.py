@@ -120,14 +120,21 @@ class RankHandle:
 class Progress:
     """How far a rank is. Fields are None where neither its log nor its loader has said; eta_s only where measured points give it.
 
-    From units_done on they are the loader's own (workers.rank.report): units are tensors and experts; read_bytes came from the disk,
-    whole blocks, past the page cache where direct; source is `checkpoint` or `cache`, before them `calibration` while the inputs of layers
-    are measured; cache_state tells of the quantized cache that is written beside the load: none, writing, written, failed or skipped;
-    cache_why is the reason of the latter two, or why the load waits for its disk. failure is why the load ended, failure_at_s when, and
-    failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. error_at_s: when last_error came,
-    by the node's wall clock, as line_at_s is of its last line. kv is how the KV cache was sized, as the worker says
-    (workers.rank.report.cache_of), or where vLLM sized it its log; None before. began_s: when each part of the start began, by the node's
-    wall clock (workers.rank.report.began_of).
+    From units_done on they are the loader's own (workers.rank.report).
+
+    kv_gib, kv: how the KV cache was sized, as the worker says (workers.rank.report.cache_of), or where vLLM sized it its log
+    lost: which process inside the engine is gone
+    error_at_s: when last_error came, by the node's wall clock
+    line_at_s: of its last line, by the same clock
+    began_s: when each part of the start began, by the same clock (workers.rank.report.began_of)
+    units_done, units_total: tensors and experts
+    read_bytes: from the disk, whole blocks, past the page cache where direct
+    source: `checkpoint` or `cache`, before them `calibration` while the inputs of layers are measured
+    cache_state: of the quantized cache that is written beside the load: none, writing, written, failed or skipped
+    cache_why: why it failed or was skipped, or why the load waits for its disk
+    failure: why the load ended
+    failure_at_s: when it ended
+    failure_lasts: the next one will end the same way
     """
 
     phase: str = "starting"

@@ -12,18 +12,20 @@ from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Opera
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
+    """One model as the outside sees it. Times are wall-clock seconds.
 
-    since_s: start of the present state; for a model that waits, start of the wait.
-    turn: queue position among the models that wait for room or for their turn, 1 for the first; None for a model that does not wait.
-    doubt: why the engine is under suspicion while it is READY or DRAINING: a test question has had no answer yet
-    (sparkd.control.watchdog). adopted: this daemon took over a running engine; load_s is then the duration of the engine's start, None if
-    not recorded. parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown.
-    origin: where the entry comes from: `file`, the configuration; `api`, the admin API; or `serve`, the command that started the daemon.
-    stores_responses: whether its engine keeps the responses of /v1/responses under their ids.
-    wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait.
-    last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`.
-    transport: for ranks on several nodes, what NCCL's log lines prove: the fields of sparkd.fabric.checks.Finding, worst first.
+    since_s: start of the present state; for a model that waits, start of the wait
+    retry_in_s: counts down to the next try of a failed model
+    load_s: of an adopted engine the duration of its start, None if not recorded
+    transport: for ranks on several nodes, what NCCL's log lines prove: the fields of sparkd.fabric.checks.Finding, worst first
+    turn: queue position among the models that wait for room or for their turn, 1 for the first; None for a model that does not wait
+    doubt: why the engine is under suspicion while it is READY or DRAINING: a test question has had no answer yet (sparkd.control.watchdog)
+    adopted: this daemon took over a running engine
+    origin: where the entry comes from: `file`, the configuration, or `api`, the admin API
+    parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown
+    stores_responses: whether its engine keeps the responses of /v1/responses under their ids
+    wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait
+    last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`
     """
 
     name: str

@@ -19,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from sparkd.admin.app import Parts, admin_app
+from sparkd.admin.app import admin_app
 from sparkd.admin.live import Live
 from sparkd.config.config import load_config
 from sparkd.execution.boundary import Boundary
@@ -32,6 +32,7 @@ from sparkd.state.nouns import EngineMemory, Reading
 from sparkd.state.series import Series
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store
+from tests.support.admin_parts import parts_of
 from tests.support.fakes import FakeCluster, supervised
 
 GIB = 1 << 30
@@ -118,7 +119,7 @@ async def serve(asked: argparse.Namespace) -> None:
     scraper: Any = MadeUpScraper(asked.loaded, chance)
     live = Live(*controlled, scraper, list, series=Series(config.state_dir / "state.db"), boundary=boundary)
     limits = ClientLimits()
-    edge = Edge(supervisor, admin=admin_app(*controlled, Parts(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
+    edge = Edge(supervisor, admin=admin_app(*controlled, parts_of(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
     edge.settings = EdgeSettings(limits=limits)
     server = gateway_server(edge, bounded_protocol(limits), drain_s=0.1, boundary=boundary)
     async with asyncio.TaskGroup() as tasks:

@@ -98,7 +98,7 @@ def test_both_units_are_up_and_say_what_they_do(machine: Machine) -> None:
     assert machine.show(DAEMON, "StatusText") == "serving"
     assert machine.show(RAY, "StatusText") == "ray is up"
     facts = machine.ask("4000")
-    assert facts["listener"] == ["gateway", "127.0.0.1", 4000]
+    assert facts["listener"] == ["127.0.0.1", 4000]
     assert facts["watchdog_s"] == 30
     # A key that is not there is no key, and no reason not to start.
     assert facts["credentials"] == {"admin.key": "sk-admin-of-the-boot-test", "inference.key": None, "ray.token": None}
@@ -205,7 +205,7 @@ def test_a_mended_configuration_comes_up_by_itself(machine: Machine) -> None:
         assert machine.show("sparkd.socket", "ActiveState") == "active"
         machine.run("rm", "/var/lib/sparkd/bad-config")
         output, _ = client.communicate()
-    assert json.loads(output)["listener"][0] == "gateway"
+    assert json.loads(output)["listener"] == ["127.0.0.1", 4000]
     assert machine.show(DAEMON, "ActiveState") == "active"
 
 

@@ -43,14 +43,15 @@ def main() -> None:
 def serve() -> None:
     if (STATE / "bad-config").exists():
         sys.exit(2)
+    keys = Path(os.environ["CREDENTIALS_DIRECTORY"])
     service = Systemd.take()
     listener = service.listeners[0]
-    listener.socket.setblocking(True)
+    listener.setblocking(True)
     facts = {
         "pid": os.getpid(),
-        "listener": [listener.name, *listener.socket.getsockname()],
+        "listener": listener.getsockname(),
         "watchdog_s": service.watchdog_s,
-        "credentials": {name: service.credential(name) for name in ("admin.key", "inference.key", "ray.token")},
+        "credentials": {name: (keys / name).read_text().strip() or None for name in ("admin.key", "inference.key", "ray.token")},
         "writable": writable(),
         "devices": sorted(os.listdir("/dev")),
         "sees_rank": sees_rank(),
@@ -70,7 +71,7 @@ def serve() -> None:
     signal.signal(signal.SIGHUP, reload)
     threading.Thread(target=ping, daemon=True).start()
     service.ready("serving")
-    answer(listener.socket, facts)
+    answer(listener, facts)
 
 
 def ray_node() -> None:

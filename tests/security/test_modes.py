@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.cluster import membership
-from sparkd.cluster.ray_head import RayHead, make_token
+from sparkd.cluster.ray_head import RayHead, RayOptions, make_token
 from sparkd.config.config import load_config
 from sparkd.daemon.daemon import _lock
 from sparkd.errors import StateError
@@ -71,7 +71,7 @@ def test_what_an_earlier_release_left_open_is_closed(tmp_path: Path) -> None:
 
 
 def test_rays_folder_is_closed_again(tmp_path: Path) -> None:
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+    head = RayHead(RayOptions(tmp_path, tmp_path / "token", memory_gib=1, object_store_mib=80))
     head.folder.mkdir(mode=0o777)
     head.keep_closed()
     assert mode(head.folder) == 0o700

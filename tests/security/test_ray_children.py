@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.cluster import ray_head
-from sparkd.cluster.ray_head import RayHead, node_environment
+from sparkd.cluster.ray_head import RayHead, RayOptions, node_environment
 from workers.host.interpreter import PACKAGE_DIR
 
 CANARY = b"canary-of-the-daemon"
@@ -51,10 +51,10 @@ def test_rays_processes_have_the_variables_of_the_list_and_import_nothing_from_t
     monkeypatch.setenv("HF_TOKEN", "documented")
     # Else Ray's titles overwrite the environment that /proc shows.
     monkeypatch.setattr(ray_head, "node_environment", lambda *of: node_environment(*of) | {"SPT_NOENV": "1"})
-    head = RayHead(folder, folder / "ray.token", node_ip="127.0.0.1", port=0, memory_gib=4, object_store_mib=80)
+    head = RayHead(RayOptions(folder, folder / "ray.token", memory_gib=4, object_store_mib=80))
     try:
         address = head.ensure()
-        environ = os.environ | node_environment(head.token_path, "127.0.0.1") | {"PYTHONPATH": PACKAGE_DIR}
+        environ = os.environ | node_environment(head.options.token_path, "127.0.0.1") | {"PYTHONPATH": PACKAGE_DIR}
         command = [sys.executable, "-P", "-c", DRIVER, address, str(folder)]
         done = subprocess.run(command, cwd=hostile, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -28,7 +28,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.cli import export
 from sparkd.cli.export import Chosen
 from sparkd.cluster import head_probe
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.doctor import fixes
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.execution import bounded_call
@@ -155,7 +155,7 @@ async def _pull(python: Path, folder: Path) -> None:
 
 
 async def _ray(python: Path, folder: Path) -> None:
-    head = RayHead(folder / "run", folder / "token", node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+    head = RayHead(RayOptions(folder / "run", folder / "token", memory_gib=1, object_store_mib=80))
     with suppress(ClusterError):
         head.ensure()
 

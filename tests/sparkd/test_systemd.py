@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from sparkd import systemd
-from sparkd.errors import ConfigError
 from sparkd.systemd import Systemd
 from tests.support.waiting import HUNG_S
 
@@ -34,11 +33,9 @@ def test_notifications_arrive_as_systemd_reads_them(manager: tuple[str, socket.s
     address, end = manager
     service = Systemd.take({"NOTIFY_SOCKET": address})
     said = [
-        (service.ready(), ["READY=1"]),
         (service.ready("serving 2 models"), ["READY=1", "STATUS=serving 2 models"]),
         (service.stopping("open requests may finish"), ["STOPPING=1", "STATUS=open requests may finish"]),
         (service.watchdog(), ["WATCHDOG=1"]),
-        (service.status("loading\nREADY=1\tsmollm2"), ["STATUS=loading READY=1 smollm2"]),
     ]
     for delivered, expected in said:
         assert delivered
@@ -56,7 +53,7 @@ def test_reloading_carries_a_monotonic_time_stamp(manager: tuple[str, socket.soc
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    assert not Systemd.take({"NOTIFY_SOCKET": str(tmp_path / "missing")}).ready()
+    assert not Systemd.take({"NOTIFY_SOCKET": str(tmp_path / "missing")}).ready("serving")
 
 
 def test_a_manager_that_does_not_read_costs_no_more_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +72,8 @@ def test_without_systemd_everything_is_absent_and_silent() -> None:
     assert service == Systemd()
     assert not service.supervised
     assert service.ping_interval_s is None
-    assert not service.ready()
+    assert not service.ready("serving")
     assert not service.watchdog()
-    assert service.credential("admin.key") is None
 
 
 def test_take_leaves_nothing_for_children() -> None:
@@ -95,7 +91,6 @@ def test_take_leaves_nothing_for_children() -> None:
     assert environ == {"PATH": "/bin"}
     assert service.supervised
     assert service.listeners == ()
-    assert service.credentials == Path("/run/credentials/sparkd.service")
 
 
 @pytest.mark.parametrize(
@@ -121,13 +116,13 @@ CHILD = """
     command = ["/bin/sh", "-c", "ls -l /proc/$$/fd; env"]
     inherited = subprocess.run(command, stdout=subprocess.PIPE, text=True, close_fds=False).stdout
     for listener in found.listeners:
-        inode = os.fstat(listener.socket.fileno()).st_ino
-        print(listener.name, listener.socket.getsockname()[1], listener.socket.getblocking(), f"socket:[{inode}]" in inherited)
+        inode = os.fstat(listener.fileno()).st_ino
+        print(listener.getsockname()[1], listener.getblocking(), f"socket:[{inode}]" in inherited)
     print("LISTEN_" in inherited, Systemd.take().listeners, flush=True)
     sys.stdin.read()
     for listener in found.listeners:
-        connection, _ = listener.socket.accept()
-        connection.sendall(listener.name.encode())
+        connection, _ = listener.accept()
+        connection.sendall(b"here")
         connection.close()
 """
 
@@ -153,7 +148,7 @@ def with_descriptors(descriptors: list[int], environ: dict[str, str]) -> subproc
 def test_listening_sockets_are_taken_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = [first.getsockname()[1], second.getsockname()[1]]
-        environ = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "gateway:"}
+        environ = {"LISTEN_FDS": "2"}
         with with_descriptors([first.fileno(), second.fileno()], environ) as child:
             assert child.stdout is not None
             lines = [child.stdout.readline().strip() for _ in range(3)]
@@ -164,34 +159,9 @@ def test_listening_sockets_are_taken_over() -> None:
         for connection in waiting:
             connection.close()
     assert child.returncode == 0, errors
-    assert lines == [f"gateway {ports[0]} False False", f"unknown {ports[1]} False False", "False ()"]
-    assert answers == [b"gateway", b"unknown"]
+    assert lines == [f"{ports[0]} False False", f"{ports[1]} False False", "False ()"]
+    assert answers == [b"here", b"here"]
 
 
 def test_sockets_for_another_process_are_not_ours() -> None:
     assert Systemd.take({"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid() + 1)}).listeners == ()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [(b"  sk-admin \r\n", "sk-admin"), (b"\n", None), (b"a\nb\n", "a\nb")],
-)
-def test_credential(tmp_path: Path, content: bytes, expected: str | None) -> None:
-    (tmp_path / "admin.key").write_bytes(content)
-    service = Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)})
-    assert service.credential("admin.key") == expected
-    assert service.credential("inference.key") is None
-
-
-@pytest.mark.parametrize("content", [b"sk-canary\xff", b"sk-canary" + b"x" * systemd.CREDENTIAL_BYTES])
-def test_a_bad_credential_is_not_shown(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "admin.key").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"admin\.key") as caught:
-        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential("admin.key")
-    assert "canary" not in str(caught.value)
-
-
-def test_a_credential_that_cannot_be_read_names_the_unit(tmp_path: Path) -> None:
-    (tmp_path / "admin.key").mkdir()
-    with pytest.raises(ConfigError, match="LoadCredential="):
-        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential("admin.key")

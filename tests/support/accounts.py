@@ -14,7 +14,7 @@ from sparkd.capacity.fit import LINKED, Candidate, Option, Unlinked, candidates_
 from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import KvCost, Serving
-from sparkd.capacity.requirement import Requirement, known_of, reserved_gib
+from sparkd.capacity.requirement import Requirement, reserved_gib
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint.shape import Shape
 from sparkd.config.config import parse_model
@@ -42,7 +42,8 @@ def option(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence =
 
 def account(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, ways: Ways = (1, 1)) -> Footprint | None:
     """What a reservation is made of."""
-    return known_of(option(spec, hardware, env, evidence, ways))
+    found = option(spec, hardware, env, evidence, ways)
+    return None if found is None else found.known
 
 
 def resolved(spec: ModelConfig, hardware: Hardware, env: Env, free_bytes: int, *, beside: bool = False) -> ModelConfig:
@@ -71,8 +72,8 @@ def options(
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
-    args = engine_args(spec, env)
-    return advices.advised(advices.advice(args, headers_here(args), hardware, offered_bytes, ways))
+    found = option(spec, hardware, env, ways=ways)
+    return "" if found is None else advices.advised(advices.advice(found, offered_bytes, ways))
 
 
 def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str | None:

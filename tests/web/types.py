@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sparkd.admin.app import admin_app
+from tests.support.admin_parts import parts_of
 
 FOLDER = Path(__file__).parent
 TOOLS = FOLDER / "node_modules" / ".bin"
@@ -21,7 +22,7 @@ WRITTEN = FOLDER / "types" / "admin.d.ts"
 def document() -> dict[str, Any]:
     """The admin API's OpenAPI document. Its routes are never called, so nothing stands behind them."""
     nothing = cast(Any, SimpleNamespace(want=None, boundary=None))
-    return admin_app(nothing, nothing, nothing, nothing).openapi()
+    return admin_app(nothing, nothing, nothing, nothing, parts_of()).openapi()
 
 
 def write() -> None:

@@ -36,11 +36,14 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
     """One node's eyes and hands. Its own methods are about ranks and the guard; each base has another subject, since the methods of a Ray
     actor lie on one class. Every method returns facts and blocks; Ray runs them on threads of their own.
 
-    run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
-    are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
-    and of what the KV cache's workers learned. guard: see workers.guard.guard.Sentry, None looks only. actor: Ray runs it in a process of
-    its own, which stays in memory. An error of an actor's constructor reaches no caller, so this one raises nothing: see `open`. Otherwise
-    raises NodeRefused.
+    run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only.
+
+    elsewhere: they are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of
+        quantized weights and of what the KV cache's workers learned.
+    guard: see workers.guard.guard.Sentry, None looks only.
+    actor: Ray runs it in a process of its own, which stays in memory.
+
+    An error of an actor's constructor reaches no caller, so this one raises nothing: see `open`. Otherwise raises NodeRefused.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
     def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None, guard: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The node's reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller compute ages.
 
-        told: by model, the daemon's facts that the guard's choice depends on (workers.guard.guard.Sentry). guard: the daemon's settings;
-        an agent that an earlier daemon started has not received them yet.
+        told: by model, the daemon's facts that the guard's choice depends on (workers.guard.guard.Sentry).
+        guard: the daemon's settings; an agent that an earlier daemon started has not received them yet.
         """
         self.open()
         if told is not None:

@@ -21,7 +21,10 @@ _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVI
 
 
 class Job:
-    """A running program. does: its purpose, as in "the program that copies". cure: what to do where it ended without a message.
+    """A running program.
+
+    does: its purpose, as in "the program that copies".
+    cure: what to do where it ended without a message.
 
     Raises OSError where the command cannot be run. `end` ends the program and all processes that it started.
     """

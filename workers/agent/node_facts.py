@@ -17,7 +17,12 @@ from workers.rank.status import living_workers
 
 
 class NodeFacts:
-    """A base of workers.agent.actor.Agent. node_id: the node's address. run_dir: of its ranks. proc: the folder that stands for /proc."""
+    """A base of workers.agent.actor.Agent.
+
+    node_id: the node's address.
+    run_dir: of its ranks.
+    proc: the folder that stands for /proc.
+    """
 
     def __init__(self, node_id: str, run_dir: str, proc: Path) -> None:
         self.node_id = node_id

@@ -59,7 +59,11 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class ShardTensor:
-    """One tensor in a shard. shard: its number from 0; offset: bytes from the beginning of that file."""
+    """One tensor in a shard.
+
+    shard: its number from 0.
+    offset: bytes from the beginning of that file.
+    """
 
     name: str
     dtype: str

@@ -24,8 +24,10 @@ logger = logging.getLogger("vllm.sparkd.stream")
 class LoadSession:
     """One load's pipeline and its state.
 
-    trace: of the tensors that the model takes, None where it could not be asked. progress: of the bytes read. cached: the quantized cache
-    behind the pipeline, which `close` closes. layout: of the tensors in that cache, where it is one rank's own.
+    trace: of the tensors that the model takes, None where it could not be asked.
+    progress: of the bytes read.
+    cached: the quantized cache behind the pipeline, which `close` closes.
+    layout: of the tensors in that cache, where it is one rank's own.
     """
 
     virtual: VirtualCheckpoint
@@ -45,7 +47,8 @@ class LoadSession:
     def use_cache(self, cache_dir: str, content: CacheContent, limit_bytes: int | None, rank: tuple[int, int]) -> None:
         """Write the cache that there is not yet. One of several ranks has a cache of its own, and reads it where it is there.
 
-        content: its layout and its slice are set here. rank: (this rank, number of ranks).
+        content: its layout and its slice are set here.
+        rank: (this rank, number of ranks).
         """
         if rank == (0, 1):
             if self.takes_most():

@@ -77,7 +77,10 @@ class OwnFile:
 class CacheManifest:
     """sparkd-manifest.json.
 
-    recipe: QuantizationRecipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own.
+    recipe: QuantizationRecipe.canonical().
+    format: its short name.
+    created_s: in epoch seconds.
+    notes: the loader's own.
     """
 
     source: CheckpointIdentity

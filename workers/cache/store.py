@@ -58,7 +58,11 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """An entry of the cache. manifest: None where it cannot be read, and `fault` says why; used_s: epoch seconds."""
+    """An entry of the cache.
+
+    manifest: None where it cannot be read, and `fault` says why.
+    used_s: epoch seconds.
+    """
 
     folder: str
     manifest: CacheManifest | None

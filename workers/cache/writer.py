@@ -38,8 +38,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The writer's memory. staging_bytes: the ring, pinned if `pin`, in blocks of block_bytes. threads: the number of writing threads,
-    because several writes in flight keep the disk busy."""
+    """The writer's memory.
+
+    staging_bytes: the ring, pinned if `pin`, in blocks of block_bytes.
+    threads: the number of writing threads, because several writes in flight keep the disk busy.
+    """
 
     staging_bytes: int = 16 * MIB
     block_bytes: int = MIB
@@ -67,7 +70,8 @@ class _Skipped(Exception):
 class CacheContent:
     """The content of a cache. layout: name -> (safetensors dtype code, shape) of all tensors that will arrive, roughly in that order.
 
-    quantization_config: for config.json. notes: JSON values for the manifest.
+    quantization_config: for config.json.
+    notes: JSON values for the manifest.
     """
 
     checkpoint: Checkpoint
@@ -79,11 +83,16 @@ class CacheContent:
 
 
 class CacheWriter:
-    """One entry in the making. state: writing, then written, failed or skipped; reason: a sentence for the latter two.
+    """One entry in the making.
 
-    limit_bytes: of the whole cache folder. device: the tensors' device. on_state: called with (state, bytes written, reason) at the
-    beginning and at each change, and with the reason why the load waits for it. The constructor makes room and allocates the files. No
-    method raises for a disk, a folder or a tensor that is not as expected.
+    state: writing, then written, failed or skipped.
+    reason: a sentence for the latter two.
+
+    limit_bytes: of the whole cache folder.
+    device: the tensors' device.
+    on_state: called with (state, bytes written, reason) at the beginning and at each change, and with the reason why the load waits for it.
+
+    The constructor makes room and allocates the files. No method raises for a disk, a folder or a tensor that is not as expected.
     """
 
     def __init__(
@@ -257,7 +266,8 @@ class CacheWriter:
 class ShardWriter:
     """Makes the files of `shards` in `folder` at once, so that a full disk shows before the first byte. One thread calls its methods.
 
-    waits: called about once a second while `put` waits, with the seconds that it has waited so far. bytes_written: bytes in the files;
+    waits: called about once a second while `put` waits, with the seconds that it has waited so far.
+    bytes_written: bytes in the files.
     waited_s: of all calls of `put`. The constructor raises OSError, `put` and `settle` the error that ended the writing.
     """
 
@@ -435,7 +445,11 @@ class ShardWriter:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a shard that is being gathered. at: the number of its block in the ring; ranges: the [start, stop) that have arrived."""
+    """A part of a shard that is being gathered.
+
+    at: the number of its block in the ring.
+    ranges: the [start, stop) that have arrived.
+    """
 
     shard: int
     number: int

@@ -28,7 +28,8 @@ class DirectFile:
 
     size_bytes: of a file that is written, made where it is missing. None: it is only read.
 
-    direct: whether O_DIRECT is in use; fallback_reason: why it is not.
+    direct: whether O_DIRECT is in use.
+    fallback_reason: why it is not.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, size_bytes: int | None = None, direct: bool = True) -> None:

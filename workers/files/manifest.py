@@ -25,7 +25,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a model. name: below its folder; blob: what the hub's cache calls its content, None in a plain folder."""
+    """One file of a model.
+
+    name: below its folder.
+    blob: what the hub's cache calls its content, None in a plain folder.
+    """
 
     name: str
     size: int
@@ -73,7 +77,12 @@ class ModelManifest:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Where a model's files belong on this node. files: their folder; blobs: the cache's, None for a plain folder; top: above both."""
+    """Where a model's files belong on this node.
+
+    files: their folder.
+    blobs: the cache's, None for a plain folder.
+    top: above both.
+    """
 
     files: Path
     blobs: Path | None

@@ -58,7 +58,8 @@ class Holders:
     """The engines on this node. Each `refresh` replaces `ranks` whole.
 
     unified: whether the GPU shares the host's memory, or may do so. On a GPU with its own memory `has_device` is False: ending an engine
-    frees none of it for the host, and nvidia-smi is not asked for the memory of processes. meter: runs while an engine is here.
+        frees none of it for the host, and nvidia-smi is not asked for the memory of processes.
+    meter: runs while an engine is here.
     """
 
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:

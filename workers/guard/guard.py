@@ -43,10 +43,10 @@ log = logging.getLogger("sparkd.guard")
 class Sentry:
     """The guard of one node. The daemon may report in_flight, priority, pinned, state, by and predicted_gib of each model.
 
-    settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. An
-    agent's guard always acts; its lock keeps the daemon's guard of the same run directory, which acts while no agent answers, from acting
-    beside it. An agent that is stuck in the driver holds the lock for ever, so the next agent does without. claims: whether this one
-    tries to take it.
+    settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. An agent's
+        guard always acts; its lock keeps the daemon's guard of the same run directory, which acts while no agent answers, from acting
+        beside it. An agent that is stuck in the driver holds the lock for ever, so the next agent does without.
+    claims: whether this one tries to take it.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 class MemorySample:
     """One moment, in bytes. at_s is monotonic; scanned and swapped are pages since boot, psi_full_us microseconds since boot.
 
-    total, available: the least of the machine's and its control groups'. A value that the kernel does not report is None. unaccounted: see
-    meminfo.unaccounted_bytes.
+    total, available: the least of the machine's and its control groups'. A value that the kernel does not report is None.
+    unaccounted: see meminfo.unaccounted_bytes.
     """
 
     at_s: float
@@ -51,8 +51,9 @@ class MemorySample:
 class Trend:
     """Slopes of available memory in bytes per second, negative while it shrinks: since the last look, over SHORT_S, over MIDDLE_S.
 
-    dropped, fell: bytes lost since at most MIDDLE_S and LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: the time
-    that the samples cover.
+    dropped, fell: bytes lost since at most MIDDLE_S and LONG_S ago.
+    scanned_per_s, swapped_per_s: pages, over MIDDLE_S.
+    span_s: the time that the samples cover.
     """
 
     last: float = 0.0

@@ -38,7 +38,10 @@ DROP_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GuardedEngine:
-    """One engine's rank on this node. held: bytes that its end frees, None if unknown. growth: bytes that it may still take within plan.
+    """One engine's rank on this node.
+
+    held: bytes that its end frees, None if unknown.
+    growth: bytes that it may still take within plan.
 
     in_flight is None without a report from the daemon; the engine then counts as busy. A higher priority is killed later.
     """

@@ -59,8 +59,10 @@ ENGINE_NAMES = (*processes.VLLM_NAMES, "sglang", "llama-server", "ollama")
 def sample(root: Path = ROOT, runtime: str | None = None, workers: Collection[int] = ()) -> dict[str, Any]:
     """The facts at this moment. Blocks, for at most two TIMEOUT_S where a program hangs. Unreadable values are left out.
 
-    runtime: the Python of the node's engines; the age of its vLLM is compared with that of the compiled code. workers: pids of Ray workers
-    of this node's ranks. Sizes in bytes, ages in seconds.
+    runtime: the Python of the node's engines; the age of its vLLM is compared with that of the compiled code.
+    workers: pids of Ray workers of this node's ranks.
+
+    Sizes in bytes, ages in seconds.
     """
     here = root == ROOT
     environ = dict(os.environ) if here else {}

@@ -13,7 +13,6 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ GPUS = "proc/driver/nvidia/gpus"
 # The driver's names of GPUs that share the host's memory. On a node without any GPU the engine is one for CPUs.
 _UNIFIED = re.compile(r"^Model:.*\b(GB10|Thor|Orin)\b", re.MULTILINE)
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
-# The keys of an answer of `ip` that are read, and their types, because another release may write other types.
-_KINDS: Mapping[str, type] = {
-    "ifname": str, "ifindex": int, "address": str, "mtu": int, "flags": list, "addr_info": list, "parentdev": str, "phys_port_name": str,
-    "phys_switch_id": str, "dst": str, "dev": str, "gateway": str, "metric": int, "lladdr": str, "state": list,
-}  # fmt: skip
-# As the kernel names an interface (net/core/dev.c, dev_valid_name).
-_NAME = re.compile(r"(?!\.{1,2}$)[^/:\s\x00-\x1f]{1,15}")
-_MOST = 2**63
 WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/sysfs-class-infiniband
 
 
@@ -93,15 +84,8 @@ def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dic
         trouble.append(f"`{command}`: {getattr(error, 'strerror', None) or 'its answer is no JSON'}")
     else:
         # A question without an answer is an empty object in some releases.
-        return [entry for row in rows if (entry := _entry(row))] if isinstance(rows, list) else []
+        return [row for row in rows if row]
     return None
-
-
-def _entry(answer: Any) -> dict[str, Any]:
-    """The keys of one object of `ip` that are known and have the expected type."""
-    if not isinstance(answer, dict):
-        return {}
-    return {name: value for name, value in answer.items() if name in _KINDS and type(value) is _KINDS[name]}
 
 
 def _ip(question: tuple[str, ...]) -> str:
@@ -126,8 +110,7 @@ def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str
     """Every interface but loopback; from /sys alone where `ip` gave no answer."""
     folder = root / "sys/class/net"
     listed: list[dict[str, Any]] = [{"ifname": name} for name in _names(folder)] if links is None else links
-    named = [link for link in listed if _NAME.fullmatch(link.get("ifname", "")) and link["ifname"] != "lo"]
-    return [_interface(folder / link["ifname"], link) for link in named]
+    return [_interface(folder / link["ifname"], link) for link in listed if link.get("ifname", "lo") != "lo"]
 
 
 def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,19 +142,10 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
         "wireless": here and ((path / "wireless").exists() or (path / "phy80211").exists()),
         "physical": (here and device.exists()) or (not here and "parentdev" in link),
         "rdma": _names(device / "infiniband") if here else [],
-        "addresses": [address for row in link.get("addr_info", ()) if (address := _address(row))],
+        "addresses": [
+            {"address": row["local"], "prefix": row["prefixlen"]} for row in link.get("addr_info", ()) if row.get("family") == "inet"
+        ],
     }
-
-
-def _address(entry: Any) -> dict[str, Any] | None:
-    """An IPv4 address; None for IPv6 and for an entry that is no address."""
-    if not isinstance(entry, dict) or entry.get("family") != "inet":
-        return None
-    try:
-        interface = IPv4Interface(f"{entry.get('local')}/{entry.get('prefixlen')}")
-    except ValueError:
-        return None
-    return {"address": str(interface.ip), "prefix": interface.network.prefixlen}
 
 
 def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
@@ -245,7 +219,7 @@ def _number(text: str | None) -> int | float | None:
         value = float(word)
     except ValueError:
         return None
-    if not 0 <= value < _MOST:
+    if value < 0:
         return None
     return int(value) if value.is_integer() else value
 

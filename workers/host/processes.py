@@ -47,8 +47,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A line of /proc/PID/stat. state: the kernel's letter; session: the pid of the session's first process; cpu_ticks: clock ticks used by
-    the process and its ended children (compilers, each of which lives for seconds); name: of its program, or what it calls itself."""
+    """A line of /proc/PID/stat.
+
+    state: the kernel's letter.
+    session: the pid of the session's first process.
+    cpu_ticks: clock ticks used by the process and its ended children (compilers, each of which lives for seconds).
+    name: of its program, or what it calls itself.
+    """
 
     pid: int
     state: str

@@ -1,4 +1,4 @@
-"""Owns the agreement of one engine's ranks whether to rehearse, because dummy runs contain collectives. Never measures, never runs one.
+"""Lets the ranks of one engine agree whether to rehearse, because dummy runs contain collectives.
 
 Each rank has its own profiles and memory, perhaps on another node. A rank that rehearsed alone would wait for the others for ever.
 """
@@ -20,8 +20,10 @@ class Vote:
     """The state of one rank before the rehearsal.
 
     engine: a key of all that must be equal on every rank; empty if the rank has no cache and follows the others.
-    plenty: whether this rank needs no rehearsal. setbacks: its last rehearsals in a row that ran out of memory.
-    refusal: why it cannot begin, a sentence for the user. missing: why it cannot rehearse.
+    plenty: whether this rank needs no rehearsal.
+    setbacks: its last rehearsals in a row that ran out of memory.
+    refusal: why it cannot begin, a sentence for the user.
+    missing: why it cannot rehearse.
     """
 
     rank: int
@@ -37,7 +39,8 @@ class Vote:
 class Course:
     """The decision that all ranks follow.
 
-    source: profile, limit (of the entry, so low that nothing need be measured) or rehearsal. setbacks: failed rehearsals before it.
+    source: profile, limit (of the entry, so low that nothing need be measured) or rehearsal.
+    setbacks: failed rehearsals before it.
     reason: the state of some ranks that decided (setbacks, unlearned, settings or scarce); empty if all ranks agree.
     why: `reason` as a sentence that names the ranks; None if all agree.
     refusal, missing: of the rank that has one.

@@ -1,4 +1,4 @@
-"""Owns the size of the KV cache and the error for a cache that does not fit. Pure: it reads nothing."""
+"""Computes the size of the KV cache, and the error for a cache that does not fit. Pure: it reads nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STEP_TOKENS = 256
 class Demand:
     """Bytes that the engine takes in addition to its weights and the cache.
 
-    graphs: CUDA graphs that are not in memory yet. peak: a passing need of the largest batch.
+    graphs: CUDA graphs that are not in memory yet.
+    peak: a passing need of the largest batch.
     reusable: the part of `peak` that the allocator has already reserved and that is free.
     weights: for the message alone, because they are in memory already.
     """
@@ -46,7 +47,8 @@ class Demand:
 class CacheCosts:
     """The costs of the model's cache.
 
-    per_request: bytes of one request of max_model_len tokens. least: least bytes of a cache that serves one such request.
+    per_request: bytes of one request of max_model_len tokens.
+    least: least bytes of a cache that serves one such request.
     of: bytes of a shorter request, which is not proportional if layers keep a state or a window; None if it is proportional.
     weight_bits: of most weights: 16, 8, or 4 for the narrowest and for unknown ones; for the message alone.
     lookahead: extra slots of a request, for drafted tokens.
@@ -110,8 +112,13 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class CachePool:
-    """A sized cache. bytes: its size. room: bytes that were available for everything. spare: bytes of the room that the request leaves
-    free. limit: why `auto` leaves them."""
+    """A sized cache.
+
+    bytes: its size.
+    room: bytes that were available for everything.
+    spare: bytes of the room that the request leaves free.
+    limit: why `auto` leaves them.
+    """
 
     bytes: int
     room: int
@@ -136,8 +143,11 @@ class CacheDoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SizeBounds:
-    """Limits of the cache. asked: its requested bytes; None for all that is left, within `at_most` and `reserved`. by_blocks: the request
-    is in vLLM's blocks."""
+    """Limits of the cache.
+
+    asked: its requested bytes; None for all that is left, within `at_most` and `reserved`.
+    by_blocks: the request is in vLLM's blocks.
+    """
 
     asked: int | None = None
     at_most: int | None = None

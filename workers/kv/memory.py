@@ -1,4 +1,4 @@
-"""Owns the readings of a machine's and a device's free memory at one moment. Never decides how much of it may be taken.
+"""Reads the free memory of a machine and a device at one moment.
 
 On a GB10 cudaMemGetInfo's free memory is MemFree, so page cache counts against it, while vLLM counts MemAvailable: both are kept.
 """
@@ -22,8 +22,11 @@ RECLAIMABLE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes. device_free, device_total: from the driver, None on a CPU. integrated: the device's memory is the host's. sharers: ranks on
-    this host, each of which takes an equal part of its memory.
+    """Bytes.
+
+    device_free, device_total: from the driver, None on a CPU.
+    integrated: the device's memory is the host's.
+    sharers: ranks on this host, each of which takes an equal part of its memory.
     """
 
     total: int

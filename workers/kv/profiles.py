@@ -1,5 +1,4 @@
-"""Owns the profiles of earlier starts of the same engine: one small JSON file for each, so that the next start need not rehearse. Never
-measures.
+"""Keeps the profiles of earlier starts of the same engine, one small JSON file each, so that the next start need not rehearse.
 
 A profile has the demand, not the resulting size: the next start sizes the cache by the memory that is free then.
 """
@@ -58,7 +57,11 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """A profile on disk. engine: the digest from its starter (settings.engine). about: facts of the engine, for a reader."""
+    """A profile on disk.
+
+    engine: the digest from its starter (settings.engine).
+    about: facts of the engine, for a reader.
+    """
 
     profile: MeasuredProfile
     engine: str | None

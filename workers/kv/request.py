@@ -1,4 +1,4 @@
-"""Owns the requested size of a KV cache in bytes, its limits and the margin. Never measures, never rehearses."""
+"""Works out the requested size of a KV cache in bytes, its limits and the margin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the operator's settings of the KV cache in the worker: one JSON object in SPARKD_KV. Never measures anything.
+"""Reads the operator's settings of the KV cache in the worker: one JSON object in SPARKD_KV.
 
 The settings are in an environment variable, because vLLM hashes its arguments into the key of its compile cache, and a margin is no reason
 to compile again.
@@ -30,7 +30,8 @@ class CacheSettings:
     at_most_bytes: limits `auto`.
     reserved_bytes: limits the whole engine on this node, with its processes and weights.
     margin_bytes: stays free in addition to the cache; None for the default (workers.host.memory_limits).
-    profiles: folder of the profiles of earlier starts; report: file for the result of the sizing. None for neither.
+    profiles: folder of the profiles of earlier starts, None for none.
+    report: file for the result of the sizing, None for none.
     engine: the digest by which the starter of this engine looks up its profile.
     blocks: vLLM's --num-gpu-blocks-override, which is not part of SPARKD_KV. It overrides every size and limit here and in vLLM.
     """

@@ -1,5 +1,4 @@
-"""Owns a worker's steps from loaded weights to a sized cache: rehearse or use a profile, read free memory, subtract, check afterwards.
-Never runs the model itself."""
+"""Takes a worker from loaded weights to a sized cache: rehearse or use a profile, read free memory, subtract, check afterwards."""
 
 from __future__ import annotations
 
@@ -146,8 +145,11 @@ class Sizing:
         return self._pool is not None
 
     def allocated(self, requests: float, max_model_len: int | None = None) -> None:
-        """Called once vLLM has allocated the cache. requests: the number of requests of max_model_len tokens that it holds; max_model_len:
-        None where vLLM has not changed it."""
+        """Called once vLLM has allocated the cache.
+
+        requests: the number of requests of max_model_len tokens that it holds.
+        max_model_len: None where vLLM has not changed it.
+        """
         if self._pool is None or self._need is None:
             return
         if max_model_len is not None:

@@ -101,8 +101,8 @@ class DeviceFeed:
         """A context in which copies use a GPU's second stream: they do not queue behind kernels, and the ring's blocks return at the speed
         of the bus. Later work on the current stream waits for the copies.
 
-        after: an event that the copies wait for. fresh: the target memory is newly allocated, and the current stream may still use its
-        former contents.
+        after: an event that the copies wait for.
+        fresh: the target memory is newly allocated, and the current stream may still use its former contents.
         """
         if not self._cuda:
             yield

@@ -32,8 +32,11 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?
 
 
 class NonFiniteCheck:
-    """The flags of one load on one device. weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors
-    other than weights. left_out: names of tensors that the model does not take; `damaged` has the bad ones, which are not refused."""
+    """The flags of one load on one device.
+
+    weights_only: it is unknown which tensors the model takes, so `look` sees only a NaN in tensors other than weights.
+    left_out: names of tensors that the model does not take; `damaged` has the bad ones, which are not refused.
+    """
 
     def __init__(self, device: torch.device, *, weights_only: bool = False, left_out: Container[str] = ()) -> None:
         self.damaged: list[TensorRef] = []

@@ -70,7 +70,8 @@ class Needed:
     """The part of a checkpoint to read.
 
     regions: the region of each tensor that this rank takes (trace.py), None where it takes nothing; without `regions` everything is read.
-    once: names that are copied once. for_model: the names that the model takes, where a sink takes more; None: all.
+    once: names that are copied once.
+    for_model: the names that the model takes, where a sink takes more; None: all.
     """
 
     regions: Mapping[str, Region | None] | None = None
@@ -92,8 +93,10 @@ class Pipeline:
     """`tensors()` yields (name, tensor on `device`) for every needed tensor of `virtual`, ready for a model's `load_weights`.
 
     A tensor of which only a part is needed has its whole shape, with undefined values elsewhere.
+
     trusted: tensors are not checked for NaN and infinities, because a quantized cache was checked when it was made.
-    reader: makes the Reader for a list of byte ranges. batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
+    reader: makes the Reader for a list of byte ranges.
+    batch_bytes: bytes quantized together (read_plan.py); None: chosen for the device.
     """
 
     stats: ReaderStats  # of the whole pass, once `tensors` has ended

@@ -38,7 +38,9 @@ class TensorRead(NamedTuple):
 class WeightPlan:
     """The reads of one weight of a unit.
 
-    number: of the weight in `unit.weights`. need: the region that this rank needs. file_region: the region of the file's matrix to read.
+    number: of the weight in `unit.weights`.
+    need: the region that this rank needs.
+    file_region: the region of the file's matrix to read.
     read, scale_read: the numbers of the plan's reads with that region and with an FP8 source's scales, None without scales.
     restated: the new format keeps the source's own codes and scales, without rounding.
     """
@@ -109,7 +111,11 @@ class Run:
 
 
 def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None, outputs: Sequence[OutputTensor]) -> ReadPlan | None:
-    """The read plan of a unit; None where no part of it is needed. regions: see Needed; outputs: the unit's tensors that vLLM receives."""
+    """The read plan of a unit; None where no part of it is needed.
+
+    regions: see Needed.
+    outputs: the unit's tensors that vLLM receives.
+    """
     if unit.plain is not None:
         region = None if regions is None else regions.get(unit.plain.name)
         if regions is not None and region is None:
@@ -256,7 +262,11 @@ def memory_of(plan: ReadPlan, direct_targets: Mapping[str, Target]) -> torch.Ten
 
 
 def steps(plans: Iterable[ReadPlan], batch_bytes: int, direct_targets: Mapping[str, Target]) -> Iterator[ReadPlan | Batch | Run]:
-    """The units in the same order, joined to batches and runs where possible. batch_bytes: 0 for no batches; direct_targets: by name."""
+    """The units in the same order, joined to batches and runs where possible.
+
+    batch_bytes: 0 for no batches.
+    direct_targets: by name.
+    """
     waiting: list[ReadPlan] = []
     kinds: list[object] = []
     waiting_bytes = 0  # on the device, where an FP8 weight also has its dequantized 16-bit form
@@ -353,7 +363,11 @@ def matrices_of(plan: ReadPlan, raw: Sequence[torch.Tensor], dtype: torch.dtype)
 
 
 def undone(weight: Weight, planned: WeightPlan, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Parts:
-    """Dequantize or restate an FP8 weight. codes: [.., rows, columns] of its needed region; scales: of all of it, in its orientation."""
+    """Dequantize or restate an FP8 weight.
+
+    codes: [.., rows, columns] of its needed region.
+    scales: of all of it, in its orientation.
+    """
     shape, origin = weight.scale_shape, weight.scale_origin(planned.need)
     if planned.restated:
         return restated_fp8(codes, scales, shape, weight.format, origin)

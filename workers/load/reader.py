@@ -50,8 +50,9 @@ class RingExhausted(RuntimeError):
 class ReaderStats:
     """bytes_read: bytes read from files so far, aligned.
 
-    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring
-    could not be pinned.
+    direct: every file so far was read with O_DIRECT.
+    fallback_reason: a sentence for the log, where not.
+    unpinned_reason: why the ring could not be pinned.
     waited_s: seconds in which the consumer waited for a block.
     """
 
@@ -105,8 +106,9 @@ class Reader:
     The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
     stays busy. If it holds all of them it would wait for itself: RingExhausted.
 
-    pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails. direct: None falls back to buffered reads, file by
-    file, where the file system has no O_DIRECT; True raises there; False always reads buffered.
+    pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails.
+    direct: None falls back to buffered reads, file by file, where the file system has no O_DIRECT; True raises there; False always reads
+        buffered.
 
     Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
     chunk.

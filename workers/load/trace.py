@@ -283,8 +283,9 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 class Trace:
     """The regions that the model takes: one of every tensor it was offered. A tensor that it never copied is not needed (region None).
 
-    direct_targets: targets of tensors that need not pass through the model's weight loader. seen: copies of each tensor at the time the
-    model requested the next one. A model that copies later (`late`) hides when a tensor has reached its parameter.
+    direct_targets: targets of tensors that need not pass through the model's weight loader.
+    seen: copies of each tensor at the time the model requested the next one. A model that copies later (`late`) hides when a tensor has
+        reached its parameter.
     """
 
     tensors: dict[str, TensorTrace] = field(default_factory=dict)

@@ -97,7 +97,8 @@ class SourceMatrix:
 class Weight:
     """One weight to quantize: received under `module`, made from `source` (and from `scale` where the source is FP8).
 
-    scaled: the matrix to which `scale` belongs, where that is not the weight itself. joint: the text between `module` and a part's suffix.
+    scaled: the matrix to which `scale` belongs, where that is not the weight itself.
+    joint: the text between `module` and a part's suffix.
     """
 
     module: str
@@ -165,8 +166,10 @@ def parts_of(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tu
 class VirtualCheckpoint:
     """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
 
-    keep: selects the tensors that count. input_scale: the divisor of the input of a module whose format rounds activations. Raises
-    CheckpointError for a weight whose shape does not suit its format.
+    keep: selects the tensors that count.
+    input_scale: the divisor of the input of a module whose format rounds activations.
+
+    Raises CheckpointError for a weight whose shape does not suit its format.
     """
 
     checkpoint: Checkpoint

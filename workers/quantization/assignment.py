@@ -27,8 +27,11 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """A rule's decision about one weight. level: among fused siblings the choice with the largest level wins. named: a rule names the
-    weight itself."""
+    """A rule's decision about one weight.
+
+    level: among fused siblings the choice with the largest level wins.
+    named: a rule names the weight itself.
+    """
 
     format: Format
     level: tuple[int, int]
@@ -59,7 +62,11 @@ class Assignment(dict[str, Format]):
 
 @dataclass(slots=True)
 class _Group:
-    """Modules that must have one format. kind: their tensor_class; choices: each distinct choice, with the first module that has it."""
+    """Modules that must have one format.
+
+    kind: their tensor_class.
+    choices: each distinct choice, with the first module that has it.
+    """
 
     kind: str
     modules: list[str]

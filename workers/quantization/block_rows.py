@@ -21,7 +21,8 @@ _UP = frozenset({"gate_proj", "up_proj", "w1", "w3"})
 def misfit(module: str, kind: str, tensor: TensorRef, config: Mapping[str, Any]) -> str | None:
     """Why vLLM cannot load this weight in blocks, as a clause that follows its name; None where it can.
 
-    kind: its tensor_class; config: the checkpoint's config.json, for the heads of a q/k/v matrix that is stored as one.
+    kind: its tensor_class.
+    config: the checkpoint's config.json, for the heads of a q/k/v matrix that is stored as one.
     """
     if kind == "lm_head":
         return "is an output head, and vLLM cannot load the scales of 128x128 blocks for one"

@@ -206,7 +206,8 @@ class Format:
     def parse(value: str | Mapping[str, Any], *, where: str = "quantize", group_size: int | None = None) -> Format:
         """Parse a spelling, or {format: .., group_size: ..}. Raises ConfigError.
 
-        group_size: the default for int4 and nf4; without one they mean int4-g128 and nf4-g64. where: the key named in the error.
+        group_size: the default for int4 and nf4; without one they mean int4-g128 and nf4-g64.
+        where: the key named in the error.
         """
         if isinstance(value, Mapping):
             if unknown := sorted(str(key) for key in value if key not in ("format", "group_size")):

@@ -24,8 +24,13 @@ _JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The parts of a packed tensor's name. module: its path, the key of its format; experts: vLLM's path of the experts; which:
-    gate_up_proj or down_proj; upright: its matrices are known to be [N, K], as in torch's linear layers."""
+    """The parts of a packed tensor's name.
+
+    module: its path, the key of its format.
+    experts: vLLM's path of the experts.
+    which: gate_up_proj or down_proj.
+    upright: its matrices are known to be [N, K], as in torch's linear layers.
+    """
 
     module: str
     experts: str
@@ -37,7 +42,8 @@ class Packed:
 class PackedWeight:
     """One weight of a packed tensor: matrix number `expert`, or `row_count` rows of its [N, K] form from `row_start` on.
 
-    transposed: the matrix is stored as [K, N]. joint: the text between `module` and a part's suffix.
+    transposed: the matrix is stored as [K, N].
+    joint: the text between `module` and a part's suffix.
     """
 
     module: str

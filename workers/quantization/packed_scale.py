@@ -32,8 +32,9 @@ _CURE = "Leave out `quantize`, and vLLM serves them as they are"
 class PackedScale:
     """The scale of one expert's matrix, or of the rows of one weight in it.
 
-    ref: its bytes, two-dimensional, transposed where the matrix is. shape: [N, K] of the scaled matrix; first: the row of that matrix at
-    which the weight begins.
+    ref: its bytes, two-dimensional, transposed where the matrix is.
+    shape: [N, K] of the scaled matrix.
+    first: the row of that matrix at which the weight begins.
     """
 
     ref: TensorRef

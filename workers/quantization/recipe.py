@@ -51,8 +51,11 @@ _RULE_KEYS = ("match", "format", "group_size", "priority")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
-    """A parsed `quantize:` value. default: the format of a weight that no rule matches; calibration: a text file's path, None for sparkd's
-    own text."""
+    """A parsed `quantize:` value.
+
+    default: the format of a weight that no rule matches.
+    calibration: a text file's path, None for sparkd's own text.
+    """
 
     default: Format
     rules: tuple[FormatRule, ...] = ()
@@ -118,8 +121,11 @@ class QuantizationRecipe:
 
 
 class _Deciding:
-    """The choices of a recipe for one checkpoint's weights. idle: rules that have matched no weight so far; barred: rules that name a
-    weight that is never quantized, with its class."""
+    """The choices of a recipe for one checkpoint's weights.
+
+    idle: rules that have matched no weight so far.
+    barred: rules that name a weight that is never quantized, with its class.
+    """
 
     def __init__(self, recipe: QuantizationRecipe) -> None:
         self._default = recipe.default
@@ -128,7 +134,11 @@ class _Deciding:
         self.barred: dict[FormatRule, str] = {}
 
     def choice(self, module: str, kind: str) -> FormatChoice:
-        """The choice for one weight. module: dotted path without `.weight`; kind: its tensor_class."""
+        """The choice for one weight.
+
+        module: dotted path without `.weight`.
+        kind: its tensor_class.
+        """
         components = module.split(".")
         leaf, kept = components[-1], kept_unless_named(module, kind)
         touching = [rule for rule in self._rules if rule.matches(components, kind)]

@@ -33,8 +33,8 @@ class FormatRule:
     """A rule: the weights that `match` selects get `format`. Raises ConfigError for a pattern that cannot be parsed.
 
     match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; else a glob for each of some components of the dotted
-    module path, which stand side by side anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`. source: the key of the rule, for
-    messages.
+        module path, which stand side by side anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`.
+    source: the key of the rule, for messages.
     """
 
     match: str

@@ -25,8 +25,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class FormatUnit:
-    """Weights that must have one format. key: as `group_of` gives it; kind: their tensor_class; modules: their paths, without the numbers
-    of experts above 0; nbytes: by the spelling of each format that it can have, bf16 (as stored) among them."""
+    """Weights that must have one format.
+
+    key: as `group_of` gives it.
+    kind: their tensor_class.
+    modules: their paths, without the numbers of experts above 0.
+    nbytes: by the spelling of each format that it can have, bf16 (as stored) among them.
+    """
 
     key: str
     kind: str
@@ -69,8 +74,13 @@ class _Sum:
 
 
 def units_of(checkpoint: Checkpoint, *, count: Callable[[str], int] = lambda _name: 1, ranks: int = 1) -> UnitList:
-    """The units of the weights that `quantize: fp8` would change. count: how many alike tensors the one of this name stands for; ranks: of
-    tensor parallelism, each of which must get whole groups. Raises CheckpointError as QuantizationRecipe.assign."""
+    """The units of the weights that `quantize: fp8` would change.
+
+    count: how many alike tensors the one of this name stands for.
+    ranks: of tensor parallelism, each of which must get whole groups.
+
+    Raises CheckpointError as QuantizationRecipe.assign.
+    """
     formats = _EVERY.assign(checkpoint)
     towers = towers_of(checkpoint.config)
     sums: dict[str, _Sum] = {}

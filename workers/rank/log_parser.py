@@ -1,4 +1,4 @@
-"""Owns reading from a vLLM log how far one rank is, line by line. Never opens a file, never asks a process.
+"""Reads from the lines of a vLLM log how far one rank is.
 
 The strings are those of vLLM 0.32 and 0.33, read in its source and in captured logs (tests/fixtures/vllm-logs). A line that is not known
 changes nothing, so a new release costs detail and not correctness: READY is decided by asking the engine, never by its log. Bytes and

@@ -26,7 +26,11 @@ NAMES = re.compile(r"(psm_|vllm_|torch_|nccl-|cuda\.shm\.|sem\.)|.*-cpushm_\d+$"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file. inode: unlike a name, a tmpfs does not give its number again before the next boot. bytes: the memory that it takes."""
+    """One file.
+
+    inode: unlike a name, a tmpfs does not give its number again before the next boot.
+    bytes: the memory that it takes.
+    """
 
     name: str
     inode: int

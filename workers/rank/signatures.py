@@ -1,4 +1,4 @@
-"""Owns what a known line of an engine, Ray or the kernel means: cause and cure, from signatures.toml. Never quotes free text of a line."""
+"""Explains a known line of an engine, Ray or the kernel: cause and cure, from signatures.toml, without the line's free text."""
 
 from __future__ import annotations
 

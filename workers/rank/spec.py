@@ -1,4 +1,4 @@
-"""Owns the values that one rank is started from, and which of them cannot be. Never starts anything, never touches a file.
+"""Defines the values that one rank is started from, and refuses those that cannot be.
 
 It crosses from the control plane to a node as plain JSON, so that both sides may run in different Python environments.
 """
@@ -25,11 +25,16 @@ class RankSpec:
     """Everything that one rank is started from; plain JSON both ways.
 
     rank_id is new for every start. model is a folder or a hub id; runtime and the paths are absolute. The rank listens on socket_path, or
-    on host and port with the key in api_key_path (mode 0600); a headless rank does not listen. stop_timeout_s: seconds between SIGTERM
-    and SIGKILL. kv_cache: the settings of sparkd's worker class (workers.kv.settings). world: number of the model's ranks; attempt: the
-    rank_id of rank 0 of this start; flags tell the engine how its ranks connect (workers.rank.command.parallel_flags). ray: under vLLM's
-    Ray executor, {"address", "group"}: Ray's address and the placement group whose bundles the workers take, in the order of the ranks.
-    memory_gib: the rank's reservation on its node. parsers: the fields of a sparkd.vllm.parsers.Parsers, equal to the engine's flags.
+    on host and port with the key in api_key_path (mode 0600); a headless rank does not listen.
+
+    stop_timeout_s: seconds between SIGTERM and SIGKILL.
+    kv_cache: the settings of sparkd's worker class (workers.kv.settings).
+    world: number of the model's ranks.
+    attempt: the rank_id of rank 0 of this start; flags tell the engine how its ranks connect (workers.rank.command.parallel_flags).
+    ray: under vLLM's Ray executor, {"address", "group"}: Ray's address and the placement group whose bundles the workers take, in the order
+        of the ranks.
+    memory_gib: the rank's reservation on its node.
+    parsers: the fields of a sparkd.vllm.parsers.Parsers, equal to the engine's flags.
     trusted_code: the commits whose code it may run (workers.host.trusted_code.Commits); None: it runs no code of a hub.
     """
 

@@ -34,8 +34,9 @@ _CLI = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args
 class Symbol:
     """A name of vLLM's.
 
-    homes: the modules that may have it, the newest release's first. attribute: dotted, where it is not the symbol's own name; "" for the
-    module itself. without: what happens in a release that lacks it.
+    homes: the modules that may have it, the newest release's first.
+    attribute: dotted, where it is not the symbol's own name; "" for the module itself.
+    without: what happens in a release that lacks it.
     """
 
     homes: tuple[str, ...]

@@ -116,9 +116,11 @@ def ask(
     *,
     progress: Callable[[str, int], None] = lambda step, question: None,
     cancel: threading.Event | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> list[ModelAnswer | None]:
     """An answer for each question in turn, from the disk where it is kept; None for a question that was cancelled before. Blocks.
 
+    memory_bytes: the most that the process of a question may take.
     progress: called with `importing`, `ready` or `asking` and the question's number, -1 without a question. Raises EngineError where there
     is no vLLM, or it cannot be asked at all.
     """
@@ -132,7 +134,7 @@ def ask(
     for platform in sorted({question.platform for question in questions}):
         numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
         asking = [questions[number] for number in numbers]
-        for place, raw in _run(asking, platform, runtime, _numbered(progress, numbers), cancel):
+        for place, raw in _run(asking, platform, runtime, _numbered(progress, numbers), cancel, memory_bytes):
             try:
                 answers[numbers[place]] = answer_of(raw)
             except (ValueError, TypeError, KeyError, AttributeError):
@@ -153,6 +155,7 @@ def _run(
     runtime: InquiryRuntime,
     progress: Callable[[str, int], None],
     cancel: threading.Event,
+    memory_bytes: int,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, answer) for each question, from one child. Raises EngineError where the child ends before the last answer."""
     if not questions:
@@ -160,7 +163,7 @@ def _run(
     request = {
         "platform": platform,
         "seconds": QUESTION_S,
-        "memory_bytes": MEMORY_BYTES,
+        "memory_bytes": memory_bytes,
         "questions": [_wire(question, runtime) for question in questions],
     }
     done, tail = 0, ""

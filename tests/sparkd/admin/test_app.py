@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.admin import app as admin
-from sparkd.admin.app import MAX_SEQ, PREFIX, Parts, admin_app
+from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
+from sparkd.admin.benches import Benches
 from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
 from sparkd.config.model import ModelConfig
@@ -32,6 +33,7 @@ from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
 from tests.sparkd.gateway.fakes import soon
+from tests.support.admin_parts import parts_of
 from tests.support.answers import check_answer
 from tests.support.checkpoints import write_folder
 from tests.support.fabric_tree import readings
@@ -82,14 +84,15 @@ def _plans_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def admin_of(tmp_path: Path, parts: Parts | None = None, **flags: Any) -> AsyncIterator[Admin]:
+async def admin_of(tmp_path: Path, parts: dict[str, Any] | None = None, **flags: Any) -> AsyncIterator[Admin]:
     async with stage(tmp_path, **flags) as made:
         made.cluster.costs = lambda: COSTS  # type: ignore[method-assign]
         jobs = Jobs(made.supervisor.journal, made.supervisor.boundary)
         made.supervisor.tasks.group.create_task(jobs.run())
         await asyncio.sleep(0)
         controlled: Any = (made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster)
-        app = admin_app(*controlled, replace(parts or Parts(), jobs=jobs))
+        benches = Benches(made.supervisor, made.supervisor.registry, jobs, "http://localhost", ("", ""))
+        app = admin_app(*controlled, parts_of(**{"jobs": jobs, "benches": benches} | (parts or {})))
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:

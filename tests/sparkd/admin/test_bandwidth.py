@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from sparkd.admin import bandwidth
-from sparkd.admin.app import PREFIX, Parts, admin_app
+from sparkd.admin.app import PREFIX, admin_app
 from sparkd.admin.bandwidth import MOST_BYTES, Bandwidth
 from sparkd.admin.jobs import Jobs
 from sparkd.config.config import load_config
@@ -32,6 +32,7 @@ from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
 from tests.sparkd.control.test_supervisor import make_ready
+from tests.support.admin_parts import parts_of
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
 from tests.support.fakes import Scene as Supervised
@@ -208,7 +209,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
     async with scene(tmp_path) as made:
         made.nodes.waits = True
         supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
-        app = admin_app(supervisor, supervisor.registry, supervisor.journal, cluster, Parts(measures=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
+        app = admin_app(supervisor, supervisor.registry, supervisor.journal, cluster, parts_of(bandwidth=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")

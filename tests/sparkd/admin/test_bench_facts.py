@@ -13,7 +13,7 @@ from sparkd.admin.bench_facts import UNITS, check_lendable, driver_of, published
 from sparkd.bench.figures import answer_metric
 from sparkd.bench.result import EngineFigures, LoadRow, Phase, Predicted
 from sparkd.checkpoint import bounded_read
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
 from sparkd.control.registry import Registry
@@ -44,7 +44,7 @@ def test_a_checkpoint_on_a_hub_is_looked_at_in_another_process(monkeypatch: pyte
     check_lendable(cast(Registry, registry), "m")
 
     ((read, source, revision, environ),) = apart
-    assert (read, source, revision, environ["HF_HOME"]) == (checkpoint_here, "owner/name", None, "/cache")
+    assert (read, source, revision, environ["HF_HOME"]) == (checkpoint_at, "owner/name", None, "/cache")
 
 
 def test_the_figures_of_a_recipe_have_their_source() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkd.admin.app import PREFIX, Parts, admin_app
+from sparkd.admin.app import PREFIX, admin_app
 from sparkd.admin.live import Live
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.edge import Edge
 from sparkd.state.series import Series
 from tests.sparkd.admin.test_app import Stream
 from tests.sparkd.admin.test_live import FakeScraper
+from tests.support.admin_parts import parts_of
 from tests.support.answers import check_answer
 from tests.support.fakes import FakeClock, stage
 from tests.support.waiting import eventually
@@ -28,7 +29,7 @@ class Served:
         supervisor = made.supervisor
         controlled: Any = (supervisor, supervisor.registry, supervisor.journal, made.cluster)
         self.live = Live(*controlled, FakeScraper(), list, series=Series(path), boundary=Boundary(FakeClock()))  # type: ignore[arg-type]
-        self.app = admin_app(*controlled, Parts(live=self.live))
+        self.app = admin_app(*controlled, parts_of(live=self.live))
         self.edge = Edge(supervisor, admin=self.app, live=lambda: (True, {}), ready=lambda: (True, {}))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.edge), base_url="http://localhost")
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparkd.admin.model_routes import engine_settings
 from sparkd.checkpoint import bounded_read
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.overlay import MASK
 from tests.sparkd.admin.test_app import TINY, admin_of
 from tests.support.checkpoints import write_folder
@@ -114,7 +114,7 @@ async def test_layers_of_a_large_checkpoint_are_read_in_another_process(
     monkeypatch.setattr(bounded_read, "SMALL_BYTES", 0)
     async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
         assert (await admin.ask("GET", "/models/m/layers"))["layers"]
-        assert checkpoint_here in apart
+        assert checkpoint_at in apart
 
 
 async def test_layers_with_their_formats(tmp_path: Path, folder: Path) -> None:

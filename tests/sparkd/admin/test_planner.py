@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from sparkd.bench import tool_process
 from sparkd.capacity import plan_for_node
 from sparkd.state.nouns import Reading
+from sparkd.units import GIB
 from tests.sparkd.admin.test_app import Admin, admin_of
 
 ASKED = {"model": "m", "hardware": "spark"}
@@ -42,6 +44,18 @@ class FakeProgram:
         return ""
 
 
+def reading(available: int) -> Reading:
+    return Reading("n", 0.0, 120 * GIB, available, 1, 1, 1, 1)
+
+
+@asynccontextmanager
+async def with_memory(tmp_path: Path, available: int = 60 * GIB) -> AsyncIterator[Admin]:
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.agents, made.scene.cluster.node_readings = ("n",), {"n": reading(available)}
+        await made.scene.tick()
+        yield made
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> FakeProgram:
     fake = FakeProgram()
@@ -59,7 +73,7 @@ async def planned(made: Admin, status: int, **more: Any) -> dict[str, Any]:
 
 
 async def test_the_guess_comes_at_once_and_the_numbers_of_vllm_once_its_operation_has_ended(tmp_path: Path, program: FakeProgram) -> None:
-    async with admin_of(tmp_path) as made:
+    async with with_memory(tmp_path) as made:
         guess = await planned(made, 202)
         assert guess["href"] == f"/admin/v1/operations/{guess['operation']}"
         await program.started.wait()
@@ -80,7 +94,7 @@ async def test_the_guess_comes_at_once_and_the_numbers_of_vllm_once_its_operatio
 async def test_the_operation_fails_in_the_words_of_the_program_and_is_begun_anew(tmp_path: Path, program: FakeProgram) -> None:
     program.error = "The vLLM of /x cannot be asked about models: it is broken"
     program.may_answer.set()
-    async with admin_of(tmp_path) as made:
+    async with with_memory(tmp_path) as made:
         first = (await planned(made, 202))["operation"]
         ended = await made.ask("GET", f"/operations/{first}", params={"wait_s": 60})
         assert (ended["state"], ended["message"]) == ("FAILED", program.error)
@@ -88,7 +102,7 @@ async def test_the_operation_fails_in_the_words_of_the_program_and_is_begun_anew
 
 
 async def test_a_cancelled_operation_ends_its_program(tmp_path: Path, program: FakeProgram) -> None:
-    async with admin_of(tmp_path) as made:
+    async with with_memory(tmp_path) as made:
         operation = (await planned(made, 202))["operation"]
         await program.started.wait()
         assert (await made.ask("DELETE", f"/operations/{operation}", 202))["state"] == "CANCELLED"
@@ -99,14 +113,14 @@ async def test_a_cancelled_operation_ends_its_program(tmp_path: Path, program: F
 async def test_vllm_is_not_asked_quickly_nor_where_it_has_answered_nor_on_a_node_that_is_short_of_memory(
     tmp_path: Path, program: FakeProgram
 ) -> None:
-    async with admin_of(tmp_path) as made:
+    async with with_memory(tmp_path) as made:
         assert (await planned(made, 200, quick=True))["operation"] is None
-        short = Reading("n", 0.0, 1, 1, 1, 1, 1, 1, level="tight")
-        made.scene.cluster.agents, made.scene.cluster.node_readings = ("n",), {"n": short}
+        # The soft limit of such a node is 6 GiB.
+        made.scene.cluster.node_readings = {"n": reading(8 * GIB)}
         await made.scene.tick()
         answer = await planned(made, 200)
-        assert answer["operation"] is None and "short of memory" in answer["notes"][0]
-        made.scene.cluster.node_readings = {"n": replace(short, level="ok")}
+        assert answer["operation"] is None and "2.0 GiB above" in answer["notes"][0]
+        made.scene.cluster.node_readings = {"n": reading(60 * GIB)}
         program.unanswered = 0
         await made.scene.tick()
         assert (await planned(made, 200))["notes"] == []

@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import constants
 
 from sparkd.admin import pulls
-from sparkd.admin.app import Parts, admin_app
+from sparkd.admin.app import admin_app
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.pulls import Pulls
 from sparkd.checkpoint import download
@@ -29,6 +29,7 @@ from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, R
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
+from tests.support.admin_parts import parts_of
 from tests.support.checkpoints import layered, write_folder
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
@@ -279,7 +280,7 @@ async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> 
     pulling = Pulls(nodes, made.supervisor.journal, jobs, lambda: made.config)
     running = asyncio.create_task(jobs.run())
     await asyncio.sleep(0)
-    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster, Parts(pulling, jobs=jobs))  # type: ignore[arg-type]
+    app = admin_app(made.supervisor, made.supervisor.registry, made.supervisor.journal, made.cluster, parts_of(pulls=pulling, jobs=jobs))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
         began = (await client.post("/models/gpt-4o/pull")).json()
         refused = [

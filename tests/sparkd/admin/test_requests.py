@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.app import Parts
 from sparkd.gateway.exchange import Exchange
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.responses import Message
@@ -27,7 +26,7 @@ async def log(tmp_path: Path) -> AsyncIterator[RequestLog]:
 
 @pytest.fixture
 async def admin(tmp_path: Path, log: RequestLog) -> AsyncIterator[Admin]:
-    async with admin_of(tmp_path, Parts(requests=log)) as made:
+    async with admin_of(tmp_path, {"requests": log}) as made:
         yield made
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.capacity.advice import Cure, FitRefusal, refusal, too_large
-from sparkd.capacity.requirement import known_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.shape import shape_of
@@ -76,7 +75,7 @@ def parsed(folder: Path, keys: dict[str, Any]) -> ModelConfig | None:
 def refused(spec: ModelConfig, most_gib: int) -> FitRefusal | None:
     ways = (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1, 1)
     found = option(spec, NODE, {}, ways=ways)
-    gib = needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, known_of(found))
+    gib = needed_gib(spec, "cuda", NODE_GIB, {}, most_gib, None if found is None else found.known)
     return too_large(needing(spec, "cuda", gib, found), most_gib, "this node")
 
 

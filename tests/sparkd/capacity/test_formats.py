@@ -13,7 +13,7 @@ import pytest
 from sparkd.capacity.entry_faults import format_fault
 from sparkd.capacity.fit import Option, candidates_of, choose, fitted
 from sparkd.capacity.footprint import room_of
-from sparkd.capacity.formats import FORMATS, mixes_below, mixes_of, unit_list
+from sparkd.capacity.formats import FORMATS, mixes_of, unit_list
 from sparkd.capacity.headers import headers_here
 from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
@@ -128,8 +128,8 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     mixes = [one for one in candidates if one.recipe not in singles]
     single = min((one for one in candidates if one.recipe in singles), key=lambda one: bytes_of[id(one)])
     assert mixes and candidates[-len(mixes) :] == mixes and all(bytes_of[id(one)] < bytes_of[id(single)] for one in mixes)
-    below = mixes_below(headers.model, FORMATS)
-    assert mixes_below(headers.model, FORMATS) is below, "a model that waits for room is asked about again and again"
+    below = mixes_of(headers.model, None)
+    assert mixes_of(headers.model, None) is below, "a model that waits for room is asked about again and again"
     needed, held = (fitted(one, hardware).footprint for one in (single, mixes[-1]))
     assert needed is not None and held is not None and held.least < needed.least
     free = (needed.least + held.least) // 2 + 121 * GIB - room_of(args, hardware)

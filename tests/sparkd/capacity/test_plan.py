@@ -304,8 +304,8 @@ def test_what_the_command_line_says_goes_before_the_entry(
 @pytest.fixture
 def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What `sparkd plan` asks, over HTTP: the models of a configuration, their plans, and two nodes. `status`: of each answer; `gate`:
-    without which none comes."""
-    file, told = tmp_path / "theirs.yaml", {"status": 200, "gate": Event()}
+    without which none comes; `ends`: how each operation of a plan ends, one after another."""
+    file, told = tmp_path / "theirs.yaml", {"status": 200, "gate": Event(), "ends": []}
     told["gate"].set()
     theirs = asdict(machine("cpu", 30 * GIB, 2 * GIB))
     entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
@@ -317,13 +317,16 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def do_GET(self) -> None:
             views = [{"name": name, "aliases": spec.aliases, "source": spec.model} for name, spec in config.models.items()]
             nodes = [{"agent": agent} for agent in (True, True, False)]
+            if "/operations/" in self.path:
+                self._say({"state": told["ends"].pop(0), "message": "it broke"})
+                return
             self._say({"models": views} if self.path.endswith("/models") else {"nodes": nodes, "hardware": theirs})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            question = Planning.model_validate(asked).request()
+            question, operation = Planning.model_validate(asked).request(), "p1" if told["ends"] and "quick" not in asked else None
             here, spec = plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model)
-            self._say({**plan_for_node._answer(PlanOrder(question, here, spec, {}, config)), "operation": None, "href": None})
+            self._say({**plan_for_node._answer(PlanOrder(question, here, spec, {}, config)), "operation": operation, "href": None})
 
         def _say(self, body: dict[str, Any]) -> None:
             told["gate"].wait()
@@ -345,6 +348,22 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         told["gate"].set()
         server.shutdown()
         thread.join()
+
+
+def test_the_daemons_plan_is_waited_for_until_its_vllm_has_answered(
+    served: dict[str, Any], folder: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def notes(*argv: str) -> list[str]:
+        assert exit_code(["plan", "--json", "m", *argv]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert not {"operation", "href"} & answer.keys()
+        return [note for note in answer["notes"] if "it broke" in note]
+
+    served["ends"] = ["SUCCEEDED", "SUCCEEDED"]
+    assert notes("--quick") == [] and len(served["ends"]) == 2
+    assert notes() == [] and served["ends"] == []
+    served["ends"] = ["FAILED", "unasked"]
+    assert len(notes()) == 1 and served["ends"] == ["unasked"]
 
 
 def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(

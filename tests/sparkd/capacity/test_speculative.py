@@ -11,7 +11,7 @@ import pytest
 from sparkd.capacity import headers
 from sparkd.capacity.headers import of_config
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.planned_entry import drafting
+from sparkd.capacity.planned_entry import draft_keys
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.shape import shape_of
@@ -106,7 +106,7 @@ def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
 def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
     source = str(folder.parent.parent / model) if model == "plain" else model
     with pytest.raises(ConfigError, match=told):
-        drafting(method, source, asked, read_checkpoint)
+        draft_keys(method, source, asked.get("kv_cache_dtype", "auto"))
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b-instruct", "qwen3-coder-next"])
@@ -114,8 +114,9 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     """The two are of one class; the coder's checkpoint lacks the layer."""
     checkpoint = checkpoint_of(name)
     shape = shape_of(checkpoint.config)
-    counted = drafting("mtp", name, {}, read_checkpoint)
-    assert counted is not None and counted.ahead and counted.layers == 1
+    config = speculative_config(draft_keys("mtp", name, "auto")["extra_args"])
+    counted = of_config(config or {}, read_checkpoint)
+    assert counted.ahead and counted.layers == 1
     if name == "qwen3-coder-next":
         with pytest.raises(ConfigError, match=r"\bqwen3_next\b.*without its layers"):
             counted.inventory(checkpoint, shape)

@@ -13,7 +13,7 @@ from sparkd import checkpoint
 from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint import INDEX, bounded_read, read_checkpoint
 from sparkd.checkpoint.bounded_read import SMALL_BYTES, read_bounded
-from sparkd.checkpoint.remote_headers import checkpoint_here
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.engine_args import engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, CheckpointUnread
@@ -78,7 +78,7 @@ def test_large_files_that_are_not_read_do_not_count(folder: Path, apart: list[st
 
 
 def test_a_hub_is_read_in_another_process(apart: list[str]) -> None:
-    read_bounded(checkpoint_here, "owner/name", None, {})
+    read_bounded(checkpoint_at, "owner/name", None, {})
 
     assert apart == ["owner/name"]
 
@@ -91,7 +91,7 @@ def test_the_checkpoint_and_the_error_come_back_from_the_other_process(folder: P
 
     (folder / INDEX).write_text("[" * 1000)
     with pytest.raises(CheckpointError) as caught:
-        read_bounded(checkpoint_here, str(folder), None, {})
+        read_bounded(checkpoint_at, str(folder), None, {})
     assert caught.value.file == str(folder / INDEX)
 
 

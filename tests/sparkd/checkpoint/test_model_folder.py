@@ -8,7 +8,7 @@ import pytest
 
 from sparkd.capacity.plan_for_node import entry_here
 from sparkd.checkpoint.model_folder import unusable, unusable_of
-from sparkd.checkpoint.remote_headers import checkpoint_of
+from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import CheckpointError, ConfigError
 
@@ -32,7 +32,7 @@ def test_one_wording_for_each_cause(place: Path, name: str) -> None:
     assert fault is not None and folder in fault.message
     assert str(place) not in (fault.client_message or "")
     with pytest.raises(CheckpointError) as read:
-        checkpoint_of(folder, None, {})
+        checkpoint_at(folder, None, {})
     with pytest.raises(ConfigError) as planned:
         entry_here(folder, None, Config())
     assert (read.value.message, planned.value.message) == (fault.message, fault.message)

@@ -23,7 +23,8 @@ from sparkd.capacity import plan_for_node
 from sparkd.capacity.plan_for_node import PlanOrder, entry_here
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.checkpoint import Checkpoint, hub, read_checkpoint, remote_headers
-from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
+from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_at, read_remote_checkpoint
+from sparkd.checkpoint.source import source_of
 from sparkd.config.config import Config
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, Unavailable
 from sparkd.execution.threads import Threads
@@ -200,8 +201,7 @@ def _cut_off(there: Repository) -> None:
     [
         (_cut_off, SECOND, None, ["header", "bytes"]),
         (lambda there: os.truncate(there.folder / SECOND, 65_000), SECOND, "lm_head.weight", ["cut off"]),
-        (lambda there: there.listed.update({SECOND: 10}), SECOND, None, ["hub", "10 bytes"]),
-        (lambda there: there.total.update({SECOND: 1 << 50}), SECOND, None, ["hub", f"{1 << 50}"]),
+        (lambda there: there.total.update({SECOND: 1 << 50}), SECOND, None, ["bytes", "no tensor"]),
         (lambda there: (there.folder / SECOND).unlink(), SECOND, None, [INDEX, "repository"]),
         (lambda there: [(there.folder / name).unlink() for name in (INDEX, FIRST, SECOND)], "", None, ["no weights"]),
         (lambda there: (there.folder / INDEX).write_text('{"weight_map": {"t": "../x"}}'), INDEX, "t", ["../x"]),
@@ -281,7 +281,7 @@ def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository) -> Non
 
 def test_what_is_no_id_and_no_address(repository: Repository) -> None:
     with pytest.raises(ConfigError, match="a/b/c"):
-        checkpoint_of("a/b/c", None, environ(repository))
+        checkpoint_at("a/b/c", None, environ(repository))
     with pytest.raises(ConfigError, match="HF_ENDPOINT"):
         read(repository, HF_ENDPOINT="file:///etc")
     assert not repository.asked
@@ -332,17 +332,17 @@ def test_a_folder_is_read_where_it_is(repository: Repository, monkeypatch: pytes
     monkeypatch.chdir(repository.folder.parent)
 
     for text in (str(repository.folder), "there", "./there"):
-        assert checkpoint_of(text, None, environ(repository)) == read_checkpoint(repository.folder)
+        assert checkpoint_at(source_of(text), None, environ(repository)) == read_checkpoint(repository.folder)
     with pytest.raises(CheckpointError, match="elsewhere"):
-        checkpoint_of("./elsewhere", None, environ(repository))
+        checkpoint_at(source_of("./elsewhere"), None, environ(repository))
     assert not repository.asked
 
 
 def test_what_is_in_the_cache_is_asked_of_nobody(repository: Repository, snapshot: Path) -> None:
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
-        found = checkpoint_of(ID, None, environ(repository, **more))
+        found = checkpoint_at(ID, None, environ(repository, **more))
         assert found.folder == str(snapshot) and content(found) == content(read_checkpoint(repository.folder))
-    assert checkpoint_of(ID, COMMIT, environ(repository)).folder == str(snapshot)
+    assert checkpoint_at(ID, COMMIT, environ(repository)).folder == str(snapshot)
     assert not repository.asked
 
 
@@ -351,15 +351,15 @@ def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repositor
     for name in gone:
         (snapshot / name).unlink()
 
-    found = checkpoint_of(ID, None, environ(repository))
+    found = checkpoint_at(ID, None, environ(repository))
     assert found.folder == PLACE and content(found) == content(read_checkpoint(repository.folder))
     with pytest.raises(CheckpointError, match=r"cache lacks .*HF_HUB_OFFLINE"):
-        checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
+        checkpoint_at(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
 
 
 def test_another_revision_is_not_what_the_cache_has(repository: Repository, snapshot: Path) -> None:
     assert snapshot.is_dir()
-    assert checkpoint_of(ID, "v2", environ(repository)).folder == PLACE
+    assert checkpoint_at(ID, "v2", environ(repository)).folder == PLACE
     assert repository.asked[0].path.endswith("/revision/v2")
 
 

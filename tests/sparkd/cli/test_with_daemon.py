@@ -17,7 +17,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.cluster.ray_node import node_of
 from sparkd.config.config import load_config
 from sparkd.errors import ConfigError, RayUnavailable
@@ -325,7 +325,7 @@ def test_leaving_an_answer_ends_it(cli: Cli) -> None:
 
 def test_a_daemon_does_not_start_what_a_node_keeps(tmp_path: Path) -> None:
     (tmp_path / "ray.json").write_text('{"address": "127.0.0.1:1", "keeper": true}')
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+    head = RayHead(RayOptions(tmp_path, tmp_path / "token", memory_gib=1, object_store_mib=80))
 
     with pytest.raises(RayUnavailable, match="sparkd ray-node"):
         head.ensure()

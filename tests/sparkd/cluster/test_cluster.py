@@ -19,7 +19,7 @@ import pytest
 
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.node_tracker import NODE_GRACE_S
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import RayHead, RayOptions
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from tests.support.fakes import FakeClock
@@ -274,7 +274,7 @@ async def test_ranks_and_rays_head_are_unknown_not_gone_while_no_file_can_be_ope
     engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
     write_status(status_path(run_dir, "m-1-00000000"), {"handle": handle, "state": "running", **engine})
     assert [fact["alive"] for fact in lifecycle.scan(run_dir)] == [True]
-    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
+    head = RayHead(RayOptions(tmp_path, tmp_path / "token"))
     until(head.costs, "the child is Ray's")
     with no_descriptors():
         for look in (lambda: lifecycle.scan(run_dir), head.living_address, head.essential):

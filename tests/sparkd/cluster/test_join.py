@@ -158,7 +158,7 @@ def test_what_joining_wrote_is_what_ray_node_joins_with(tmp_path: Path) -> None:
     ray = node_of(membership.applied(config), {})
 
     assert {f"--address={HEAD}", "--node-ip-address=192.168.100.11"} <= set(ray.command())
-    assert ray.token_path.read_text() == TOKEN
+    assert ray.options.token_path.read_text() == TOKEN
     assert {stat.S_IMODE(path.stat().st_mode) for path in config.state_dir.iterdir()} == {0o600}
     membership.forget(config)
     membership.forget(config)
@@ -215,10 +215,7 @@ def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytes
 )
 def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.json").write_text(json.dumps({"address": HEAD, "keeper": True} | record))
-    ray = RayHead(
-        tmp_path, tmp_path / "t", node_ip="192.168.100.11", port=0, memory_gib=1, object_store_mib=80,
-        options=RayOptions(join=HEAD, keeper=True, session=lambda: session),
-    )  # fmt: skip
+    ray = RayHead(RayOptions(tmp_path, tmp_path / "t", node_ip="192.168.100.11", join=HEAD, keeper=True, session=lambda: session))
     done: list[str] = []
     monkeypatch.setattr(RayHead, "essential", lambda self: {"raylet": 1})
     monkeypatch.setattr(RayHead, "_end", lambda self: done.append("stop"))

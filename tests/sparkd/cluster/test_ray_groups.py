@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.cluster.ray_head import RayHead
+from sparkd.cluster.ray_head import RayHead, RayOptions
 from tests.support.daemon_process import ROOT
 
 RUN = """
@@ -55,7 +55,7 @@ asyncio.run(main(Path(sys.argv[1])))
 @pytest.mark.rest
 def test_a_group_stays_until_it_is_removed_and_takes_no_memory() -> None:
     folder = tempfile.mkdtemp(prefix="rc-")
-    head = RayHead(Path(folder, "run"), Path(folder, "token"), node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+    head = RayHead(RayOptions(Path(folder, "run"), Path(folder, "token"), memory_gib=1, object_store_mib=80))
     try:
         done = subprocess.run([sys.executable, "-c", RUN, folder], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

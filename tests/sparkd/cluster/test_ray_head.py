@@ -43,9 +43,7 @@ def folder() -> Iterator[Path]:
 
 
 def head_of(folder: Path, **changes: Any) -> RayHead:
-    settings: dict[str, Any] = {"node_ip": "127.0.0.1", "port": 0, "memory_gib": 4, "object_store_mib": 80}
-    options = RayOptions(**{name: changes.pop(name) for name in [*changes] if name not in settings})
-    return RayHead(folder, folder / "ray.token", **settings | changes, options=options)
+    return RayHead(RayOptions(folder, folder / "ray.token", **{"memory_gib": 4, "object_store_mib": 80} | changes))
 
 
 @pytest.fixture
@@ -334,7 +332,7 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
         where = [ipaddress.ip_address(listener.partition(" ")[0].rpartition(":")[0]) for listener in head.listeners()]
         assert where
         assert all((getattr(ip, "ipv4_mapped", None) or ip).is_loopback for ip in where), head.listeners()
-        token = head.token_path.read_bytes()
+        token = head.options.token_path.read_bytes()
         costs = head.costs()
         assert costs
         for process in costs:
@@ -348,7 +346,7 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         friend, stranger = (
             start(processes, [sys.executable, "-c", code, address], clean | node_environment(path, "127.0.0.1"), stderr=subprocess.DEVNULL)
-            for code, path in ((FRIEND, head.token_path), (STRANGER, wrong))
+            for code, path in ((FRIEND, head.options.token_path), (STRANGER, wrong))
         )
         up(friend)
         assert stranger.communicate(timeout=HUNG_S)[0] == "refused\n"

@@ -138,7 +138,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
             *(6, ["models.a", "load_format and quantize", "exclude"]),
         ),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
-        ("models: {a/../b: {model: o/a}}", 1, ["models", "'a/../b'", "name"]),
+        ("models: {a/../b: {model: o/a}}", 1, ["models.a/../b.name", "128 letters"]),
         ("apiKeys: [a]\nkeys: {inference: [b]}", 1, ["apiKeys", "keys.inference", "line 2"]),
     ],
 )

@@ -120,7 +120,7 @@ def test_every_flag_of_the_table_is_one_of_the_release() -> None:
         (["--seed", "1", "--max-model-len", "-1"], {"max_model_len": "auto"}, ["--seed", "1"]),
         (["--max-num-seqs=8", "--max_num_seqs", "9", "--enforce-eager"], {"max_num_seqs": 9, "enforce_eager": True}, []),
         (["--trust-remote-code", "--tool-call-parser", "hermes"], {"trust_remote_code": True, "tool_call_parser": "hermes"}, []),
-        (["--dtype", "a", "b", "--no-enforce-eager"], {"dtype": None, "enforce_eager": False}, ["--dtype", "a", "b"]),
+        (["--dtype", "a", "b", "--no-enforce-eager"], {"dtype": None, "enforce_eager": False}, ["--dtype", "a", "b", "--no-enforce-eager"]),
     ],
 )
 def test_a_flag_that_has_a_key_becomes_the_key(args: list[str], keys: dict[str, Any], rest: list[str]) -> None:

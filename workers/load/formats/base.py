@@ -27,10 +27,12 @@ class Quantizer(ABC):
     def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
         """Quantizes [..., N, K] (bfloat16, float16 or float32; below 2**126; any strides) on the device it is on.
 
-        global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
-        two keeps every product exact. out: contiguous tensors to write into, with the leading dimensions and the shapes of `parts`; None
-        allocates them. A GPU computes with Triton's kernels and copies nothing to the host. A CPU computes with torch, in slices of rows;
-        of scales that are almost equally good it may choose another (the relative errors agree to 0.1 %, test_formats.py).
+        global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of two
+            keeps every product exact.
+        out: contiguous tensors to write into, with the leading dimensions and the shapes of `parts`; None allocates them.
+
+        A GPU computes with Triton's kernels and copies nothing to the host. A CPU computes with torch, in slices of rows; of scales that
+        are almost equally good it may choose another (the relative errors agree to 0.1 %, test_formats.py).
         """
         lead = weight.shape[:-2]
         parts = self.empty(weight) if out is None else dict(out)
@@ -60,7 +62,11 @@ class Quantizer(ABC):
         """The weight [..., N, K] of these parts, computed in float32 and rounded once to dtype. The parts' shapes say the group size."""
 
     def _fill_shared(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:  # noqa: B027 - most formats have none
-        """Fill the parts that hold for a whole matrix. weight: [B, N, K]; out: B parts of each kind."""
+        """Fill the parts that hold for a whole matrix.
+
+        weight: [B, N, K].
+        out: B parts of each kind.
+        """
 
     @abstractmethod
     def _fill(self, weight: Tensor, out: Parts) -> None:

@@ -52,9 +52,11 @@ def dequantize_fp8(
 ) -> Tensor:
     """part times its scale, [..., n, k] in dtype, multiplied in float32 and rounded once.
 
-    part: float8 [..., n, k], the rows and columns from origin on of each weight of this shape [N, K]. scale: [..., *], the scale of the
-    whole weight: one value, [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks; under each of its names
-    (weight_scale, weight_scale_inv, scale) it is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
+    part: float8 [..., n, k], the rows and columns from origin on of each weight of this shape [N, K].
+    scale: [..., *], the scale of the whole weight: one value, [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks;
+        under each of its names (weight_scale, weight_scale_inv, scale) it is a factor.
+
+    Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
     """
     *lead, n, k = part.shape
     result = torch.empty(part.shape, dtype=dtype, device=part.device) if out is None else out
@@ -75,8 +77,8 @@ def dequantize_fp8(
 def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], first: int = 0) -> bool:
     """Whether an FP8 weight can keep its codes in this format: all elements of each new scale share one stored scale.
 
-    scale: the shape of the stored scales, as in `refuse_scale`, of a weight of this shape [N, K]; first: the row of that weight at which
-    the part with the new format begins.
+    scale: the shape of the stored scales, as in `refuse_scale`, of a weight of this shape [N, K].
+    first: the row of that weight at which the part with the new format begins.
     """
     if form.name not in _STEPS:
         return False

@@ -28,7 +28,9 @@ def amax(weight: Tensor) -> Tensor:
 def nvfp4(weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor, scales: range, bias: int, count: int) -> None:
     """[B, N, K] -> words int32 [B, N, K/8], scale uint8 [B, N, K/16] (E4M3); divisor float32 [B].
 
-    scales: the codes of a scale that are tried; bias: see nvfp4.SCALE_BIAS; count: how many of them for each group.
+    scales: the codes of a scale that are tried.
+    bias: see nvfp4.SCALE_BIAS.
+    count: how many of them for each group.
     """
     _launch(_nvfp4, weight, 16, words, scale, divisor, BIAS=bias, FIRST=scales.start, LAST=scales.stop - 1, SCALES=count)
 

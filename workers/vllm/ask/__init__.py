@@ -1,1 +1,1 @@
-"""Owns what is asked of vLLM about a model or a flag, in children of the engine's own Python."""
+"""Questions to vLLM about a model or a flag, in children of the engine's own Python."""

@@ -1,5 +1,4 @@
-"""Owns asking the vLLM beside this Python what it makes of a model: built on the meta device, from its configuration alone. Never reads a
-weight, never touches a GPU.
+"""Builds a model in the vLLM beside this Python on the meta device, from its configuration alone, and describes the result.
 
 One process describes one model: vLLM keeps much of a model in globals. Every rank of a pipeline is built in turn, the first of its tensor
 ranks, as the others are like it. `process_weights_after_loading` does not run: parameters are as a checkpoint fills them. Weights that vLLM

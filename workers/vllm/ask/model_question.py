@@ -1,6 +1,4 @@
-"""Owns one conversation with workers.vllm.ask.model_answer in an engine's Python: the files of its questions, and its lines until it ends.
-Never imports vLLM, and never writes outside a folder of its own.
-"""
+"""Holds one conversation with workers.vllm.ask.model_answer in an engine's Python, until it ends: its questions' files and its lines."""
 
 from __future__ import annotations
 

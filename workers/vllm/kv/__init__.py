@@ -1,1 +1,1 @@
-"""Owns what sizes the KV cache inside vLLM's worker. The arithmetic is workers.kv's."""
+"""Sizes the KV cache inside vLLM's worker. The arithmetic is workers.kv's."""

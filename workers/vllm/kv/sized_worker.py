@@ -1,4 +1,4 @@
-"""Owns the steps that both worker classes add to vLLM's methods, for a cache that has been sized. Never sizes anything."""
+"""The steps that both worker classes add to vLLM's methods, for a cache that has been sized."""
 
 from __future__ import annotations
 

@@ -49,8 +49,11 @@ def ask(
 ) -> Trace | None:
     """The tensors of `virtual` that the model takes; None, with the reason in the log, where its weight loaders cannot be asked.
 
-    folder: the user's checkpoint, for messages; quantized: by sparkd; check: vLLM's own (completeness.py), None for none. Raises
-    CheckpointError for a checkpoint that lacks a weight, and where the model requires a tensor that the checkpoint lacks.
+    folder: the user's checkpoint, for messages.
+    quantized: by sparkd.
+    check: vLLM's own (completeness.py), None for none.
+
+    Raises CheckpointError for a checkpoint that lacks a weight, and where the model requires a tensor that the checkpoint lacks.
     """
     trace = Trace()
     families = [] if _experts_are_spread() else expert_families(virtual.outputs())
@@ -167,8 +170,11 @@ def refuse_unfilled(
 ) -> None:
     """Raise CheckpointError with the first unfilled parts of the model and their number.
 
-    loaded: the parameters that the model reports as loaded. check: vLLM's, which raises ValueError with the names of the others. experts:
-    of each layer on this rank, None where unknown. folder: the checkpoint's; quantized: by a recipe.
+    loaded: the parameters that the model reports as loaded.
+    check: vLLM's, which raises ValueError with the names of the others.
+    experts: of each layer on this rank, None where unknown.
+    folder: the checkpoint's.
+    quantized: by a recipe.
     """
     empty = list(dict.fromkeys([*lone_experts(trace), *unfilled(model, trace, loaded, check, experts)]))
     if empty:

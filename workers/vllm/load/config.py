@@ -54,10 +54,11 @@ logger = logging.getLogger("vllm.sparkd.stream")
 class LoaderSettings:
     """The loader's own settings.
 
-    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for the load's progress. ring_bytes: memory for reads in
-    flight; None for the device's default.
-    direct: False forbids O_DIRECT, True requires it, None uses it where the file system has it. enable_weights_track: False loads a model
-    although the checkpoint lacks weights, as for vLLM's setting of the same name.
+    cache_dir: folder of quantized checkpoints, None for no cache.
+    progress: file for the load's progress.
+    ring_bytes: memory for reads in flight; None for the device's default.
+    direct: False forbids O_DIRECT, True requires it, None uses it where the file system has it.
+    enable_weights_track: False loads a model although the checkpoint lacks weights, as for vLLM's setting of the same name.
     """
 
     recipe: QuantizationRecipe
@@ -243,8 +244,10 @@ def _is_cpu() -> bool:
 def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json for a checkpoint whose modules have these formats.
 
-    assignments: module path -> Format, quantized modules only (a `bf16` counts as not quantized). all_linear_modules: the module path
-    of every weight of two or more dimensions that vLLM may build as a linear layer or as experts, quantized or not; embeddings do no harm.
+    assignments: module path -> Format, quantized modules only (a `bf16` counts as not quantized).
+    all_linear_modules: the module path of every weight of two or more dimensions that vLLM may build as a linear layer or as experts,
+        quantized or not; embeddings do no harm.
+
     Both in the checkpoint's own names. One format for all gives one group with the target "Linear", several give a group each, with
     regexes. An empty dict where nothing is quantized. Raises CheckpointError for a format that compressed-tensors cannot say.
     """

@@ -64,9 +64,11 @@ class FewExperts:
 def few_at_a_time(stock: Callable[..., Any], by_expert: tuple[int, ...], layer: int | None = None) -> Callable[..., Any]:
     """`stock`, a function of tensors [experts, ...] to one such tensor or a tuple of them, run for few experts at a time.
 
-    Each result goes into the memory of the argument with as many bytes for each expert, where there is one; its argument must not be
-    used afterwards.
-    by_expert: positions of the arguments with one entry for each expert. layer: position of the one whose `num_experts` says how many.
+    Each result goes into the memory of the argument with as many bytes for each expert, where there is one; its argument must not be used
+    afterwards.
+
+    by_expert: positions of the arguments with one entry for each expert.
+    layer: position of the one whose `num_experts` says how many.
     """
 
     @functools.wraps(stock)

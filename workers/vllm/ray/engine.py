@@ -1,5 +1,4 @@
-"""Owns the steps of an engine on vLLM's Ray executor in its own processes: it takes sparkd's placement group for its own. Never starts a
-worker."""
+"""Leads an engine on vLLM's Ray executor, in its own processes, to take sparkd's placement group for its own."""
 
 from __future__ import annotations
 
