@@ -102,11 +102,6 @@ class EngineArgs:
         return [*flags, *self.rest]
 
     @property
-    def sized(self) -> bool:
-        """Whether the account covers the cache: it has a size, or sparkd sizes it by the memory that is left."""
-        return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
-
-    @property
     def blocks(self) -> int | None:
         return self.cache.get("blocks") if isinstance(self.cache, Mapping) else None
 
