@@ -414,7 +414,8 @@ def _count(states: Mapping[str, str]) -> str:
 def _cost(costs: Mapping[str, Any]) -> str:
     ray = ", ".join(f"{process['name']} {process['anonymous_bytes'] // MIB}" for process in costs["ray"])
     daemon = f"daemon {costs['daemon']['anonymous_bytes'] // MIB} MiB"
-    return f"{daemon}, Ray {costs['ray_anonymous_bytes'] // MIB} MiB ({ray})" if ray else daemon
+    ray_bytes = sum(process["anonymous_bytes"] for process in costs["ray"])
+    return f"{daemon}, Ray {ray_bytes // MIB} MiB ({ray})" if ray else daemon
 
 
 def _or_dash(value: Any, shown: Any) -> str:
