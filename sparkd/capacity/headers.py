@@ -45,28 +45,45 @@ class Headers:
         """
         model = inventory(checkpoint, shape_of(checkpoint.config))
         identity = checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None
-        return _with_draft(args, model, lambda: checkpoint, read, identity)
+        return _with_draft(args, model, lambda: checkpoint, read, identity, draft_folder(args))
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
     """With the draft of the flags; None where the model's are not on this machine, or none of the kinds that are counted."""
     folder = folder_of(args.model, args.revision, args.env)
+    draft = draft_folder(args)
     if folder is None:
         return None
     try:
         identity = checkpoint_of(folder)
         model = _read(folder, identity)
-        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, args.env), identity)
+        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, draft), identity, draft)
     except (CheckpointError, ConfigError, OSError):
         return None
 
 
+def draft_folder(args: EngineArgs) -> str | None:
+    """Where the files of the entry's draft are for an engine of this machine; None where they are not, or it drafts without files."""
+    draft = args.draft or {}
+    name = draft.get("model")
+    return folder_of(name, draft.get("revision"), args.env) if isinstance(name, str) and "/" in name else None
+
+
 def _with_draft(
-    args: EngineArgs, model: Inventory, whole: Callable[[], Checkpoint], read: Callable[[str], Checkpoint], identity: str | None
+    args: EngineArgs,
+    model: Inventory,
+    whole: Callable[[], Checkpoint],
+    read: Callable[[str], Checkpoint],
+    identity: str | None,
+    folder: str | None,
 ) -> Headers:
-    """whole: reads the model's headers with the layers that predict ahead."""
+    """The headers of the model and its draft.
+
+    whole: reads the model's headers with the layers that predict ahead.
+    folder: the draft's.
+    """
     model = model.widened() if args.wide else model
-    drafted = of_config(args.draft, read) if args.draft is not None else None
+    drafted = replace(of_config(args.draft, read), folder=folder) if args.draft is not None else None
     both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
     return Headers(both, drafted, identity)
 
@@ -76,8 +93,7 @@ def inventory_in(folder: str) -> Inventory:
     return _read(folder, checkpoint_of(folder))
 
 
-def _draft(name: str, environ: Mapping[str, str]) -> Checkpoint:
-    folder = folder_of(name, None, environ)
+def _draft(name: str, folder: str | None) -> Checkpoint:
     if folder is None:
         raise CheckpointIncomplete("its files are not on this machine", file=name, cure=COMPLETE)
     return read_bounded(read_checkpoint, folder)
@@ -99,6 +115,7 @@ class Drafting:
     ahead: whether the checkpoint's own layers for it are loaded.
     draft: a separate checkpoint.
     is_read: whether the draft's headers could be read.
+    folder: of the draft, where an engine of this machine has its files.
     """
 
     method: str
@@ -107,6 +124,7 @@ class Drafting:
     ahead: bool = False
     draft: Checkpoint | None = None
     is_read: bool = True
+    folder: str | None = None
 
     def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
         """The inventory of model and draft together. A draft's own tensors are never quantized here. Raises ConfigError where nothing

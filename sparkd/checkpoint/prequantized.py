@@ -38,8 +38,9 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
     """
     if checkpoint.quantization is not None:
         return
+    others = _beside(source) if source.startswith("/") else _cached(source, environ)
     shape = _comparable(shape_of(checkpoint.config))
-    for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
+    for name, folder in others:
         try:
             candidate = read_bounded(read_checkpoint if source.startswith("/") else _whole, str(folder))
             same = candidate is not None and candidate.quantization is not None and _comparable(shape_of(candidate.config)) == shape
