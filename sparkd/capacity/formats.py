@@ -87,7 +87,7 @@ def _mixes(model: Inventory, wish: BestWish | None, ranks: int) -> Iterator[Quan
         budgets = [budget for budget in budgets if budget < least]
     for budget in budgets:
         is_mixed = budget < listed.stored_bytes
-        yield QuantizationRecipe.parse(recipe_of(listed, select(listed, budget))) if is_mixed else AS_IT_IS
+        yield recipe_of(listed, select(listed, budget)) if is_mixed else AS_IT_IS
 
 
 def mix_of(checkpoint: Checkpoint, wish: BestWish) -> QuantizationRecipe:
