@@ -63,7 +63,7 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
     args = engine_args(spec, env)
     if (broken := file_fault(args)) is not None:
         yield EntryFault("model", broken.message, ends_start=not isinstance(broken, CheckpointUncounted))
-    draft = None if args.draft is None else args.draft.get("model")
+    draft = None if args.draft is None else args.draft.model
     if isinstance(draft, str) and draft.startswith("/") and not os.path.isdir(draft):
         yield EntryFault("extra_args", f"The draft {draft} is not there: correct the path in --speculative-config.", names_key=True)
     headers = headers_here(args)

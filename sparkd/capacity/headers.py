@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
@@ -15,7 +14,7 @@ from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.engine_args import EngineArgs
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
-from sparkd.vllm.flags import draft_method
+from sparkd.vllm.flags import Draft
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import checkpoint_of
 
@@ -64,9 +63,10 @@ def headers_here(args: EngineArgs) -> Headers | None:
 
 def draft_folder(args: EngineArgs) -> str | None:
     """Where the files of the entry's draft are for an engine of this machine; None where they are not, or it drafts without files."""
-    draft = args.draft or {}
-    name = draft.get("model")
-    return folder_of(name, draft.get("revision"), args.env) if isinstance(name, str) and "/" in name else None
+    draft = args.draft
+    if draft is None or draft.model is None or "/" not in draft.model:
+        return None
+    return folder_of(draft.model, draft.revision, args.env)
 
 
 def _with_draft(
@@ -83,7 +83,7 @@ def _with_draft(
     folder: the draft's.
     """
     model = model.widened() if args.wide else model
-    drafted = replace(of_config(args.draft, read), folder=folder) if args.draft is not None else None
+    drafted = replace(drafting_of(args.draft, read), folder=folder) if args.draft is not None else None
     both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
     return Headers(both, drafted, identity)
 
@@ -144,19 +144,17 @@ class Drafting:
         return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers, unknown=unknown)
 
 
-def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
-    """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
-    method, tokens = draft_method(config), config.get("num_speculative_tokens")
-    tokens = tokens if type(tokens) is int and tokens > 0 else 1
-    if method in OF_TEXT:
-        return Drafting(method, tokens)
-    if not isinstance(config.get("model"), str):
-        return Drafting(method, tokens, 1, ahead=True)
+def drafting_of(draft: Draft, read: Callable[[str], Checkpoint]) -> Drafting:
+    """The layers of a draft. Raises CheckpointError for one that is missing."""
+    if draft.method in OF_TEXT:
+        return Drafting(draft.method, draft.tokens)
+    if draft.model is None:
+        return Drafting(draft.method, draft.tokens, 1, ahead=True)
     try:
-        draft = read(config["model"])
+        checkpoint = read(draft.model)
     except CheckpointUncounted:  # EAGLE's drafts are often pickled
-        return Drafting(method, tokens, 1, is_read=False)
-    return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
+        return Drafting(draft.method, draft.tokens, 1, is_read=False)
+    return Drafting(draft.method, draft.tokens, shape_of(checkpoint.config).layers, draft=checkpoint)
 
 
 def _beside(draft: Inventory) -> Iterator[WeightPart]:

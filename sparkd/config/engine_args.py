@@ -11,7 +11,7 @@ from sparkd.config.engine_flags import flags_of
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
-from sparkd.vllm.flags import DRAFTS, amount, json_object, parsed
+from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, json_object, parsed
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
     BLOCKS,
@@ -54,7 +54,7 @@ class EngineArgs:
     vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache.
     margin_bytes: bytes to leave free, None for the default.
     memory_gib: the operator's reservation for the engine.
-    draft: vLLM's configuration of drafts; drafts: whether a flag for one exists, even an unreadable one.
+    draft: None without one that can be read; drafts: whether a flag for one exists, even an unreadable one.
     uncounted: flags whose effect on memory no formula covers.
     changes: the parts that they and other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args).
     rest: the flags without the revision and the length, which a decision may change.
@@ -87,7 +87,7 @@ class EngineArgs:
     margin_bytes: int | None
     margin_words: str
     memory_gib: float | None
-    draft: Mapping[str, Any] | None
+    draft: Draft | None
     drafts: bool
     uncounted: tuple[str, ...]
     changes: frozenset[str]
@@ -138,7 +138,8 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     flags = parsed(spec.extra_args)
     if isinstance(size := flags.get(BYTES), str) and amount(size) is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    draft = json_object(str(flags.get(DRAFTS, "")))
+    drafting = json_object(str(flags.get(DRAFTS, "")))
+    draft = None if drafting is None else draft_of(drafting)
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     uncounted, blocks, block_tokens = tuple(unsized(flags)), count_in(flags, BLOCKS), count_in(flags, BLOCK)
     wide, kv_dtype = spec.dtype in WIDE, spec.kv_cache_dtype or "auto"
