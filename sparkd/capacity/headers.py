@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
@@ -44,19 +44,17 @@ class Headers:
         """
         model = inventory(checkpoint, shape_of(checkpoint.config))
         identity = checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None
-        return _with_draft(args, model, lambda: checkpoint, read, identity, draft_folder(args))
+        return _with_draft(args, model, identity, lambda: checkpoint, read)
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
     """With the draft of the flags; None where the model's are not on this machine, or none of the kinds that are counted."""
     folder = folder_of(args.model, args.revision, args.env)
-    draft = draft_folder(args)
     if folder is None:
         return None
     try:
         identity = checkpoint_of(folder)
-        model = _read(folder, identity)
-        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, draft), identity, draft)
+        return _with_draft(args, _read(folder, identity), identity, lambda: read_bounded(read_checkpoint, folder))
     except (CheckpointError, ConfigError, OSError):
         return None
 
@@ -64,7 +62,7 @@ def headers_here(args: EngineArgs) -> Headers | None:
 def draft_folder(args: EngineArgs) -> str | None:
     """Where the files of the entry's draft are for an engine of this machine; None where they are not, or it drafts without files."""
     draft = args.draft
-    if draft is None or draft.model is None or "/" not in draft.model:
+    if draft is None or draft.model is None or draft.method in OF_TEXT:
         return None
     return folder_of(draft.model, draft.revision, args.env)
 
@@ -72,18 +70,17 @@ def draft_folder(args: EngineArgs) -> str | None:
 def _with_draft(
     args: EngineArgs,
     model: Inventory,
-    whole: Callable[[], Checkpoint],
-    read: Callable[[str], Checkpoint],
     identity: str | None,
-    folder: str | None,
+    whole: Callable[[], Checkpoint],
+    read: Callable[[str], Checkpoint] | None = None,
 ) -> Headers:
-    """The headers of the model and its draft.
+    """The headers of a model with those of its draft.
 
-    whole: reads the model's headers with the layers that predict ahead.
-    folder: the draft's.
+    whole: reads the model's with the layers that predict ahead.
+    read: reads a draft's, None for those on this machine.
     """
-    model = model.widened() if args.wide else model
-    drafted = replace(drafting_of(args.draft, read), folder=folder) if args.draft is not None else None
+    model, folder = model.widened() if args.wide else model, draft_folder(args)
+    drafted = None if args.draft is None else replace(drafting_of(args.draft, read or partial(_draft, folder)), folder=folder)
     both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
     return Headers(both, drafted, identity)
 
@@ -93,7 +90,7 @@ def inventory_in(folder: str) -> Inventory:
     return _read(folder, checkpoint_of(folder))
 
 
-def _draft(name: str, folder: str | None) -> Checkpoint:
+def _draft(folder: str | None, name: str) -> Checkpoint:
     if folder is None:
         raise CheckpointIncomplete("its files are not on this machine", file=name, cure=COMPLETE)
     return read_bounded(read_checkpoint, folder)

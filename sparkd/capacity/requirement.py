@@ -132,8 +132,7 @@ def requirement_of(
     node = replace(hardware, system_bytes=hardware.memory_bytes - int(free_gib * GIB))
     args = engine_args(spec, spec.environment(config.engine))
     headers = headers_here(args)
-    candidates = [] if headers is None else candidates_of(args, headers, node, evidence, beside=beside)
-    option = choose(candidates, node, ways) if candidates else None
+    option = None if headers is None else choose(candidates_of(args, headers, node, evidence, beside=beside), node, ways)
     args, known = (args.undecided(), None) if option is None else (option.args, option.known)
     gib = reserved_gib(args, hardware, offered_gib, known)
     return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))

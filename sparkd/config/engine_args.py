@@ -11,7 +11,7 @@ from sparkd.config.engine_flags import flags_of
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
-from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, json_object, parsed
+from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, parsed, speculative_config
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
     BLOCKS,
@@ -105,11 +105,6 @@ class EngineArgs:
         return [*flags, *self.rest]
 
     @property
-    def sized(self) -> bool:
-        """Whether the account covers the cache: it has a size, or sparkd sizes it by the memory that is left."""
-        return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
-
-    @property
     def blocks(self) -> int | None:
         return self.cache.get("blocks") if isinstance(self.cache, Mapping) else None
 
@@ -138,8 +133,8 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     flags = parsed(spec.extra_args)
     if isinstance(size := flags.get(BYTES), str) and amount(size) is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    drafting = json_object(str(flags.get(DRAFTS, "")))
-    draft = None if drafting is None else draft_of(drafting)
+    config = speculative_config(spec.extra_args)
+    draft = None if config is None else draft_of(config)
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     uncounted, blocks, block_tokens = tuple(unsized(flags)), count_in(flags, BLOCKS), count_in(flags, BLOCK)
     wide, kv_dtype = spec.dtype in WIDE, spec.kv_cache_dtype or "auto"
