@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from sparkd.capacity.evidence import NOTHING, Consultation, Evidence, Ways
-from sparkd.capacity.footprint import Footprint, footprint, limit_of
+from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving, largest
@@ -319,10 +319,10 @@ def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
 
 def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) -> str:
     """Why its bytes are too many for a node, or for the limit of its entry."""
-    limit, kept = limit_of(args, node), f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
+    kept = f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
     there = f"a node has {gib(node.memory_bytes)}, less {kept}"
-    if limit is not None and needed.total > limit[0]:
-        there = f"that is more than {limit[1]}"
+    if needed.limit_bytes is not None and needed.total > needed.limit_bytes:
+        there = f"that is more than {needed.limit_words}"
     elif needed.free_bytes >= 0:
         there = f"while the weights come, the loader needs {gib(-needed.load_free_bytes)} more than a node has"
     return f"{it_needs(args, needed)}; {there}" + (f"; {longest:,} tokens of context would fit" if longest else "")
