@@ -22,7 +22,7 @@ from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
-from sparkd.config.engine_args import engine_args, recipe_of
+from sparkd.config.engine_args import engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
 from sparkd.control.registry import Registry
@@ -32,7 +32,6 @@ from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
 from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
-from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
 
 LAYERS_KEPT_S = 30.0
@@ -121,9 +120,9 @@ def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
     env = {**os.environ, **spec.environment(config.engine)}
     checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, env)
-    wish = best_of(spec.quantize)
-    recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide)
+    args = engine_args(spec, env)
+    recipe = args.recipe if args.wish is None or args.wish.gib is None else mix_of(checkpoint, args.wish)
+    return layers_of(checkpoint, recipe, wide=args.wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:
