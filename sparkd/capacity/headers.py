@@ -21,6 +21,8 @@ from workers.kv.profiles import checkpoint_of
 
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 OF_TEXT = ("ngram", "suffix")
+# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+_SUFFIX_DEPTH = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Drafting:
 def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
     """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
     method, tokens = draft_method(config), config.get("num_speculative_tokens")
+    if method == "suffix" and tokens is None:
+        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     tokens = tokens if type(tokens) is int and tokens > 0 else 1
     if method in OF_TEXT:
         return Drafting(method, tokens)
