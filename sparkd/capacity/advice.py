@@ -103,7 +103,8 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
     """
     args, option, known = need.args, need.option, need.known
     if option is not None and option.cause in ("length", "vllm"):
-        return FitRefusal(f"{args.name} cannot be served: {option.reason}", replace(_cure(option, [option], 1), effect=""), option.cause)
+        reason = f"vLLM refuses it: {doubt_in_short(option.reason or '')}" if option.cause == "vllm" else option.reason
+        return FitRefusal(f"{args.name} cannot be served: {reason}", replace(_cure(option, [option], 1), effect=""), option.cause)
     if option is not None and known is not None and (lacks := _lacks(option, known, need.gib, most_gib, where)):
         return lacks
     if share := share_too_large(args, need.gib, need.hardware, most_gib, where):

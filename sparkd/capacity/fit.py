@@ -125,7 +125,9 @@ def candidates_of(
     """
     if not is_open(args.quantize):
         return _formatted(args, headers, [] if args.recipe is None else [args.recipe], node, evidence)
-    found = _formatted(args, headers, open_recipes(headers.model, args.quantize, args.tensor_parallel or 1), node, evidence)
+    choices = tuple(open_recipes(headers.model, args.quantize, args.tensor_parallel or 1))
+    # A model whose weights can have no mix is served as it is stored.
+    found = _formatted(args, headers, choices or (AS_IT_IS,), node, evidence)
     if args.quantize == AUTO and beside:
         found[1:1] = [
             candidate._replace(is_copy=True)
@@ -175,21 +177,20 @@ def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, He
             yield other, there
 
 
-def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> list[Option]:
-    """The options of the candidates, at least one, over `ways` nodes like this one; the choice comes first.
+def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
+    """The choice of the candidates, at least one, over `ways` nodes like this one: the first that fits.
 
-    The choice is the first that fits. If none does, it is the longest of those with a length of `auto`, else the smallest, whose refusal
-    gives the reason.
+    If none does, it is the longest of those with a length of `auto`, else the smallest, whose refusal gives the reason.
     """
-    options = [fitted(candidate, node, ways, unlinked) for candidate in candidates]
-    best = next((number for number, option in enumerate(options) if option.fits), None)
-    if best is None:
-        best = max(range(len(options)), key=lambda number: options[number].longest)
-        if (tokens := options[best].longest) and candidates[best].args.max_model_len == AUTO:
-            options[best] = fitted(candidates[best], node, ways, unlinked, at_least=tokens)
-        else:
-            best = min(range(len(options)), key=lambda number: _least(options[number]))
-    return [options.pop(best), *options]
+    options: list[Option] = []
+    for candidate in candidates:
+        options.append(fitted(candidate, node, ways, unlinked))
+        if options[-1].fits:
+            return options[-1]
+    tokens, first = max((option.longest, -number) for number, option in enumerate(options))
+    if tokens and candidates[-first].args.max_model_len == AUTO:
+        return fitted(candidates[-first], node, ways, unlinked, at_least=tokens)
+    return min(options, key=_least)
 
 
 def _least(option: Option) -> float:
@@ -333,11 +334,12 @@ def it_needs(args: EngineArgs, known: Footprint) -> str:
     if is_larger and args.cache_words:
         what = f"as its entry sets it ({args.cache_words})"
     rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
-    sizes = (known.parts["weights"], known.least - known.fixed + known.upper_bytes, rest, known.parts["processes"])
-    total, (weights, cache, batch, processes) = _adding_up(sizes)
+    total, sizes = _adding_up((known.parts["weights"], known.least - known.fixed, rest, known.parts["processes"], known.upper_bytes))
+    weights, cache, batch, processes, reserve = sizes
     held = " and what CUDA holds" if known.parts["context"] else ""
+    guess = "" if reserve == gib(0) else f", reserve for an uncertain estimate {reserve}"
     largest = f"{batch} for the largest batch{held}"
-    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}"
+    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}{guess}"
 
 
 def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:

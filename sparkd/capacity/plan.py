@@ -115,11 +115,11 @@ def _options(
 
     Where the format is open, the other formats show why no better one was chosen, and the alternatives.
     """
-    candidates = candidates_of(args, headers, node, evidence, beside=beside)
     others = single_formats(args, headers, node, evidence) if is_open(args.quantize) else []
+    candidates = candidates_of(args, headers, node, evidence, beside=beside)
     options: list[Option] = []
     for ways in splits:
-        chosen = choose(candidates, node, ways, unlinked)[0]
+        chosen = choose(candidates, node, ways, unlinked)
         formats = (fitted(candidate, node, ways, unlinked) for candidate in others)
         options += [chosen, *(option for option in formats if _is_beside(option, chosen))]
     return sorted(options, key=rank)

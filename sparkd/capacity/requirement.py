@@ -133,7 +133,7 @@ def requirement_of(
     args = engine_args(spec, spec.environment(config.engine))
     headers = headers_here(args)
     candidates = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts), beside=beside)
-    option = choose(candidates, node, ways)[0] if candidates else None
+    option = choose(candidates, node, ways) if candidates else None
     args, known = (args.undecided(), None) if option is None else (option.args, option.known)
     gib = reserved_gib(args, hardware, offered_gib, known)
     return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))

@@ -62,7 +62,7 @@ def unload(
 
 
 def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Id of the operation.")]) -> None:
-    """Cancel a running load, unload or pull.
+    """Cancel a load, unload, pull, bench or measurement that runs.
 
     After a cancelled load the model is stopped; after a cancelled unload it is loaded again.
     """

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sparkd.vllm.arg_check import RefusedArg
 
 
-Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Folder of your recipes; default: recipes_dir.")]
 Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.")]
 
 
@@ -40,7 +39,6 @@ def ls(
     session: Session,
     name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: list the recipes of this registry.")] = None,
     registry: Annotated[bool, option("--registry", help="List the registries, or the recipes of NAME.")] = False,
-    folder: Folder = None,
 ) -> None:
     """List all recipes with their model and measured rate."""
     if registry:
@@ -50,7 +48,7 @@ def ls(
         raise ConfigError(f"{name[:64]!r}: `recipes ls` takes a name with --registry alone; `sparkd recipes show NAME` shows one recipe.")
     from sparkd.config.recipe_check import summary
 
-    book = _book(folder)
+    book = _book()
     rows, wrong = [], list[Any]()
     for name in book.names():
         file, problems = book.read(name)
@@ -68,13 +66,12 @@ def ls(
 def show_(
     session: Session,
     name: Name,
-    folder: Folder = None,
 ) -> None:
     """Show one recipe: settings, flags, figures and sources."""
     from sparkd.config.parser_choice import explained
     from sparkd.config.recipe_check import described, resolve
 
-    book = _book(folder)
+    book = _book()
     file = book.find(name)
     spec = resolve(name, book)
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
@@ -90,7 +87,6 @@ def check(
     session: Session,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
     parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
-    folder: Folder = None,
 ) -> None:
     """Check recipes.
 
@@ -100,7 +96,7 @@ def check(
     from sparkd.config.recipe_check import checked, load, refused_by_parser
     from sparkd.recipes.library import AsWritten
 
-    book = _book(folder)
+    book = _book()
     problems: list[ConfigProblem] = []
     models, count = dict[str, ModelConfig](), 0
     for path in files or list(book.names().values()):
@@ -193,14 +189,12 @@ def _parser(args: Sequence[str], env: Mapping[str, str]) -> tuple[str, Sequence[
     return None if refusals is None else (full_version_in(None) or "", refusals)
 
 
-def _book(folder: Path | None) -> RecipeLibrary:
+def _book() -> RecipeLibrary:
     from sparkd.cli.config_file import config_of
     from sparkd.recipes.library import AsWritten, RecipeLibrary
 
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--dir {folder}: there is no such folder.")
     config = config_of(None, os.environ)
-    return RecipeLibrary(folder or config.recipes_dir, AsWritten(), config.state_dir)
+    return RecipeLibrary(config.recipes_dir, AsWritten(), config.state_dir)
 
 
 def _raw(file: Path) -> tuple[bytes, str, str]:
@@ -210,7 +204,7 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
 
     name = str(file)
     if not file.exists() and file.suffix not in SUFFIXES and not name.startswith(FOLDER_SIGNS):
-        book = _book(None)
+        book = _book()
         if name in book.names():
             raise ConfigError(f"{name} is a recipe of sparkd's already: name it in an entry (`recipe: {name}`), or import NAME@REGISTRY.")
         if "@" in name:

@@ -119,7 +119,7 @@ class Cluster:
     def reconfigure(self, config: Config) -> None:
         """Settings of engines take effect with their next start, the guard's at once; where Ray and the folders are stays as it was."""
         self._config = config
-        self._here.sentry.set(config.memory.guard_settings())
+        self._here.guard.set(config.memory.guard_settings())
 
     def expect(self, nodes: Iterable[str]) -> None:
         """An earlier daemon started ranks there: until those nodes were seen, or not for NODE_GRACE_S, what runs there is unknown."""
@@ -182,9 +182,9 @@ class Cluster:
         return await self.fabric_nodes.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
     def set_guard_hints(self, hints: Mapping[str, Mapping[str, Any]]) -> None:
-        """By model, what the guards of the nodes must know: see workers.guard.guard.Sentry. They hear it with the next look."""
+        """By model, what the guards of the nodes must know: see workers.guard.guard.Guard. They hear it with the next look."""
         self._guard_hints = hints
-        self._here.sentry.hear(hints)
+        self._here.guard.hear(hints)
 
     async def ask_all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
@@ -293,7 +293,7 @@ class Cluster:
     async def _look_here(self) -> NodeObservation | None:
         """This node, through its agent or, while that is away, with the agent's own code."""
         view = await self._look(self.node_ip) if self._link.connected else None
-        self._here.sentry.claims = view is None
+        self._here.guard.claims = view is None
         if view:
             return view
         with self._boundary.around("look"):

@@ -20,11 +20,12 @@ class Reservations:
         self._offered = offered
         self._cordoned: frozenset[str] = frozenset()
         self._room_gib: Mapping[str, float] = {}
+        self._leaked_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
 
-    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
-        """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
-        self._cordoned, self._room_gib = nodes, dict(room_gib)
+    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float], leaked_gib: Mapping[str, float]) -> None:
+        """Until the next call nothing is placed on these nodes. room_gib, leaked_gib: see MemoryBook."""
+        self._cordoned, self._room_gib, self._leaked_gib = nodes, dict(room_gib), dict(leaked_gib)
 
     @property
     def offered(self) -> dict[str, float]:
@@ -32,7 +33,7 @@ class Reservations:
         return {node: gib for node, gib in self._offered().items() if node not in self._cordoned}
 
     def book(self) -> MemoryBook:
-        return MemoryBook(self.offered, dict(self._held), self._cordoned, self._room_gib)
+        return MemoryBook(self.offered, dict(self._held), self._cordoned, self._room_gib, self._leaked_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that have `gib` free beside the other models, in the book and now: this node first, then the one with the most room."""

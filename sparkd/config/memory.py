@@ -36,7 +36,7 @@ class MemorySettings(Section):
         return self
 
     def guard_settings(self) -> dict[str, Any]:
-        """The guard's settings, in the form of workers.guard.guard.Sentry."""
+        """The guard's settings, in the form of workers.guard.guard.Guard."""
         return {"mode": self.guard} | self._limits_gib()
 
     def limits(self, mem_total_bytes: int) -> MemoryLimits:

@@ -57,14 +57,18 @@ class EventFeed:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """for_s: seconds since an engine that has answered became READY; load_s: seconds that its load took. None where not recorded."""
+    """The note of an earlier daemon about an engine that answered. None where it noted nothing.
+
+    for_s: seconds since it became READY.
+    load_s: seconds that its load took.
+    """
 
     for_s: float | None
     load_s: float | None
 
 
 class Journal:
-    """The supervisor's book. A full disk must not end serving: `trouble` says so until all that could not be saved is."""
+    """Writes the state that outlives the daemon. A full disk must not end serving: `trouble` says so until everything is saved."""
 
     def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
         self._store = store

@@ -33,7 +33,11 @@ CORDON_AFTER_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A node that is short of memory. level: the guard's. message: a clause with its name."""
+    """A node that is short of memory.
+
+    level: the guard's.
+    message: a clause with the node's name.
+    """
 
     level: str
     since_s: float

@@ -29,7 +29,11 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """wake: ends the loop's pause. clock: monotonic seconds."""
+    """The arguments of every acting part.
+
+    wake: ends the loop's pause.
+    clock: monotonic seconds.
+    """
 
     registry: Registry
     journal: Journal

@@ -1,5 +1,7 @@
 """The release gate: until an ended engine's memory is back, a load begins on its node only if MemAvailable covers it and the soft limit.
 
+After LIMIT_S what is still missing counts as held, in the book of memory, until it is back.
+
 On a Spark memory returns up to a minute after the process has ended, and an engine that crashes may leave 33 GB in the driver. A start in
 that time runs out of memory. A free port, or a `systemctl stop` that has returned, does not show that the memory is free.
 """
@@ -29,7 +31,11 @@ BEFORE_S = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A living rank at one moment, bytes. held: by the rank. whole: available on its node or held by living ranks."""
+    """A living rank at one moment, bytes.
+
+    held: by the rank.
+    whole: available on its node or held by living ranks.
+    """
 
     handle: RankHandle
     at_s: float
@@ -75,6 +81,7 @@ class MemoryRelease:
     """Looks at every observation; a stop, a crash and a kill are the same to it.
 
     room_gib: by node to which memory returns, what a load may need that begins there now.
+    leaked_gib: by node, memory that counts as held since it did not return in time.
     limits: the guard's, of a node with so many bytes.
     """
 
@@ -88,6 +95,7 @@ class MemoryRelease:
         self._ended: list[Ended] = []
         self._in_sight: frozenset[str] = frozenset()
         self.room_gib: dict[str, float] = {}
+        self.leaked_gib: dict[str, float] = {}
 
     @property
     def _returning(self) -> list[Ended]:
@@ -117,9 +125,10 @@ class MemoryRelease:
         self._note_living(alive, whole, now_s)
         for ended in self._returning:
             self._weigh(ended, whole[ended.node], now_s)
-        returning = {ended.node for ended in self._returning}
+        returning = {ended.node for ended in self._returning if not ended.late}
         self.room_gib = {node: self._room_gib(reading) for node, reading in readings.items() if node in returning}
         leaked = _by_node([ended for ended in self._returning if ended.late])
+        self.leaked_gib = {node: missing / GIB for node, missing in leaked.items()}
         for node in readings:
             metrics.RELEASE_LEAKED_BYTES.labels(node).set(leaked.get(node, 0))
 

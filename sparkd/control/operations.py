@@ -13,7 +13,11 @@ from sparkd.state.store import OPERATIONS_KEPT, History
 
 
 class Operations:
-    """`persist(table, key, write)` is the journal's: a full disk does not end serving. `wall` is calendar seconds."""
+    """Keeps the last operations.
+
+    persist: writes a row, by its table, its key and the write. A full disk does not end serving.
+    wall: calendar seconds.
+    """
 
     def __init__(self, history: History, persist: Callable[[str, str, Callable[[], object]], None], wall: Callable[[], float]) -> None:
         self._history = history

@@ -39,7 +39,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Take over an engine that an earlier daemon started, with all its ranks alive. rank_id: that of rank 0 of the start."""
+    """Take over an engine that an earlier daemon started, with all its ranks alive.
+
+    rank_id: that of rank 0 of the start.
+    """
 
     model: str
     rank_id: str
@@ -92,7 +95,12 @@ class MarkStopped:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Give up this attempt. reason is one CamelCase word; message is for the operator, client_message for clients."""
+    """Give up this attempt.
+
+    reason: one CamelCase word.
+    message: for the operator.
+    client_message: for clients.
+    """
 
     model: str
     reason: str
@@ -102,7 +110,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Remove every rank of a start that cannot be adopted, or that died. rank_id: that of rank 0 of the start."""
+    """Remove every rank of a start that cannot be adopted, or that died.
+
+    rank_id: that of rank 0 of the start.
+    """
 
     rank_id: str
     model: str

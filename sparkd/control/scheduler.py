@@ -151,6 +151,9 @@ def _victims(
         if book.cordoned:
             cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
             sentence = f"{lacks}. {book.cordon_message} {cure}, or ask for less (memory_gib, kv_cache)."
+        elif book.leaked_gib:
+            cure = "`sparkd status` says how much. Ask for less (memory_gib, kv_cache)."
+            sentence = f"{lacks}: memory of an ended engine has not come back. {cure}"
         else:
             holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
             sentence = f"{lacks}: {holders}. Unload or unpin it, or ask for less (memory_gib, kv_cache)."

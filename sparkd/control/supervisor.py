@@ -266,9 +266,9 @@ class Supervisor:
         is_open = False
         # Without the gate's word no node is open, to a placement in progress either.
         all_nodes = frozenset(node.node_id for node in observation.nodes)
-        with around("gate", failed=lambda _: self._cluster.reservations.cordon(all_nodes, {})):
+        with around("gate", failed=lambda _: self._cluster.reservations.cordon(all_nodes, {}, {})):
             self._gate.look(observation, records)
-            self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib)
+            self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib, self._gate.release.leaked_gib)
             is_open = True
         for record in records.values():
             with around("observed", record.name):

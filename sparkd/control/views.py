@@ -38,7 +38,7 @@ def holders(registry: Registry, lacking: Record, now_s: float) -> list[dict[str,
 
 
 def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
-    """By model, what the guards of the nodes must know of it: see workers.guard.guard.Sentry."""
+    """By model, what the guards of the nodes must know of it: see workers.guard.guard.Guard."""
     return {
         record.name: {
             "in_flight": record.queue.in_flight,

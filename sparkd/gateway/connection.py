@@ -322,11 +322,11 @@ class ConnectionPool:
                 return connection
         try:
             return await self._connect()
-        except (OSError, TimeoutError):
+        except OSError:
             await asyncio.sleep(_CONNECT_AGAIN_S)
         try:
             return await self._connect()
-        except (OSError, TimeoutError):
+        except OSError:
             raise EngineGone(_GONE) from None
 
     def keep(self, connection: Connection) -> None:

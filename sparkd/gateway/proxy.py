@@ -279,7 +279,7 @@ class Proxy:
             # A probe is no use of the model, and starts none.
             async with self._supervisor.lease(model, probe=True) as lease:
                 await lease.upstream.get(f"{_RESPONSES}/{response_id}", 0, _FIND_RESPONSE_S)
-        except (SparkdError, TimeoutError):
+        except SparkdError:
             return False
         return True
 

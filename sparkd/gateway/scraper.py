@@ -156,7 +156,7 @@ async def page_of(upstream: Upstream) -> str | None:
     """An engine's metrics page; None where it has none of at most MAX_BYTES to give within TIMEOUT_S."""
     try:
         page = await upstream.get("/metrics", MAX_BYTES, TIMEOUT_S)
-    except (TimeoutError, EngineError):
+    except EngineError:
         return None
     return page.decode("utf-8", "replace") if len(page) <= MAX_BYTES else None
 

@@ -29,18 +29,25 @@ class Upstream:
     async def get(self, path: str, most_bytes: int, timeout_s: float) -> bytes:
         """The body of the engine's answer, cut off somewhere after `most_bytes`.
 
-        Raises EngineError for a status other than 200 or an incomplete answer, EngineGone if no server listens, and TimeoutError.
+        Raises EngineError for a status other than 200, for an incomplete answer and for none within timeout_s, EngineGone if no server
+        listens.
         """
-        async with asyncio.timeout(timeout_s):
-            connection = await self.pool.connection()
-            body = _Body(most_bytes)
-            try:
-                await connection.ask(b"GET " + path.encode() + self.pool.preamble + b"\r\n", b"", body)
-                return await body.whole
-            finally:
-                # After a complete answer the pool may have lent the connection to another request already.
-                if not body.ended:
-                    connection.abort()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._get(path, most_bytes)
+        except TimeoutError:
+            raise EngineError(f"The engine did not answer {path} within {timeout_s:g} s.") from None
+
+    async def _get(self, path: str, most_bytes: int) -> bytes:
+        connection = await self.pool.connection()
+        body = _Body(most_bytes)
+        try:
+            await connection.ask(b"GET " + path.encode() + self.pool.preamble + b"\r\n", b"", body)
+            return await body.whole
+        finally:
+            # After a complete answer the pool may have lent the connection to another request already.
+            if not body.ended:
+                connection.abort()
 
     def close(self) -> None:
         self.pool.close()
@@ -109,7 +116,7 @@ async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozense
 _INFERENCE = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/audio/transcriptions"}
 )
-_UNREADABLE = (TimeoutError, EngineError, ValueError, LookupError, TypeError, RecursionError)
+_UNREADABLE = (EngineError, ValueError, LookupError, TypeError, RecursionError)
 
 
 async def _json(upstream: Upstream, path: str, most_bytes: int, timeout_s: float) -> Any:

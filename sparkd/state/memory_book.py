@@ -28,12 +28,14 @@ class MemoryBook:
     held: by model.
     cordoned: the nodes on which nothing is started now.
     room_gib: by node to which memory of an ended engine returns, what a load may need that begins there now.
+    leaked_gib: by node, memory of an ended engine that did not return and that nothing else can have.
     """
 
     offered: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
     cordoned: Collection[str] = ()
     room_gib: Mapping[str, float] = field(default_factory=dict)
+    leaked_gib: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cordon_message(self) -> str:
@@ -42,7 +44,7 @@ class MemoryBook:
 
     def free_gib(self, without: Collection[str] = ()) -> dict[str, float]:
         """node -> GiB that no model holds, if the models of `without` held nothing."""
-        free = dict(self.offered)
+        free = {node: gib - self.leaked_gib.get(node, 0.0) for node, gib in self.offered.items()}
         for model, places in self.held.items():
             for node, gib in places:
                 if model not in without and node in free:

@@ -323,7 +323,6 @@ WRONG_WORDS = (
     "join host:99999 --token -",
     "join 127.0.0.1 --token -",
     "export unknown out",
-    "recipes ls --dir /nowhere",
     "recipes import /nowhere",
 )
 KINDS: Mapping[str, Callable[[Path], str]] = {

@@ -146,7 +146,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
     finally:
         agent.destroy(handle, 5.0)
-        agent.sentry.stop()
+        agent.guard.stop()
 
 
 def _ended(agent: Agent, engine: Engine) -> bool:

@@ -46,7 +46,7 @@ def make_all(folder: Path) -> None:
     membership.keep(config, membership.Membership("192.0.2.1:6379", "192.0.2.2"), "t" * 64)
     incidents.write(config.state_dir / "logs" / "incidents", {"id": "20260101-000000-r"})
     agent = Agent("127.0.0.1", str(folder / "run" / "ranks"), str(config.state_dir / "logs"))
-    agent.sentry.stop()
+    agent.guard.stop()
     write_status(folder / "run" / "ranks" / "r1.json", {})
 
 

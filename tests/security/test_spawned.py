@@ -260,7 +260,7 @@ def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
 async def _question(python: Path, folder: Path) -> None:
     with suppress(SparkdError):
         runtime = model_answers.InquiryRuntime(python, [])
-        list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, print, threading.Event()))
+        list(model_answers._run([model_answers.ModelQuestion()], model_answers.OWN, runtime, print, threading.Event(), 1 << 30))
 
 
 async def _calibration(python: Path, folder: Path) -> None:

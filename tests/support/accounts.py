@@ -49,7 +49,7 @@ def account(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence 
 def resolved(spec: ModelConfig, hardware: Hardware, env: Env, free_bytes: int, *, beside: bool = False) -> ModelConfig:
     node = replace(hardware, system_bytes=hardware.memory_bytes - free_bytes)
     found = candidates(spec, node, env, beside=beside)
-    return decided(spec, choose(found, node)[0].args if found else engine_args(spec, env).undecided())
+    return decided(spec, choose(found, node).args if found else engine_args(spec, env).undecided())
 
 
 def options(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from workers.guard.memory_sampler import MemorySample, Trend, Vitals
+from workers.guard.memory_sampler import MemorySample, MemorySampler, Trend
 from workers.guard.policy import Decision, GuardedEngine, GuardState, decide, pace_s
 from workers.host.memory_limits import GIB, MemoryLimits
 
@@ -43,7 +43,7 @@ def live(story: Story, engines: Sequence[GuardedEngine], *, base_s: float = 0.5,
     """Until the end of the story. A victim's memory comes back within a second, as that of a killed process on a Spark at best."""
     # Long stories in larger steps: what they tell does not depend on them.
     base_s *= 5 if story.end_s > 1000 else 1
-    vitals, state, limits, lived = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(TOTAL), Lived()
+    sampler, state, limits, lived = MemorySampler(Path("/nowhere")), GuardState(), MemoryLimits.of(TOTAL), Lived()
     living, back, now_s = list(engines), [], 0.0
     while now_s <= story.end_s:
         returned = sum(held * min(1.0, now_s - at_s) for at_s, held in back)
@@ -52,15 +52,15 @@ def live(story: Story, engines: Sequence[GuardedEngine], *, base_s: float = 0.5,
         look = MemorySample(
             now_s, TOTAL, int(available), int(free), 0, 0, scanned=int(story.scanned(now_s)), swapped=int(story.swapped(now_s))
         )
-        vitals.add(look)
-        trend = vitals.trend()
+        sampler.add(look)
+        trend = sampler.trend()
         decision, state = decide(look, trend, living, limits, state, unified=unified)
         _note(lived, decision, now_s, available)
         if decision.kill:
             victim = next(one for one in living if one.rank_id == decision.kill)
             living.remove(victim)
             back.append((now_s, victim.held or 0))
-            vitals.forget()
+            sampler.forget()
         now_s += pace_s(look, trend, limits, base_s)
     return lived
 

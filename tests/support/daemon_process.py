@@ -52,7 +52,7 @@ class DaemonProcess:
 
     def configure(self, settings: dict[str, Any]) -> None:
         fixed = {"listen": f"127.0.0.1:{self.port}", "state_dir": str(self.state_dir)}
-        # What other programs take of this machine must not decide a test: the guard's own are test_guard.py and test_sentry.py.
+        # What other programs take of this machine must not decide a test: the guard's own are in tests/workers/guard.
         settings = {"memory": {"guard": "off"}} | settings
         # Whole or not at all, for a daemon that reads it at this moment: an empty file is a configuration, too.
         part = self.config.with_suffix(".part")

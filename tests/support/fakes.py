@@ -85,6 +85,7 @@ class FakeCluster:
         self.held: dict[str, Held] = {}
         self.cordoned: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
+        self.leaked_gib: Mapping[str, float] = {}
         self.known_abilities = Abilities()
         self.expected_parsers: Parsers | None = None
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
@@ -100,10 +101,10 @@ class FakeCluster:
 
     def book(self) -> MemoryBook:
         offered = {node: gib for node, gib in self.offered.items() if node not in self.cordoned}
-        return MemoryBook(offered, dict(self.held), self.cordoned, self.room_gib)
+        return MemoryBook(offered, dict(self.held), self.cordoned, self.room_gib, self.leaked_gib)
 
-    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
-        self.cordoned, self.room_gib = nodes, room_gib
+    def cordon(self, nodes: frozenset[str], room_gib: Mapping[str, float], leaked_gib: Mapping[str, float]) -> None:
+        self.cordoned, self.room_gib, self.leaked_gib = nodes, room_gib, leaked_gib
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")

@@ -133,12 +133,12 @@ def test_a_key_opens_what_it_may(context: BrowserContext, served: DaemonProcess)
     page.close()
 
 
-def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
+def test_a_plan_is_asked_for_by_a_form(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
     # No vLLM is started beside the tests.
     page.route("**/admin/v1/plan", lambda route: route.continue_(post_data={**route.request.post_data_json, "quick": True}))
     tab.open("plan")
-    page.get_by_label("Model", exact=True).fill("quick")
+    page.get_by_label("Model", exact=True).fill(str(served.folder / "checkpoint"))
     page.get_by_label("Context, tokens").fill("2K")
     page.get_by_role("button", name="Plan", exact=True).click()
     answer = page.get_by_role("region", name="Answer")
@@ -157,13 +157,13 @@ def test_a_plan_is_asked_for_by_a_form(tab: Tab) -> None:
 
 def test_a_plan_is_drawn_again_once_vllm_has_answered(tab: Tab, served: DaemonProcess) -> None:
     page = tab.page
-    guess = served.client.post("/admin/v1/plan", json={"model": "quick", "quick": True}).json()
+    guess = served.client.post("/admin/v1/plan", json={"model": str(served.folder / "checkpoint"), "quick": True}).json()
     plans = iter([{**guess, "operation": "p1"}, {**guess, "notes": ["vLLM has answered."]}])
     held: list[Route] = []
     page.route("**/admin/v1/plan", lambda route: route.fulfill(json=next(plans)))
     page.route("**/admin/v1/operations/p1?*", lambda route: held.append(route))  # playwright marks a function of ours
     tab.open("plan")
-    page.get_by_label("Model", exact=True).fill("quick")
+    page.get_by_label("Model", exact=True).fill(str(served.folder / "checkpoint"))
     with page.expect_request("**/admin/v1/operations/p1?*"):
         page.get_by_role("button", name="Plan", exact=True).click()
     progress, answer = page.get_by_role("status").filter(has_text="asks vLLM"), page.get_by_role("region", name="Answer")

@@ -20,7 +20,7 @@ from workers.agent.rank_logs import RankLogs
 from workers.agent.storage import Storage
 from workers.agent.version import VERSION
 from workers.guard import incidents
-from workers.guard.guard import Sentry
+from workers.guard.guard import Guard
 from workers.host import memlock
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
 from workers.host.plugin_folder import expose
@@ -40,7 +40,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
 
     elsewhere: they are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of
         quantized weights and of what the KV cache's workers learned.
-    guard: see workers.guard.guard.Sentry, None looks only.
+    guard: see workers.guard.guard.Guard, None looks only.
     actor: Ray runs it in a process of its own, which stays in memory.
 
     An error of an actor's constructor reaches no caller, so this one raises nothing: see `open`. Otherwise raises NodeRefused.
@@ -63,7 +63,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
         self.unlocked = memlock.lock() if actor else None
         if self.unlocked:
             log.warning("this agent's memory may be paged out: %s", self.unlocked)
-        self.sentry = Sentry(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache, actor=actor)
+        self.guard = Guard(node_id, run_dir, log_dir, Path(proc), sample_s, guard or {}, self.drop_page_cache, actor=actor)
         self._opening, self._plugin_dir = threading.Lock(), ""
         try:
             self.open()
@@ -81,7 +81,7 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
                 private_folder(Path(self.run_dir))
                 private_folder(Path(self.log_dir), keep_group=True)
                 plugin_dir = self._expose_plugin()
-                self.sentry.start()
+                self.guard.start()
             except OSError as error:
                 raise self._refused(error) from error
             self._plugin_dir = plugin_dir
@@ -102,30 +102,29 @@ class Agent(NodeFacts, PageCache, Programs, RankLogs, Storage):
     def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None, guard: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The node's reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller compute ages.
 
-        told: by model, the daemon's facts that the guard's choice depends on (workers.guard.guard.Sentry).
+        told: by model, the daemon's facts that the guard's choice depends on (workers.guard.guard.Guard).
         guard: the daemon's settings; an agent that an earlier daemon started has not received them yet.
         """
         self.open()
         if told is not None:
-            self.sentry.hear(told)
+            self.guard.hear(told)
         if guard is not None:
-            self.sentry.set(guard)
-        held = {rank.rank_id: rank for rank in self.sentry.holders.ranks}
+            self.guard.set(guard)
+        held = {rank.rank_id: rank for rank in self.guard.consumers.ranks}
         ranks = lifecycle.scan(self.run_dir)
         for fact in ranks:
             holder = held.get(fact["rank_id"]) if fact["alive"] else None
             fact["host_bytes"], fact["device_bytes"] = (holder.host_bytes, holder.device_bytes) if holder else (None, None)
-            fact["killed"] = None if fact["alive"] else self.sentry.killed(fact["rank_id"])
-        sentry = self.sentry
-        return {"node_id": self.node_id, "now_s": time.time(), "reading": sentry.reading, "machine": sentry.machine, "ranks": ranks}
+            fact["killed"] = None if fact["alive"] else self.guard.killed(fact["rank_id"])
+        return {"node_id": self.node_id, "now_s": time.time(), "reading": self.guard.reading, "machine": self.guard.machine, "ranks": ranks}
 
     def incidents(self) -> list[dict[str, Any]]:
         """The guard's deeds here, oldest first: see workers.guard.incidents.SUMMARY."""
-        return incidents.summaries(self.sentry.folder)
+        return incidents.summaries(self.guard.folder)
 
     def incident(self, incident_id: str) -> dict[str, Any] | None:
         """The whole bundle; None where this node has none of that id."""
-        return incidents.read(self.sentry.folder, incident_id)
+        return incidents.read(self.guard.folder, incident_id)
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Its log is of that name in this node's log folder.

@@ -54,7 +54,7 @@ class MemoryConsumer:
         return None if self.device_bytes is None else self.host_bytes + self.device_bytes
 
 
-class Holders:
+class Consumers:
     """The engines on this node. Each `refresh` replaces `ranks` whole.
 
     unified: whether the GPU shares the host's memory, or may do so. On a GPU with its own memory `has_device` is False: ending an engine

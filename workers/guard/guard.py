@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from workers.guard import incidents
-from workers.guard.consumers import Holders, MemoryConsumer
-from workers.guard.memory_sampler import COLUMNS, MemorySample, Trend, Vitals
+from workers.guard.consumers import Consumers, MemoryConsumer
+from workers.guard.memory_sampler import COLUMNS, MemorySample, MemorySampler, Trend
 from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, decide, pace_s
 from workers.host import machine, meminfo, processes
 from workers.host.memory_limits import MemoryLimits
@@ -40,7 +40,7 @@ ON, WATCH, OFF = "on", "watch", "off"
 log = logging.getLogger("sparkd.guard")
 
 
-class Sentry:
+class Guard:
     """The guard of one node. The daemon may report in_flight, priority, pinned, state, by and predicted_gib of each model.
 
     settings: mode (on kills, watch only reports the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic. An agent's
@@ -61,14 +61,14 @@ class Sentry:
         # See workers.host.machine; empty before the first look.
         self.machine: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
-        self.holders = Holders(run_dir, unified=shares_memory())
+        self.consumers = Consumers(run_dir, unified=shares_memory())
         self._last_look: dict[str, Any] = {}
         self._node_id, self._run_dir, self._log_dir, self._proc = node_id, run_dir, Path(log_dir), proc
         self._models: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
         self.set(settings)
         self._drop = drop
-        self._vitals = Vitals(proc)
+        self._sampler = MemorySampler(proc)
         self._limits: MemoryLimits | None = None
         self._state = GuardState()
         self._decision = Decision("ok")
@@ -84,7 +84,7 @@ class Sentry:
         if not self._last_look:
             return {}
         guarded = time.monotonic() - self._guarded_at_s <= ABSENT_S if self._mode == ON else None
-        return self._last_look | {"guarded": guarded, "device_trouble": self.holders.device_trouble} | self.holders.meter.values
+        return self._last_look | {"guarded": guarded, "device_trouble": self.consumers.device_trouble} | self.consumers.meter.values
 
     def start(self) -> None:
         """Look once and start the threads. Raises OSError if /proc/meminfo cannot be read."""
@@ -104,7 +104,7 @@ class Sentry:
     def stop(self) -> None:
         """End the threads after their present look, and nvidia-smi."""
         self._ended.set()
-        self.holders.meter.stop()
+        self.consumers.meter.stop()
 
     def set(self, settings: Mapping[str, Any]) -> None:
         """Apply other settings from the next look on."""
@@ -126,10 +126,10 @@ class Sentry:
 
     def look(self, now_s: float) -> tuple[MemorySample, Trend] | None:
         """Look once and act on it. None if memory cannot be read; the age of the last reading shows that."""
-        look = self._vitals.look(now_s)
+        look = self._sampler.look(now_s)
         if look is None:
             return None
-        trend = self._vitals.trend()
+        trend = self._sampler.trend()
         self._limits = MemoryLimits.of(look.total, *self._limits_gib)
         if self._mode != OFF:
             self._guard(look, trend, self._limits)
@@ -140,10 +140,10 @@ class Sentry:
 
     def _guard(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> None:
         # The list of holders is up to two seconds old, so it may still hold a rank that was killed.
-        ranks = [rank for rank in self.holders.ranks if not self._killed.get(rank.rank_id)]
+        ranks = [rank for rank in self.consumers.ranks if not self._killed.get(rank.rank_id)]
         fresh = look.at_s - self._heard_at_s <= HEARD_S
         engines = [_engine(rank, self._models.get(rank.model), fresh=fresh) for rank in ranks]
-        decision, state = decide(look, trend, engines, limits, self._state, unified=self.holders.has_device, dying=self._dying.is_set())
+        decision, state = decide(look, trend, engines, limits, self._state, unified=self.consumers.has_device, dying=self._dying.is_set())
         if (decision.kill or decision.drop) and (self._mode != ON or not self._may_act()):
             decision = Decision(decision.level, why=decision.why)
         if decision.kill:
@@ -162,15 +162,15 @@ class Sentry:
         at_s = time.time()
         incident_id = incidents.new_id(at_s, victim.rank_id)
         self._killed[victim.rank_id] = _sentence(decision.why, incident_id)
-        rows = self._vitals.rows()
-        self._vitals.forget()
+        rows = self._sampler.rows()
+        self._sampler.forget()
         bundle = {
             "id": incident_id, "at_s": at_s, "node": self._node_id, "model": victim.model, "rank_id": victim.rank_id, "why": decision.why,
             "level": decision.level, "phase": victim.phase, "told": dict(self._models.get(victim.model) or {}), "pids": victim.pids,
             "limits": {"soft_bytes": limits.soft, "hard_bytes": limits.hard, "floor_bytes": limits.floor},
             "engines": [
                 {name: getattr(rank, name) for name in ("rank_id", "model", "phase", "host_bytes", "device_bytes")}
-                for rank in self.holders.ranks
+                for rank in self.consumers.ranks
             ],
             "available_bytes": look.available, "columns": COLUMNS, "readings": rows,
         }  # fmt: skip
@@ -196,8 +196,8 @@ class Sentry:
             log.info("page cache: %s", self._drop())
 
     def _memory_reading(self, look: MemorySample, trend: Trend, limits: MemoryLimits) -> dict[str, Any]:
-        pressure = meminfo.parse_pressure(self._vitals.pressure.text())
-        return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
+        pressure = meminfo.parse_pressure(self._sampler.pressure.text())
+        return meminfo.parse_meminfo(self._sampler.meminfo.text()) | pressure | {
             "at_s": time.time(),
             "mem_total_bytes": look.total,
             "mem_available_bytes": look.available,
@@ -251,14 +251,14 @@ class Sentry:
 
     def _hold(self) -> None:
         # One of two guards of this folder asks nvidia-smi: the one that may act, or that the daemon reads.
-        self.holders.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._actor or self._lock_fd >= 0))
+        self.consumers.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._actor or self._lock_fd >= 0))
 
     def _note_forever(self) -> None:
-        self._repeat(lambda: self.holders.note_shared(time.monotonic()), "the memory that the ranks share could not be noted")
+        self._repeat(lambda: self.consumers.note_shared(time.monotonic()), "the memory that the ranks share could not be noted")
 
     def _meter_forever(self) -> None:
         """On a thread of its own, which nvidia-smi ends with (workers.host.ends_with_parent)."""
-        self._repeat(self.holders.meter.measure, "the GPU could not be measured")
+        self._repeat(self.consumers.meter.measure, "the GPU could not be measured")
 
     def _measure_forever(self) -> None:
         """On a thread of its own: a file system that hangs must not hold up the search for engines that the guard may end."""

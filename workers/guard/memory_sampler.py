@@ -129,7 +129,7 @@ class ProcFile:
             return -1
 
 
-class Vitals:
+class MemorySampler:
     """The samples of one node. `look()` adds one, `trend()` computes the slopes, `rows()` returns the last two minutes."""
 
     def __init__(self, proc: Path) -> None:

@@ -26,7 +26,7 @@ from sparkd.units import GIB
 from sparkd.vllm.ask.answers import OWN, ModelAnswer, ModelQuestion, ModelRefusal
 from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support import published_headers
-from tests.support.accounts import account, needed_gib, options
+from tests.support.accounts import account, needed_gib, needing, option, options, too_large
 from tests.support.checkpoints import dense, write
 from tests.support.facts import lacking
 from tests.support.inventories import CONFIGS
@@ -179,6 +179,13 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
         # Three ranks are none of a power of two heads, as far as the formulas know.
         (option,) = options(known, quantize="bf16", ways=[(3, 1)], evidence=Evidence(ask=Vllm(reply)))
         assert option.reason == reason
+
+
+def test_what_vllm_has_refused_is_not_placed(folder: Path) -> None:
+    """Its start would end in the same words, minutes later."""
+    spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
+    found = option(spec, SPARK, {}, Evidence(ask=Vllm(replace(answer(), refusal=ODD))))
+    assert (too_large(needing(spec, "cuda", 1, found), 100) or "").startswith("m cannot be served: vLLM refuses it: 9 heads are odd. ")
 
 
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])

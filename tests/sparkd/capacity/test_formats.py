@@ -53,7 +53,7 @@ def chosen(folder: Path, gib: float, quantize: Any = "best") -> tuple[Quantizati
 def best(args: EngineArgs, free_bytes: int) -> Option:
     headers, node = headers_here(args), machine("cuda", 121 * GIB, 121 * GIB - free_bytes)
     assert headers is not None
-    return choose(candidates_of(args, headers, node), node)[0]
+    return choose(candidates_of(args, headers, node), node)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,6 +135,13 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     free = (needed.least + held.least) // 2 + 121 * GIB - room_of(args, hardware)
     chosen = best(args, free)
     assert chosen.fits and chosen.args.recipe == mixes[-1].recipe
+
+
+def test_a_model_whose_weights_can_have_no_mix_is_planned_as_it_is_stored(tmp_path: Path) -> None:
+    packed = ("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")
+    path = write(tmp_path / "m", mixture(num_hidden_layers=1), [packed, ("model.embed_tokens.weight", (512, 512), "BF16")])
+    found = planned(path, quantize="best", max_model_len=4096)
+    assert found["choice"]["format"] == "as stored" and [one["fits"] for one in found["options"]][:2] == [True, False]
 
 
 def test_a_model_without_an_entry_is_planned_with_the_mix_that_fits(folder: Path) -> None:

@@ -27,7 +27,8 @@ def _no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPARKD_RECIPES_DIR", str(tmp_path))
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("A: recipe", "A: '${env.CANARY}'"))
     return tmp_path
 
@@ -44,12 +45,12 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> di
 
 
 def test_ls_names_every_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, "ls", "--dir", str(folder))
+    out, err = run(capsys, "ls")
     assert all(f"\n{name} " in out for name in [*OURS, "mine"]) and err == ""
-    found = as_json(capsys, "ls", "--dir", str(folder))
+    found = as_json(capsys, "ls")
     assert [row["name"] for row in found["recipes"]] == sorted([*OURS, "mine"]) and found["problems"] == []
     (folder / "broken.yaml").write_text("description: x\nmodel: [\n")
-    out, err = run(capsys, "ls", "--dir", str(folder))
+    out, err = run(capsys, "ls")
     assert "broken" not in out and "broken.yaml:" in err
 
 
@@ -57,7 +58,7 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANARY", SECRET)
-    argv = ("show", "mine", "--dir", str(folder))
+    argv = ("show", "mine")
     out, _ = run(capsys, *argv)
 
     for words in ("owner/model", "--max-model-len 8192", "B=recipe", "paper: a paper", "recipe: mine", "${env.CANARY}"):
@@ -67,12 +68,12 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
     assert SECRET not in out + json.dumps(found)
 
 
-def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_writes_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"kv_cache": {"sequences": 2}, "quantize": "nvfp4", "max_model_len": 4096, "tensor_parallel": 4}
     sampling = {"thinking": {"max_tokens": 64, "chat_template_kwargs": {"enable_thinking": True, "effort": None, "word": "yes"}}}
     recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": settings, "sampling": sampling}
-    (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
-    out, _ = run(capsys, "show", "mine", "--dir", str(tmp_path))
+    (folder / "mine.yaml").write_text(json.dumps(recipe))
+    out, _ = run(capsys, "show", "mine")
 
     entry = yaml.safe_load(out.partition("In sparkd.yaml\n")[2].partition("\nIt ")[0])
     assert entry == {"mine": {"recipe": "mine"}}

@@ -90,7 +90,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {})
     made._link = FakeLink()  # type: ignore[assignment]
     yield made
-    made._here.sentry.stop()
+    made._here.guard.stop()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ async def test_no_ray_starts_where_its_engines_could_read_the_daemons_credential
     assert not await made._connect()
     assert (started == []) is credentials
     assert ("`systemctl enable --now sparkd-ray`" in str(made._trouble)) is credentials
-    made._here.sentry.stop()
+    made._here.guard.stop()
 
 
 async def test_a_ray_that_a_keeper_has_is_joined_from_a_unit_with_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ async def test_a_ray_that_a_keeper_has_is_joined_from_a_unit_with_credentials(tm
     monkeypatch.setattr(made._head, "keep_closed", lambda: None)
     made._link = FakeLink()  # type: ignore[assignment]
     assert await made._connect()
-    made._here.sentry.stop()
+    made._here.guard.stop()
 
 
 async def test_a_head_is_not_ended_for_what_this_process_lacks(cluster: Cluster) -> None:

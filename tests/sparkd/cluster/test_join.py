@@ -354,7 +354,7 @@ def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_p
     run_dir, *_ = rank_folders(config, "192.0.2.7")
     agent = Agent("192.0.2.7", str(run_dir), str(tmp_path / "logs"))
     agent._expose_plugin()
-    agent.sentry.stop()
+    agent.guard.stop()
     (run_dir / "guard.lock").touch()
     targets = [one.resolve() for one in (run_dir / "plugin").iterdir() if one.is_symlink()]
     if more:

@@ -46,10 +46,10 @@ async def test_what_cannot_be_used_is_a_condition_and_the_rest_is_seen(tmp_path:
         assert observation.trouble is not None and observation.trouble.reason == "NodeUnreadable" and BAD in observation.trouble.message
 
         status_path(folder, BAD).unlink()
-        cluster._here.sentry.stop()
-        cluster._here.sentry._last_look = SAMPLE | {"level": "calm"}
+        cluster._here.guard.stop()
+        cluster._here.guard._last_look = SAMPLE | {"level": "calm"}
         observation = await cluster.observe()
         assert observation.reading is None and len(observation.ranks or ()) == 1
         assert "calm" in str(observation.trouble)
     finally:
-        cluster._here.sentry.stop()
+        cluster._here.guard.stop()

@@ -150,7 +150,7 @@ async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(m
     scene.reservations.release("m")
     assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
     scene.reservations.release("m")
-    scene.reservations.cordon(frozenset({B}), {})
+    scene.reservations.cordon(frozenset({B}), {}, {})
     assert (await scene.place(model)).nodes == (C,)
 
 
@@ -159,7 +159,7 @@ async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: 
     scene.link.runtimes = {B: VLLM | {"vllm": "0.33.0"}}
     assert (await scene.place(model)).vllm == "0.32.0", "there is room here"
     scene.reservations.release("m")
-    scene.reservations.cordon(frozenset({A}), {})
+    scene.reservations.cordon(frozenset({A}), {}, {})
     placed = await scene.place(model)
     assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
 
@@ -187,22 +187,22 @@ async def test_where_no_node_has_the_runtime_this_one_says_why(model: str, tmp_p
 
 async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.reservations.cordon(frozenset({A}), {})
+    scene.reservations.cordon(frozenset({A}), {}, {})
     assert (await scene.place(model)).nodes == (B,)
     scene.reservations.release("m")
-    scene.reservations.cordon(frozenset({A, B}), {})
+    scene.reservations.cordon(frozenset({A, B}), {}, {})
     assert lacking(await scene.refused(model), f"{A} or {B}", "`sparkd status`") == []
 
 
 async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
-    scene.reservations.cordon(frozenset(), {A: 1.0})
+    scene.reservations.cordon(frozenset(), {A: 1.0}, {})
     assert (await scene.place(model)).nodes == (B,)
     scene.reservations.release("m")
-    scene.reservations.cordon(frozenset(), {A: 20.0, B: 1.0})
+    scene.reservations.cordon(frozenset(), {A: 20.0, B: 1.0}, {})
     assert (await scene.place(model)).nodes == (A,)
     scene.reservations.release("m")
-    scene.reservations.cordon(frozenset(), {A: 1.0, B: 1.0})
+    scene.reservations.cordon(frozenset(), {A: 1.0, B: 1.0}, {})
     with pytest.raises(MemoryReturns) as caught:
         await scene.place(model)
     assert (caught.value.nodes, caught.value.gib > 1) == (1, True)

@@ -49,7 +49,7 @@ def test_nodes_that_another_model_took_meanwhile_are_refused(places: Reservation
 
 
 def test_memory_that_is_not_back_yet_is_waited_for(places: Reservations) -> None:
-    places.cordon(frozenset(), {A: 10.0, B: 10.0})
+    places.cordon(frozenset(), {A: 10.0, B: 10.0}, {})
 
     with pytest.raises(MemoryReturns):
         places.reserve_one("m", 60)

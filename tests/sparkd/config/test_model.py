@@ -238,5 +238,5 @@ def test_the_admin_api_may_tune() -> None:
     raw = {"model": "o/m", "extra_args": ["--max-num-seqs", "4"], "env": {"OMP_NUM_THREADS": 2}, "max_model_len": 10, "ttl": 5}
 
     assert parse_model("m", raw, over_admin=True) == parse_model("m", raw, over_admin=False)
-    with pytest.raises(ConfigError, match=r"'\.\./m'"):
+    with pytest.raises(ConfigError, match=r"\.\./m"):
         parse_model("../m", raw, over_admin=True)

@@ -52,7 +52,7 @@ class Gate:
         self.clock.now_s += seconds
         seen = replace(self.reading, mem_available_bytes=int(available_gib * GIB))
         self.release.look(Observation(ranks, seen, True, **changes))  # type: ignore[arg-type]
-        return not self.release.room_gib
+        return not self.release.room_gib and not self.release.leaked_gib
 
     @property
     def reasons(self) -> list[tuple[str, str | None]]:
@@ -116,7 +116,7 @@ def test_a_leak_stays_known_when_another_engine_ends(gate: Gate, apart_s: float)
     assert gate.release.missing_bytes == {"n": 15 * GIB}, "the larger one's are back"
     for _ in range(3):
         gate.look(95, seconds=LIMIT_S)
-        assert gate.release.room_gib == {"n": 89.0}, "a load that fits beside it may begin"
+        assert (gate.release.room_gib, gate.release.leaked_gib) == ({}, {"n": 15.0}), "it counts as held"
     assert [lacking(str(one), "MemoryNotReleased", "15.0 of 30.0 GiB of a") for one in gate.release.conditions] == [[]]
     assert metrics.RELEASE_LEAKED_BYTES.labels("n")._value.get() == 15 * GIB
     assert gate.look(110), "late, and back all the same"
@@ -261,3 +261,26 @@ async def test_a_load_waits_only_for_memory_of_nodes_that_it_would_use(tmp_path:
         await made.tick(2)
         assert [(one.reason, one.node) for one in made.supervisor.snapshot().conditions] == [("MemoryReturns", "o")]
         assert made.state("m") == "LOADING"
+
+
+@pytest.mark.parametrize(("need_gib", "starts"), [(90, "small"), (60, "m")], ids=["more than is left", "fits beside it"])
+async def test_memory_that_stays_away_counts_as_held_and_holds_up_no_smaller_model(need_gib: int, starts: str, tmp_path: Path) -> None:
+    models = {"k": 114, "m": need_gib, "small": 20}
+    given = {name: {"model": str(tmp_path), "memory_gib": gib} for name, gib in models.items()}
+    async with stage(tmp_path, models=given) as made:
+        made.cluster.offered = {"n": 114.0}
+        await made_ready(made, "k")
+        made.cluster.reading = replace(READING, mem_available_bytes=50 * GIB)
+        made.cluster.show(host_bytes=60 * GIB)
+        await made.tick(8)
+        made.supervisor.want("k", Want.STOPPED, "admin")
+        await made.tick(4)
+        made.cluster.reading = replace(READING, mem_available_bytes=77 * GIB)
+        await made.tick(seconds=LIMIT_S)
+        assert [(one.reason, one.node) for one in made.supervisor.snapshot().conditions] == [("MemoryNotReleased", "n")]
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        made.supervisor.want("small", Want.RUNNING, "admin")
+        await made.tick(2)
+        assert [line for line in made.cluster.log if line.startswith("spawn")][1] == f"spawn {starts}"
+        assert (made.state("m") == "FAILED") is (starts != "m")

@@ -443,7 +443,7 @@ async def test_an_unload_does_not_wait_for_an_engine_that_hangs_either(tmp_path:
 )
 async def test_the_grace_between_its_order_and_its_kill(tmp_path: Path, server_up: bool, hangs: bool, grace_s: float) -> None:
     cluster, asked = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {}), list[tuple[object, ...]]()
-    cluster._here.sentry.stop()
+    cluster._here.guard.stop()
 
     async def ask(node_ip: str, method: str, *arguments: object, timeout_s: float) -> dict[str, object]:
         asked.append((node_ip, method, arguments[1], timeout_s))

@@ -89,7 +89,7 @@ async def test_a_file_of_which_nothing_is_left_removes_no_model(tmp_path: Path, 
         assert (await daemon._reloader.now())["removed"] == ["m"]
         file.write_text(left)
         await daemon._reloader.now()
-    daemon._cluster._here.sentry.stop()
+    daemon._cluster._here.guard.stop()
     await daemon._requests.close()
     daemon._live_page.series.close()
     store.close()

@@ -39,7 +39,7 @@ async def daemon(tmp_path: Path, manager: socket.socket) -> AsyncIterator[Daemon
     with bind("127.0.0.1", 0) as listening:
         made = Daemon(config, Options(), Systemd(notify_socket=str(tmp_path / "notify")), store, [listening], {})
         yield made
-    made._cluster._here.sentry.stop()  # on a thread of its own it would take its lock's file
+    made._cluster._here.guard.stop()  # on a thread of its own it would take its lock's file
     await made._requests.close()
     made._live_page.series.close()
     store.close()

@@ -264,7 +264,7 @@ def test_a_node_that_does_not_answer_is_a_finding() -> None:
 
 async def test_a_daemon_without_ray_knows_its_own_node(tmp_path: Path) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
-    cluster._here.sentry.stop()
+    cluster._here.guard.stop()
     found = await cluster.fabric()
 
     assert [(node, raw and raw["host"]) for node, raw in found.items()] == [("127.0.0.1", socket.gethostname())]

@@ -56,7 +56,7 @@ def test_the_lines_of_this_start_are_found_across_a_rotation(tmp_path: Path) -> 
 
 def test_an_agent_reads_logs_of_its_own_folder_only(tmp_path: Path) -> None:
     agent = Agent("n", str(tmp_path / "run"), str(tmp_path / "log"), 60.0)
-    agent.sentry.stop()
+    agent.guard.stop()
     for folder in ("log", "other"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "m.log").write_text("NCCL INFO Using network IB\n")

@@ -147,7 +147,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
-    cluster._here.sentry.stop()
+    cluster._here.guard.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     unknown = RefusedArg("--max-num-seq-s", "unrecognized argument")
     monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, ask, **__: [(unknown,) if ask else None for _ in lines])
@@ -178,7 +178,7 @@ def test_a_load_fails_while_the_parser_is_silent_and_a_check_tells_of_it(tmp_pat
 async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flags are judged where the model is placed, and not again at the start."""
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
-    cluster._here.sentry.stop()
+    cluster._here.guard.stop()
     monkeypatch.setattr("sparkd.cluster.placer.is_absent", lambda *_: False)
     here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": VERSION}
     monkeypatch.setattr(cluster._here, "runtime", lambda _: here)

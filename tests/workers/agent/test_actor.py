@@ -29,7 +29,7 @@ from tests.support.waiting import HUNG_S, until
 from workers.agent import actor as module
 from workers.agent import page_cache
 from workers.agent.actor import Agent, _make_key
-from workers.guard.guard import Sentry
+from workers.guard.guard import Guard
 from workers.host import node_variables
 from workers.kv.report import Report
 from workers.load.progress import ProgressFile
@@ -53,11 +53,11 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A guard that goes on would measure the GPU of the next test."""
-    started, start = list[Sentry](), Sentry.start
-    monkeypatch.setattr(Sentry, "start", lambda sentry: (started.append(sentry), start(sentry))[1])
+    started, start = list[Guard](), Guard.start
+    monkeypatch.setattr(Guard, "start", lambda guard: (started.append(guard), start(guard))[1])
     yield
-    for sentry in started:
-        sentry.stop()
+    for guard in started:
+        guard.stop()
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> Non
     link = Path(made.run_dir, "plugin", "workers")
     link.unlink()
     link.symlink_to("/an/older/release/workers")
-    Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc")).sentry.stop()
+    Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc")).guard.stop()
 
     assert link.resolve() == Path(module.__file__).resolve().parents[1]
     assert sorted(os.listdir(link.parent)) == SHOWN

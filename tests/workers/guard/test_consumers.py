@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from workers.guard import consumers
-from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Holders, MemoryConsumer
+from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Consumers, MemoryConsumer
 from workers.host import processes
 from workers.host.bounded_child import ProgramOutput
 from workers.rank.status import status_path, write_status
 
 
 class Asked:
-    """Holders whose node has the engine that is named, and what nvidia-smi was asked for."""
+    """Consumers whose node has the engine that is named, and what nvidia-smi was asked for."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, unified: bool) -> None:
-        self.holders, self.ids, self.answer = Holders(str(folder), unified=unified), ["m-1"], ProgramOutput("")
+        self.holders, self.ids, self.answer = Consumers(str(folder), unified=unified), ["m-1"], ProgramOutput("")
         self.commands: list[tuple[str, ...]] = []
         self.wanted: list[bool] = []
         monkeypatch.setattr(consumers, "rank_ids", lambda run_dir: self.ids if run_dir == str(folder) else [])
@@ -85,7 +85,7 @@ def test_another_process_that_has_the_number_by_now_is_not_held(tmp_path: Path) 
     who = processes.identity(os.getpid())
     assert who is not None
     before = pidfds()
-    assert Holders(str(tmp_path), unified=True)._fd(replace(who, start_ticks=who.start_ticks + 1)) == -1
+    assert Consumers(str(tmp_path), unified=True)._fd(replace(who, start_ticks=who.start_ticks + 1)) == -1
     assert pidfds() == before
 
 

@@ -16,7 +16,7 @@ from tests.support.facts import lacking
 from tests.support.fake_nvidia_smi import ROW, FakeNvidiaSmi
 from tests.support.waiting import HUNG_S, until
 from workers.guard import consumers, gpu_meter
-from workers.guard.consumers import Holders
+from workers.guard.consumers import Consumers
 from workers.guard.gpu_meter import ARGUMENTS, GpuMeter, gpu_of
 from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR
@@ -218,7 +218,7 @@ def test_it_ends_with_the_last_engine_and_begins_with_the_next(
     # Of this node alone: what another test left of a guard must not start the fake.
     monkeypatch.setattr(consumers, "rank_ids", lambda run_dir: ids if run_dir == str(tmp_path) else [])
     fake.prints(ROW)
-    holders = Holders(str(tmp_path), unified=False)
+    holders = Consumers(str(tmp_path), unified=False)
     for _ in _measuring(holders.meter):
         holders.refresh(100.0)
         until(lambda: holders.meter.values)

@@ -44,8 +44,8 @@ from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, eventually, until
 from workers.agent.actor import Agent
 from workers.guard import consumers, incidents
-from workers.guard import guard as sentry
-from workers.guard.memory_sampler import COLUMNS, MemorySample, Vitals
+from workers.guard import guard as guard_module
+from workers.guard.memory_sampler import COLUMNS, MemorySample, MemorySampler
 from workers.guard.policy import LEVELS, GuardedEngine, GuardState, decide
 from workers.host import memlock
 from workers.host.bounded_child import ProgramOutput
@@ -87,7 +87,7 @@ class Agents:
 
     def end(self) -> None:
         for agent in self.made:
-            agent.sentry.stop()
+            agent.guard.stop()
         for fact in self.made[0].observe()["ranks"] if self.made else ():
             self.made[0].destroy({"rank_id": fact["rank_id"]}, 0)
 
@@ -105,7 +105,7 @@ def started(agent: Agent, folder: Path, name: str = "m") -> dict[str, Any]:
     """A rank that serves, and whose processes the guard has in hand."""
     handle = agent.spawn(order(folder, name), False)
     until(lambda: any(fact["progress"]["server_up"] for fact in agent.observe()["ranks"] if fact["rank_id"] == handle["rank_id"]))
-    until(lambda: any(len(one.pidfds) >= 3 and one.phase == "serving" for one in agent.sentry.holders.ranks))
+    until(lambda: any(len(one.pidfds) >= 3 and one.phase == "serving" for one in agent.guard.consumers.ranks))
     return handle
 
 
@@ -117,20 +117,20 @@ def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(
     agents: Agents, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """9.9 GiB go to nothing, without a daemon."""
-    taken = lambda *_: ProgramOutput("".join(f"{pid}, 3\n" for one in agent.sentry.holders.ranks for pid in one.pids))  # noqa: E731
-    monkeypatch.setattr(sentry, "shares_memory", lambda: True)
+    taken = lambda *_: ProgramOutput("".join(f"{pid}, 3\n" for one in agent.guard.consumers.ranks for pid in one.pids))  # noqa: E731
+    monkeypatch.setattr(guard_module, "shares_memory", lambda: True)
     monkeypatch.setattr(consumers, "ask", taken)
     monkeypatch.setattr(consumers, "DEVICE_EVERY_S", 0.0)
     agent = agents.start()
     handle = started(agent, folder)
-    pids = agent.sentry.holders.ranks[0].pids
-    until(lambda: any(one.device_bytes == 3 * len(pids) << 20 for one in agent.sentry.holders.ranks), "nvidia-smi has told")
-    agent.sentry.hear({"m": {"in_flight": 1, "by": "admin", "predicted_gib": 5}})
+    pids = agent.guard.consumers.ranks[0].pids
+    until(lambda: any(one.device_bytes == 3 * len(pids) << 20 for one in agent.guard.consumers.ranks), "nvidia-smi has told")
+    agent.guard.hear({"m": {"in_flight": 1, "by": "admin", "predicted_gib": 5}})
     hog = memory_hog.start(folder / "proc", 9.9, 0.4, 1.0)
     try:
         until(lambda: fact_of(agent)["killed"])
         until(lambda: not fact_of(agent)["alive"])
-        until(lambda: incidents.summaries(agent.sentry.folder))
+        until(lambda: incidents.summaries(agent.guard.folder))
     finally:
         hog.kill()
         hog.wait()
@@ -146,7 +146,7 @@ def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(
     assert [second for second, kills in decided(bundle) if kills] == [bundle["readings"][-1][0]], "at the first look that was enough"
     assert any("Application startup complete" in line for line in bundle["log"])
     assert bundle["survivors"] == []
-    assert stat.S_IMODE(os.stat(agent.sentry.folder / f"{summary['id']}.json").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(agent.guard.folder / f"{summary['id']}.json").st_mode) == 0o600
 
     facts = agent.observe()
     (fact,) = facts_of(facts["ranks"])
@@ -154,13 +154,13 @@ def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(
     assert reading("n1", facts["reading"], facts["now_s"]).level in LEVELS
     shown(agent, summary["id"], capsys)
     agent.destroy(handle, 0)
-    assert agents.start(None).sentry.killed(handle["rank_id"]), "another agent finds it on disk"
+    assert agents.start(None).guard.killed(handle["rank_id"]), "another agent finds it on disk"
 
 
 def decided(bundle: Mapping[str, Any]) -> Iterator[tuple[float, bool]]:
     """The decision at each of a bundle's readings, made anew."""
     assert tuple(bundle["columns"]) == COLUMNS
-    vitals, state, limits = Vitals(Path("/nowhere")), GuardState(), MemoryLimits.of(memory_hog.TOTAL_KIB * 1024)
+    vitals, state, limits = MemorySampler(Path("/nowhere")), GuardState(), MemoryLimits.of(memory_hog.TOTAL_KIB * 1024)
     for at_s, available, free, *_ in bundle["readings"]:
         look = MemorySample(at_s, memory_hog.TOTAL_KIB * 1024, int(available), int(free), 0, 0)
         vitals.add(look)
@@ -173,8 +173,8 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
 
     def get(_client: object, path: str) -> Any:
         if path == "/incidents":
-            return {"incidents": incidents.summaries(agent.sentry.folder), "silent": []}
-        if (bundle := incidents.read(agent.sentry.folder, path.rpartition("/")[2])) is None:
+            return {"incidents": incidents.summaries(agent.guard.folder), "silent": []}
+        if (bundle := incidents.read(agent.guard.folder, path.rpartition("/")[2])) is None:
             raise NotFound(path)
         return bundle
 
@@ -232,7 +232,7 @@ def test_a_runaway_engine_in_a_cgroup_is_killed_before_the_kernel_has_to(box: Me
 
 def runs(agent: Agent) -> tuple[int, ...]:
     """The processes of the one rank, as the guard sees them."""
-    return next((tuple(rank.pids) for rank in agent.sentry.holders.ranks), ())
+    return next((tuple(rank.pids) for rank in agent.guard.consumers.ranks), ())
 
 
 class RealNode(FakeCluster):
@@ -243,7 +243,7 @@ class RealNode(FakeCluster):
         self.agent, self.folder = agent, folder
 
     def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        self.agent.sentry.hear(told)
+        self.agent.guard.hear(told)
 
     async def observe(self) -> Observation:
         facts = await asyncio.to_thread(self.agent.observe)
@@ -293,14 +293,14 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
         supervisor.want("m", Want.RUNNING, "admin")
         await reaches("READY")
         first = supervisor.registry.find("m").attempt.rank_id
-        await eventually(lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
+        await eventually(lambda: [one for one in agent.guard.consumers.ranks if one.phase == "serving"])
         show(folder / "proc", 0.4)
         await reaches("FAILED")
         assert supervisor.registry.find("m").attempt.reason == "MemoryGuard"
         short = lambda: [one for one in supervisor.snapshot().conditions if one.reason == "MemoryShort" and "n1" in one.message]  # noqa: E731
         await eventually(short, "the node says that memory is short")
-        looks = agent.sentry._vitals._count
-        await eventually(lambda: agent.sentry._vitals._count > looks + 3, "the backoff is long over")
+        looks = agent.guard._sampler._count
+        await eventually(lambda: agent.guard._sampler._count > looks + 3, "the backoff is long over")
         assert made.state() == "FAILED", "no load begins while memory is short"
         made.limit_wait("m", 0.1)
         with pytest.raises(Unavailable):
@@ -323,18 +323,18 @@ def test_a_process_that_a_driver_holds_hides_no_engine_and_delays_no_bundle(agen
     agent = agents.start()
     started(agent, folder)
     show(folder / "proc", 0.3)
-    until(lambda: incidents.summaries(agent.sentry.folder))
+    until(lambda: incidents.summaries(agent.guard.folder))
     assert {path.rpartition("/")[2] for path in stuck_driver} <= {"maps"}
 
 
-def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents, folder: Path) -> None:
+def test_of_two_guards_one_acts_and_the_other_takes_over(agents: Agents, folder: Path) -> None:
     first, second = agents.start(), agents.start()
-    until(lambda: first.sentry._lock_fd >= 0 or second.sentry._lock_fd >= 0)
-    holder, other = (first, second) if first.sentry._lock_fd >= 0 else (second, first)
-    assert other.sentry._lock_fd < 0 and not other.sentry._may_act()
-    holder.sentry.claims = False
-    until(lambda: other.sentry._lock_fd >= 0)
-    assert holder.sentry._lock_fd < 0
+    until(lambda: first.guard._lock_fd >= 0 or second.guard._lock_fd >= 0)
+    holder, other = (first, second) if first.guard._lock_fd >= 0 else (second, first)
+    assert other.guard._lock_fd < 0 and not other.guard._may_act()
+    holder.guard.claims = False
+    until(lambda: other.guard._lock_fd >= 0)
+    assert holder.guard._lock_fd < 0
     until(lambda: len(descriptors_in(folder / "run")) == 1, "who did not get the lock has closed its file")
 
 
@@ -342,30 +342,30 @@ def test_an_agent_guards_although_a_process_that_hangs_holds_the_lock_and_the_da
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memlock, "lock", lambda: None)
-    monkeypatch.setattr(sentry, "ABSENT_S", 0.0)
+    monkeypatch.setattr(guard_module, "ABSENT_S", 0.0)
     (folder / "run").mkdir(mode=0o700)
     with (folder / "run" / "guard.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         daemon = agents.start()
-        until(lambda: daemon.sentry.reading and daemon.sentry.reading["guarded"] is False)
-        daemon.sentry.set({"mode": "watch"})
-        assert daemon.sentry.reading["guarded"] is None
+        until(lambda: daemon.guard.reading and daemon.guard.reading["guarded"] is False)
+        daemon.guard.set({"mode": "watch"})
+        assert daemon.guard.reading["guarded"] is None
 
-        monkeypatch.setattr(sentry, "ABSENT_S", HUNG_S)
+        monkeypatch.setattr(guard_module, "ABSENT_S", HUNG_S)
         agent = agents.start(actor=True)
         started(agent, folder)
         show(folder / "proc", 0.3)
         until(lambda: not fact_of(agent)["alive"])
-        assert agent.sentry.reading["guarded"] and agent.sentry._lock_fd < 0
+        assert agent.guard.reading["guarded"] and agent.guard._lock_fd < 0
 
 
 def test_a_guard_whose_looks_fail_says_that_it_does_not_guard(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memlock, "lock", lambda: None)
-    monkeypatch.setattr(sentry, "ABSENT_S", 1.0)
+    monkeypatch.setattr(guard_module, "ABSENT_S", 1.0)
     agent = agents.start(actor=True)
-    until(lambda: agent.sentry.reading and agent.sentry.reading["guarded"])
-    monkeypatch.setattr(agent.sentry._vitals, "look", lambda _now_s: None)
-    until(lambda: not agent.sentry.reading["guarded"])
+    until(lambda: agent.guard.reading and agent.guard.reading["guarded"])
+    monkeypatch.setattr(agent.guard._sampler, "look", lambda _now_s: None)
+    until(lambda: not agent.guard.reading["guarded"])
 
 
 @pytest.mark.parametrize(
@@ -375,9 +375,9 @@ def test_a_guard_whose_looks_fail_says_that_it_does_not_guard(agents: Agents, fo
 def test_one_of_two_sentries_asks_nvidia_smi(
     claims: bool, mode: str, holds: bool, asks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = sentry.Sentry("n1", str(folder), str(folder), folder / "proc", SAMPLE_S, {"mode": mode})
+    made = guard_module.Guard("n1", str(folder), str(folder), folder / "proc", SAMPLE_S, {"mode": mode})
     asked: list[bool] = []
-    monkeypatch.setattr(made.holders, "refresh", lambda _now_s, *, ask_device: asked.append(ask_device))
+    monkeypatch.setattr(made.consumers, "refresh", lambda _now_s, *, ask_device: asked.append(ask_device))
     made.claims, made._lock_fd = claims, 0 if holds else -1
     made._hold()
     assert asked == [asks]
@@ -389,25 +389,25 @@ def test_who_only_watches_kills_nobody_and_who_may_kill_does_so_once(agents: Age
     show(folder / "proc", 0.3)
     for mode, level in (("off", "ok"), ("watch", "critical")):
         agent.observe(None, {"mode": mode})
-        until(lambda level=level: agent.sentry.reading["mem_available_bytes"] < memory_hog.GIB and agent.sentry.reading["level"] == level)
+        until(lambda level=level: agent.guard.reading["mem_available_bytes"] < memory_hog.GIB and agent.guard.reading["level"] == level)
         for _ in range(3):
-            agent.sentry.look(time.monotonic())
+            agent.guard.look(time.monotonic())
         assert fact_of(agent)["alive"]
 
     agent.observe(None, {"mode": "on"})
     until(lambda: not fact_of(agent)["alive"])
     time_s = time.monotonic()
-    until(lambda: incidents.summaries(agent.sentry.folder))
+    until(lambda: incidents.summaries(agent.guard.folder))
     for _ in range(5):
-        agent.sentry.look(time_s + 100)
-    assert len(incidents.summaries(agent.sentry.folder)) == 1, "nobody is killed twice"
+        agent.guard.look(time_s + 100)
+    assert len(incidents.summaries(agent.guard.folder)) == 1, "nobody is killed twice"
 
 
 def test_the_daemon_gets_the_last_row_of_any_gpu_and_nvidia_smi_ends_with_the_last_engine(
     agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU with memory of its own: it tells what it draws, and holds nothing of the host's."""
-    monkeypatch.setattr(sentry, "shares_memory", lambda: False)
+    monkeypatch.setattr(guard_module, "shares_memory", lambda: False)
     monkeypatch.setattr(consumers, "DEVICE_COMMAND", ("false",))
     fake = FakeNvidiaSmi(folder, monkeypatch)
     fake.prints(ROW)
@@ -415,11 +415,11 @@ def test_the_daemon_gets_the_last_row_of_any_gpu_and_nvidia_smi_ends_with_the_la
     assert "gpu_power_w" not in agent.observe()["reading"]
     handle = started(agent, folder)
     until(lambda: "gpu_power_w" in agent.observe()["reading"])
-    assert (fact_of(agent)["device_bytes"], agent.sentry.reading["device_trouble"]) == (0, None)
+    assert (fact_of(agent)["device_bytes"], agent.guard.reading["device_trouble"]) == (0, None)
 
-    monkeypatch.setattr(agent.sentry, "_last_look", dict(agent.sentry._last_look))
+    monkeypatch.setattr(agent.guard, "_last_look", dict(agent.guard._last_look))
     fake.prints(ROW.replace("120.40", "61.50"))
-    until(lambda: agent.sentry.holders.meter.values.get("gpu_power_w") == 61.5)
+    until(lambda: agent.guard.consumers.meter.values.get("gpu_power_w") == 61.5)
     facts = agent.observe()
     now = reading("n1", facts["reading"], facts["now_s"])
     assert (now.gpu_power_w, now.gpu_celsius, now.gpu_throttled, now.gpu_name) == (61.5, 41.0, (), "NVIDIA GB10")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.memory_hog import show
 from workers.guard import incidents
-from workers.guard.guard import Sentry
+from workers.guard.guard import Guard
 
 RANK = "m-1-0123abcd"
 
@@ -57,15 +57,15 @@ def test_the_newest_bundle_of_a_rank_is_found_among_others(tmp_path: Path) -> No
     assert incidents.of_rank(tmp_path, "nobody") is None
 
 
-def test_a_kill_of_another_sentry_is_known_once_its_bundle_is_there(tmp_path: Path) -> None:
+def test_a_kill_of_another_guard_is_known_once_its_bundle_is_there(tmp_path: Path) -> None:
     """That one writes it some seconds after the kill, and meanwhile this one is asked with every look."""
     show(tmp_path / "proc", 9.9)
-    sentry = Sentry("n", str(tmp_path / "run"), str(tmp_path / "log"), tmp_path / "proc", 0.5, {})
-    assert sentry.killed(RANK) is None
+    guard_module = Guard("n", str(tmp_path / "run"), str(tmp_path / "log"), tmp_path / "proc", 0.5, {})
+    assert guard_module.killed(RANK) is None
 
-    incidents.write(sentry.folder, bundle())
+    incidents.write(guard_module.folder, bundle())
 
-    sentence = sentry.killed(RANK)
+    sentence = guard_module.killed(RANK)
     assert sentence is not None and bundle()["id"] in sentence
 
 

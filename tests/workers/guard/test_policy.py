@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from tests.support.collapses import STILL, TOTAL, Course, Lived, Story, line, live
-from workers.guard.memory_sampler import MemorySample, Trend, Vitals
+from workers.guard.memory_sampler import MemorySample, MemorySampler, Trend
 from workers.guard.policy import (
     CALM_S,
     CAPTURE,
@@ -107,11 +107,11 @@ def test_a_healthy_model_is_left_alone(story: Story, engines: list[GuardedEngine
 )  # fmt: skip
 def test_captured_readings_alone_kill_nobody(file: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text((MEMINFO / f"{file}.txt").read_text())
-    vitals, state = Vitals(tmp_path), GuardState()
+    sampler, state = MemorySampler(tmp_path), GuardState()
     for tenth in range(50):
-        look = vitals.look(tenth / 10)
+        look = sampler.look(tenth / 10)
         assert look is not None
-        decision, state = decide(look, vitals.trend(), [SERVING], MemoryLimits.of(look.total), state)
+        decision, state = decide(look, sampler.trend(), [SERVING], MemoryLimits.of(look.total), state)
         assert decision.kill is None
     assert decision.level == level
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.guard.memory_sampler import Vitals
+from workers.guard.memory_sampler import MemorySampler
 from workers.host.meminfo import read_fields
 from workers.kv.memory import host
 
@@ -37,7 +37,7 @@ def test_the_least_of_the_machine_and_its_control_groups_counts(
         (groups / folder / "memory.current").write_text(f"{used}\n")
         (groups / folder / "memory.stat").write_text("active_file 50\ninactive_file 40\nslab_reclaimable 10\nslab 99\n")
 
-    fields, sizing, guard = read_fields(proc), host(proc), Vitals(proc).look(1.0)
+    fields, sizing, guard = read_fields(proc), host(proc), MemorySampler(proc).look(1.0)
 
     assert guard is not None
     assert (fields["MemTotal"], fields["MemAvailable"]) == (sizing.size, sizing.room) == (guard.total, guard.available) == seen

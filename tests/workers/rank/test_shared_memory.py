@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.ranks import Place, a_place, stop
 from tests.support.waiting import until
-from workers.guard.consumers import Holders, MemoryConsumer
+from workers.guard.consumers import Consumers, MemoryConsumer
 from workers.host import processes
 from workers.rank import lifecycle, shared_memory
 from workers.rank.shared_memory import Note, Segment, judge
@@ -85,7 +85,7 @@ time.sleep(600)
 
 
 def noted(place: Place) -> None:
-    holders = Holders(place.run_dir, unified=False)
+    holders = Consumers(place.run_dir, unified=False)
     holders.refresh(0.0)
     holders.note_shared(0.0)
 
@@ -160,7 +160,7 @@ def test_a_rank_without_notes_of_this_boot_loses_nothing(place: Place, memory: P
 
 @pytest.mark.parametrize(("phase", "looks"), [("loading", [0.0, 2.0, 4.0, 10.0]), ("serving", [0.0, 10.0])])
 def test_notes_are_taken_often_while_it_starts_and_seldom_later(monkeypatch: pytest.MonkeyPatch, phase: str, looks: list[float]) -> None:
-    holders, taken, now_s = Holders("/nowhere", unified=False), list[float](), 0.0
+    holders, taken, now_s = Consumers("/nowhere", unified=False), list[float](), 0.0
     held = MemoryConsumer("r1", "m", phase, "", None, None, (4711,), (), 0, 0)
 
     def note(run_dir: str, rank_id: str, pids: tuple[int, ...]) -> None:

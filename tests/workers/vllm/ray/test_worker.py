@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.ranks import Place, a_place, stop
 from tests.support.waiting import HUNG_S, until
-from workers.guard.consumers import Holders
+from workers.guard.consumers import Consumers
 from workers.rank import command, lifecycle, ray_environment
 from workers.vllm.ray.engine import platform, settle
 from workers.vllm.ray.worker import rank_of
@@ -65,7 +65,7 @@ def test_the_worker_has_its_nodes_environment_and_log_and_is_a_process_of_the_ra
     }  # fmt: skip
     assert os.getsid(worker.pid) == worker.pid != os.getsid(0), "the memory of its session is its own, not that of Ray's processes"
     assert (place.fact()["alive"], place.fact()["processes"]) == (True, 2)
-    holders = Holders(place.run_dir, unified=False)
+    holders = Consumers(place.run_dir, unified=False)
     holders.refresh(0.0)
     assert worker.pid in holders.ranks[0].pids
     os.kill(worker.pid, signal.SIGSTOP)
