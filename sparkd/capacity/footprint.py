@@ -197,7 +197,7 @@ def footprint(
         limit_bytes=None if limit is None else limit[0],
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
-        # Of one request; the bytes of a cache in tokens, requests or blocks follow from the guess, too.
+        # The size of a cache in tokens, requests or blocks follows from the guess, too; the doubt is of one request.
         upper_cache_bytes=cache_doubt(kv.least) if CACHE in guesses and "bytes" not in (given or ()) else 0,
     )
 
