@@ -99,12 +99,16 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in registry.find(name).attempt.handles))
         return SettingsAnswer(configured=dict(spec.given), resolved=_resolved(spec), keys=sorted(KEYS), ranks=ranks)
 
-    read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
+    read_layers, turn = SharedAnswer(boundary, LAYERS_KEPT_S), asyncio.Lock()
+
+    async def read(spec: ModelConfig) -> LayerListing:
+        async with turn:  # each takes a process, and a thread that others need
+            return await asyncio.to_thread(_layers, spec, registry.config)
 
     @api.get("/models/{name:path}/layers", summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> LayerListing:
         spec = registry.spec(name)
-        return await read_layers.get(spec.name, partial(asyncio.to_thread, _layers, spec, registry.config))
+        return await read_layers.get(spec.name, partial(read, spec))
 
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:

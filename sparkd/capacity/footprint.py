@@ -167,7 +167,8 @@ def footprint(
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = model.weights(ranks, stages)
     layout = exact.layout or kv_layout(shape, serving)
-    kv, cache = layout.cost(serving.max_model_len), sized(cache_of(args, hardware.platform), layout, serving.max_model_len)
+    given = cache_of(args, hardware.platform)
+    kv, cache = layout.cost(serving.max_model_len), sized(given, layout, serving.max_model_len)
     held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
@@ -199,7 +200,8 @@ def footprint(
         limit_words=limit_words,
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
-        upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache is None else 0,
+        # The size of a cache in tokens, requests or blocks follows from the guess, too; the doubt is of one request.
+        upper_cache_bytes=cache_doubt(kv.least) if CACHE in guesses and "bytes" not in (given or ()) else 0,
     )
 
 

@@ -35,6 +35,8 @@ _NAME = re.compile(r"--[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*")
 _NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 _SHORT_WORD = re.compile(r"(-[A-Za-z]+?)(?:\d.*|[.=].*)?")
 _AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
+# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+_SUFFIX_DEPTH = 24
 
 
 class Flag(NamedTuple):
@@ -141,6 +143,8 @@ def draft_of(config: Mapping[str, Any]) -> Draft:
     method, tokens, model, revision = (config.get(key) for key in ("method", "num_speculative_tokens", "model", "revision"))
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    if method == "suffix" and tokens is None:
+        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     return Draft(
         "mtp" if str(method).endswith("_mtp") else str(method),
         tokens if type(tokens) is int and tokens > 0 else 1,

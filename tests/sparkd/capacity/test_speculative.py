@@ -130,6 +130,8 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     [
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, 3),
         ({"method": "suffix", "num_speculative_tokens": 8}, 8),
+        ({"method": "suffix"}, 24),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 12}, 12),
     ],
 )
 def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:
