@@ -21,13 +21,13 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
+from sparkd.gateway.routes import ADMIN_ROOT
 from workers.host import regular_file
 
 if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:4000"
-ADMIN = "/admin/v1"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 # A key has at most 512 letters; the rest is comments.
@@ -115,13 +115,13 @@ class Client:
     def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
         """The lines that are written to a model's log from `cursor` on, until the daemon ends."""
         params = {"follow": "true", "cursor": cursor, "rank": str(rank)}
-        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=params) as response:
+        with self._stream("GET", f"{ADMIN_ROOT}{model_path(name)}/log", params=params) as response:
             yield from response.iter_text()
 
     def follow_events(self, after: int) -> Iterator[dict[str, Any]]:
         """Events with a `seq` beyond `after` as they happen, until the daemon ends."""
         headers = {"accept": "text/event-stream", "last-event-id": str(after)}
-        with self._stream("GET", f"{ADMIN}/events", headers=headers) as response:
+        with self._stream("GET", f"{ADMIN_ROOT}/events", headers=headers) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     yield _piece(line)
@@ -147,7 +147,7 @@ class Client:
         limits_s = (CONNECT_TIMEOUT_S, read_s, read_s, read_s)
         with self._translated():
             given = {name: value for name, value in parameters.items() if value is not None}
-            response = self._http.request(method, ADMIN + path, params=given, json=body, timeout=limits_s)
+            response = self._http.request(method, ADMIN_ROOT + path, params=given, json=body, timeout=limits_s)
         return self._checked(response)
 
     @contextmanager

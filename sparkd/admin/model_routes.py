@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import LayerListing, layers_of
-from sparkd.capacity.plan_for_node import hardware_here
+from sparkd.capacity.plan_for_node import planning_hardware
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.cluster.cluster import Cluster
@@ -79,7 +79,7 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> ModelStart:
-        disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
+        disk_bytes_s = (await asyncio.to_thread(planning_hardware, "node", registry.config)).disk_bytes_s
         return starts.of(registry.find(name).name, disk_bytes_s)
 
     @api.get("/models/{name:path}/metrics", summary="The metrics of a model's engine, asked now")

@@ -92,6 +92,11 @@ def _overridden(computed: Setting, sources: Sequence[tuple[str, Mapping[str, str
     return setting
 
 
+def listed_devices(value: str) -> tuple[str, ...]:
+    """The RDMA devices that a value of NCCL_IB_HCA lists; none where it lists those to leave out (`^`)."""
+    return () if value.startswith("^") else tuple(name.partition(":")[0] for name in value.lstrip("=").split(",") if name)
+
+
 def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shape: str) -> Iterator[Setting]:
     """One interface for NCCL's first contact, Gloo and TensorPipe; and the address of the node on it, which vLLM gives to its peers."""
     meeting = _meeting(node, peers, cables, shape)
