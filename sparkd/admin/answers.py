@@ -11,11 +11,10 @@ from pydantic import BaseModel, Field
 from sparkd.cluster.ray_head import RayProcess
 from sparkd.condition import Condition
 from sparkd.fabric.report import Offered
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.hardware import Hardware
 from sparkd.state.nouns import Event, ModelState, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
-
-PREFIX = "/admin/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class Accepted(Operation):
 
 def accepted(operation: Operation) -> Accepted:
     members = {member.name: getattr(operation, member.name) for member in fields(operation)}
-    return Accepted(**members, operation=operation.id, href=f"{PREFIX}/operations/{operation.id}")
+    return Accepted(**members, operation=operation.id, href=f"{ADMIN_ROOT}/operations/{operation.id}")
 
 
 class Cost(BaseModel):

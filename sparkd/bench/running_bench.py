@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkd.bench.client import Client, Model, model_path
+from sparkd.bench.client import Client, Model
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import FOLDER, BenchResult, BenchStore
 from sparkd.errors import RankError
+from sparkd.gateway.routes import model_path
 from sparkd.state.nouns import STARTING, ModelState
 
 READY_S = 3600.0
