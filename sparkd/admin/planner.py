@@ -201,7 +201,7 @@ def register_plan(api: APIRouter, planner: Planner) -> None:
                 "description": "The guess so far; `operation` asks vLLM, then ask again",
             },
         },
-        summary="Whether a model fits, and how, from its headers alone",
+        summary="Whether a model fits, and how",
     )
     async def plan(question: Planning, response: Response) -> dict[str, Any]:
         answer, operation = await planner.plan(question.request(), quick=question.quick)

@@ -1,6 +1,6 @@
 """The bench's program: runs the job that it reads, as a client of the daemon. Each line that it prints tells the daemon how far it is.
 
-The last line has `done` or `failed`. SIGINT cancels; figures that were measured are in the result's file.
+The last line has `done` or `failed`. SIGINT cancels; figures that were measured are in the result.
 """
 
 from __future__ import annotations

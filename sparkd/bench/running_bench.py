@@ -1,4 +1,4 @@
-"""The bench that runs: its result so far and its file, the lines that tell how far it is, and a model that it waits for."""
+"""The bench that runs: its result so far, the lines that tell how far it is, and a model that it waits for."""
 
 from __future__ import annotations
 
