@@ -64,7 +64,7 @@ SITES = {
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
     "sparkd/admin/pulls.py": 1,
-    "sparkd/bench/tool_process.py": 1,
+    "sparkd/execution/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/recipes/clone.py": 1,
     "workers/guard/gpu_meter.py": 1,

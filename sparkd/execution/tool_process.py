@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import distributions
 from pathlib import Path
 
 from sparkd.errors import RankError
@@ -71,13 +69,6 @@ async def run(
     if process.returncode != 0:
         raise RankError(f"{name} ended with {process.returncode}: {reason}")
     return reason
-
-
-def version_in(interpreter: str, package: str) -> str | None:
-    """The version of a package in the environment of a Python; None without it. Reads files only. Blocks."""
-    own = interpreter == sys.executable
-    places = sys.path if own else [str(path) for path in Path(interpreter).parent.parent.glob("lib/python*/site-packages")]
-    return next((found.version for found in distributions(name=package, path=places)), None)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
