@@ -21,7 +21,7 @@ from workers.host import processes
 def main() -> None:
     """Ends with the daemon that started it."""
     processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    job = Job.model_validate_json(sys.stdin.buffer.read())
+    job = Job.model_validate_json(sys.stdin.buffer.readline())
     try:
         asyncio.run(_run(job))
     except KeyboardInterrupt:

@@ -38,7 +38,7 @@ async def run(
 
     said: a file for its errors.
     heard: gets each line of its output.
-    given: its input.
+    given: its input, which does not end before the program or the daemon does.
 
     Raises RankError where it does not end with 0.
     """
@@ -58,7 +58,6 @@ async def run(
             with suppress(ConnectionError):
                 process.stdin.write(given)
                 await process.stdin.drain()
-            process.stdin.close()
         if process.stdout is not None:
             async for line in process.stdout:
                 await heard(line)

@@ -63,7 +63,6 @@ SITES = {
     "sparkd/doctor/fixes.py": 1,
     "sparkd/cli/export.py": 1,
     "sparkd/cluster/head_probe.py": 1,
-    "sparkd/admin/pulls.py": 1,
     "sparkd/execution/tool_process.py": 1,
     "sparkd/cluster/ray_head.py": 1,
     "sparkd/recipes/clone.py": 1,
