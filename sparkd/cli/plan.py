@@ -1,4 +1,4 @@
-"""The verb `sparkd plan`: whether a model fits, and how: from its headers, and vLLM's answers."""
+"""The verb `sparkd plan`: whether a model fits, and how, from its headers and vLLM's answers."""
 
 from __future__ import annotations
 
