@@ -18,7 +18,7 @@ from sparkd.config.config import Config
 from sparkd.control.journal import Journal
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
 from sparkd.fabric.checks import FAIL
-from sparkd.fabric.environment import environment, listed_devices, settings, wants_rdma
+from sparkd.fabric.environment import environment, rdma_devices, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
 from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
@@ -120,7 +120,7 @@ class Bandwidth:
         finally:
             await asyncio.shield(self._end(jobs))
         transport = parse(ended["nccl"])
-        expected = listed_devices(env[a].get("NCCL_IB_HCA", "")) if rdma else ()
+        expected = rdma_devices(env[a].get("NCCL_IB_HCA", "")) if rdma else ()
         idle = _idle(traffic(before[a], (await self._fabrics(pair))[a]), expected)
         meeting = next((interface for interface in before[a].interfaces if interface.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None

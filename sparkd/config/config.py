@@ -46,6 +46,7 @@ from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
 from sparkd.config.model import ModelConfig, config_hash
 from sparkd.config.overlay import (
+    dotted,
     error_of,
     in_order,
     overlay_environ,
@@ -397,7 +398,7 @@ def _name_models(document: Document) -> list[str]:
         models[name] = entry = Map() if entry is None else entry
         if "name" in entry:
             key = ("models", name, "name")
-            message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
+            message = f"{dotted(key)} is not a key of sparkd: a model's name is its key below models."
             document.problems.append(document.place(key).problem(message, key=key))
         entry["name"] = name
         named.append(name)

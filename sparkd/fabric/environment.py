@@ -83,6 +83,11 @@ def environment(computed: Sequence[Setting]) -> dict[str, str]:
     return {setting.name: setting.value for setting in computed if setting.value is not None}
 
 
+def rdma_devices(listed: str) -> tuple[str, ...]:
+    """The devices that a value of NCCL_IB_HCA names; none where it names those to leave out."""
+    return () if listed.startswith("^") else tuple(name.partition(":")[0] for name in listed.lstrip("=").split(",") if name)
+
+
 def _overridden(computed: Setting, sources: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
     setting = computed
     for source, values in sources:
@@ -90,11 +95,6 @@ def _overridden(computed: Setting, sources: Sequence[tuple[str, Mapping[str, str
         if computed.name in values and computed.name != "VLLM_HOST_IP":
             setting = Setting(computed.name, values[computed.name], f"instead of {computed.value or 'none'}: {computed.reason}", source)
     return setting
-
-
-def listed_devices(value: str) -> tuple[str, ...]:
-    """The RDMA devices that a value of NCCL_IB_HCA lists; none where it lists those to leave out (`^`)."""
-    return () if value.startswith("^") else tuple(name.partition(":")[0] for name in value.lstrip("=").split(",") if name)
 
 
 def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Link], shape: str) -> Iterator[Setting]:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
-from sparkd.fabric.environment import listed_devices
+from sparkd.fabric.environment import rdma_devices
 from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import IB, SOCKET, judge, parse
 from sparkd.state.nouns import RankHandle
@@ -59,4 +59,4 @@ def _blind(node: str) -> Finding:
 
 def _expected(env: Mapping[str, str], listed: str | None) -> tuple[str, ...]:
     """The RDMA devices that NCCL is configured to use; those in NCCL's log where the node cannot be read; none for sockets."""
-    return listed_devices(env.get("NCCL_IB_HCA", listed or "")) if env.get("NCCL_NET", IB) == IB else ()
+    return rdma_devices(env.get("NCCL_IB_HCA", listed or "")) if env.get("NCCL_NET", IB) == IB else ()
