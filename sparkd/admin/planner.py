@@ -19,7 +19,6 @@ from pydantic import BaseModel, Field
 from sparkd.admin.answers import accepted
 from sparkd.admin.jobs import Jobs, Tell
 from sparkd.admin.operator import Operator
-from sparkd.bench import tool_process
 from sparkd.capacity.plan_for_node import PlanOrder, order_here, planned_here
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.cluster.cluster import Cluster
@@ -27,6 +26,7 @@ from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import EngineError
+from sparkd.execution import tool_process
 from sparkd.hardware import Hardware
 from sparkd.recipes.admin_policy import refuse_calibration
 from sparkd.state.nouns import Operation, Progress
@@ -203,7 +203,7 @@ def register_plan(api: APIRouter, planner: Planner) -> None:
                 "description": "The guess so far; `operation` asks vLLM, then ask again",
             },
         },
-        summary="Whether a model fits, and how, from its headers alone",
+        summary="Whether a model fits, and how: from its headers, and vLLM's answers",
     )
     async def plan(question: Planning, response: Response) -> dict[str, Any]:
         answer, operation = await planner.plan(question.request(), quick=question.quick)

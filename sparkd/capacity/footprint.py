@@ -77,6 +77,7 @@ class Footprint:
     free_bytes: left of the parts and the margin, negative if it does not fit.
     *_s: seconds; decode_tokens_s: an upper bound for one request. Each is None if the machine's rates are unknown.
     limit_bytes: most bytes of the whole engine; None for all of the node.
+    limit_words: the setting that says so.
     sureness: of weights and cache, one of sparkd.capacity.evidence.
     upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
     """
@@ -94,6 +95,7 @@ class Footprint:
     next_load_s: float | None
     decode_tokens_s: float | None
     limit_bytes: int | None = None
+    limit_words: str = ""
     sureness: str = EXACT
     upper_weight_bytes: int = 0
     upper_cache_bytes: int = 0
@@ -179,7 +181,7 @@ def footprint(
         "processes": process_bytes(hardware),
     }
     guesses = exact.guesses(serving.unknown)
-    limit = limit_of(args, hardware)
+    limit_bytes, limit_words = limit_of(args, hardware) or (None, "")
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     return Footprint(
         parts=parts,
@@ -194,7 +196,8 @@ def footprint(
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=None if limit is None else limit[0],
+        limit_bytes=limit_bytes,
+        limit_words=limit_words,
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
         # The size of a cache in tokens, requests or blocks follows from the guess, too; the doubt is of one request.

@@ -60,12 +60,12 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.recipes.merge import book_of, merge_recipe
+from sparkd.units import MIB
 from workers.host import regular_file
 from workers.host.hub_cache import cache_places
 
 __all__ = ["Config", "ConfigProblem", "ModelConfig", "config_hash", "is_loopback", "load_config", "parse_model"]
 
-MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
 
 

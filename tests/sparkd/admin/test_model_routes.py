@@ -13,6 +13,7 @@ import pytest
 from sparkd.admin import model_routes
 from sparkd.admin.model_routes import engine_settings
 from sparkd.capacity.layers import LayerListing, RankShare
+from sparkd.capacity.plan_for_node import learn
 from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.overlay import MASK
@@ -160,3 +161,10 @@ async def test_a_start_that_was_never_seen(tmp_path: Path, folder: Path) -> None
         assert (await admin.ask("GET", "/models/org/m/start"))["phases"] == []
         for verb in ("start", "settings", "layers"):
             await admin.refused("GET", f"/models/nobody/{verb}", 404)
+
+
+async def test_a_load_is_compared_with_the_rate_that_a_bench_measured(tmp_path: Path, folder: Path) -> None:
+    async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
+        learn(admin.scene.supervisor.registry.config.state_dir, {"disk_bytes_s": 4e9})
+        assert (await admin.ask("GET", "/models/m/start"))["disk_bytes_per_s"] == 4e9
+        assert (await admin.ask("GET", "/nodes"))["hardware"]["disk_bytes_s"] == 4e9

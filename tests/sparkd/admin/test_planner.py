@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.bench import tool_process
 from sparkd.capacity import plan_for_node
+from sparkd.execution import tool_process
 from sparkd.state.nouns import Reading
 from sparkd.units import GIB
 from tests.sparkd.admin.test_app import Admin, admin_of
