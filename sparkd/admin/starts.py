@@ -106,8 +106,11 @@ class Starts:
                 continue
             if starting or view.state is ModelState.READY:
                 start.look(view, snapshot.at_s)
-            if not starting:
-                start.ended, start.end_s = "READY" if view.state is ModelState.READY else _end_of(view), snapshot.at_s
+            if view.state is ModelState.READY:
+                # An adopted engine may have answered an earlier daemon.
+                start.ended, start.end_s = "READY", view.since_s
+            elif not starting:
+                start.ended, start.end_s = _end_of(view), snapshot.at_s
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 

@@ -193,6 +193,7 @@ class Effects:
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
         record.lost_load_s = 0.0
         self.move(record, ModelState.READY)
+        record.since_wall_s -= ready_for_s
         if record.attempt.rank_id and served is None and load_s is not None:
             self._journal.keep_answered(record.attempt.rank_id, load_s)
         record.attempt = replace(record.attempt, reason=None, message=None)

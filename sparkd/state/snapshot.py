@@ -14,7 +14,7 @@ from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Opera
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds.
 
-    since_s: start of the present state; for a model that waits, start of the wait
+    since_s: start of the present state, under whichever daemon; for a model that waits, start of the wait
     retry_in_s: counts down to the next try of a failed model
     load_s: of an adopted engine the duration of its start, None if not recorded
     transport: for ranks on several nodes, what NCCL's log lines prove: the fields of sparkd.fabric.checks.Finding, worst first

@@ -213,7 +213,8 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
         await first.tick()
         await first.tick(seconds=40)
         await make_ready(first)
-        load_s = first.supervisor.snapshot().models["m"].load_s
+        before = first.supervisor.snapshot().models["m"]
+        load_s = before.load_s
         cluster, now_s = first.cluster, first.clock.now_s
     assert load_s is not None and load_s > 40
 
@@ -224,6 +225,7 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
             record = second.supervisor.registry.find("m")
             assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
             assert record.attempt.ready_since_s == pytest.approx(now_s, abs=4.0)
+            assert second.supervisor.snapshot().models["m"].since_s == pytest.approx(before.since_s, abs=1.0)
 
 
 async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tmp_path: Path) -> None:
