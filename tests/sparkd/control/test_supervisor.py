@@ -30,6 +30,7 @@ from sparkd.errors import (
     Draining,
     EngineError,
     LoadRefused,
+    ModelCannotLoad,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
@@ -832,6 +833,18 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
             (None, 90, "STOPPED", True),
             ("other", 20, "READY", True),
         ]
+
+
+async def test_a_model_that_no_empty_node_could_hold_names_no_holder_of_memory(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/x"}, "other": {"model": "/z"}}) as made:
+        await make_ready(made, "other")
+        made.cluster.place_error = DoesNotFit("max_model_len 99999 is above 8192", lasts=True)
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        with pytest.raises(ModelCannotLoad) as raised:
+            await waiting
+
+        assert raised.value.extra() == {}
 
 
 async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
