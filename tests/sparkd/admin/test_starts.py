@@ -50,7 +50,7 @@ def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_a
     seen.look(900.0, S.READY)
     assert seen.phases == [
         *(("memory back", 0.0, 3.0), ("engine", 3.0, 2.0), ("quantize", 5.0, 20.0), ("compile", 25.0, 10.0)),
-        *(("rehearse", 35.0, 5.0), ("graphs", 40.0, 5.0), ("first answer", 45.0, 2.0)),
+        *(("rehearse", 35.0, 5.0), ("warm-up", 40.0, 5.0), ("first answer", 45.0, 2.0)),
     ]
     assert (seen.answer.began_s, seen.answer.seconds, seen.answer.ended) == (100.0, 47.0, "READY")
     quantize = seen.answer.phases[2]
@@ -67,7 +67,7 @@ def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_a
         ),
         (Progress(source="cache", format="nvfp4", began_s={"cache": 105.0}), ["read"]),
         (Progress(source="checkpoint", format="bf16", began_s={"checkpoint": 105.0}), ["read"]),
-        (Progress(began_s={"loading": 105.0, "sizing": 106.0}), ["read", "graphs"]),
+        (Progress(began_s={"loading": 105.0, "sizing": 106.0}), ["read", "warm-up"]),
     ],
     ids=["measured first", "from the cache", "as stored", "stock vLLM"],
 )
