@@ -272,7 +272,7 @@ class Effects:
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
-        entry = f"{reason}: {message} Next try in {delay_s:.0f} s."
+        entry = f"{reason}: {message}" if lasts else f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._journal.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._journal.operations.running(record, "load"):

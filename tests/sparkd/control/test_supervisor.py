@@ -371,7 +371,7 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         made.cluster.show(alive=False, processes=0, exit_code=2, diagnosis=refused)
         await made.tick(2)
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", 3599.0)
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", None)
         assert lacking(view.message, "`sparkd reload`", "`sparkd load m`") == []
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
@@ -394,7 +394,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         made.supervisor.want("m", Want.RUNNING, "config")
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "DoesNotFit", 3600.0)
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "DoesNotFit", None)
 
         made.cluster.log.clear()
         made.cluster.place_error = None
