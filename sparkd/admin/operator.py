@@ -129,13 +129,16 @@ class Operator:
         return self._journal.operations.all(self._registry.records)[operation_id]
 
     def cancel(self, operation_id: str) -> Operation:
-        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
+        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A cancelled operation stays as it is.
 
-        Raises Conflict for an operation of another kind: the part that runs it cancels it.
+        Raises Conflict for one that ended otherwise, and for one of another kind: the part that runs it cancels it.
         """
         operation = self._journal.operations.find(operation_id)
-        if operation.state is not OperationState.RUNNING:
+        if operation.state is OperationState.CANCELLED:
             return operation
+        if operation.state is not OperationState.RUNNING:
+            ended = f"it has ended already ({operation.state.lower()})"
+            raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: {ended}.")
         opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
         if opposite is None:
             raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: it ends by itself.")

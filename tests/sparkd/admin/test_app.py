@@ -307,7 +307,9 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
         assert (await made.ask("GET", f"/operations/{unload['operation']}"))["state"] == "SUCCEEDED"
         listed = (await made.ask("GET", "/operations"))["operations"]
         assert [operation["kind"] for operation in listed[:2]] == ["unload", "load"], "newest first"
-        assert (await made.ask("DELETE", f"/operations/{unload['operation']}", 202))["state"] == "SUCCEEDED", "what has ended stays so"
+        again = await made.ask("DELETE", f"/operations/{load['operation']}", 202)
+        assert again["state"] == "CANCELLED", "a client may repeat it"
+        assert (await made.refused("DELETE", f"/operations/{unload['operation']}", 409))["code"] == "conflict"
 
 
 async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path) -> None:
