@@ -627,6 +627,7 @@ REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
     (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "JSON"),
     (b'{"name": ["%s"], "spec": "%s", "load": "%s"}' % ((SECRET.encode(),) * 3), JSON, "name"),
     (b'{"name": "%s"}' % (b"x" * 129), JSON, "128"),
+    (b'{"name": "new", "model": "/y"}', JSON, '{"spec": {"model": ..}}'),
 ]
 
 
