@@ -38,7 +38,6 @@ class Registry:
         self._of_serve = of_serve
         self._clock = clock
         self.wall = wall
-        self.started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
         self._loud: dict[str, str] = {}
