@@ -38,7 +38,7 @@ class Operator:
 
         meant: what `meaning` says of it.
         model: MODEL as it was typed.
-        name: the name for a model to add.
+        name: the name for a model to add, also for one that failed for good and shall have other keys.
         changes: whether it shall have other keys.
 
         Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
@@ -58,6 +58,8 @@ class Operator:
             raise Conflict(f"A model called {found} exists already, with the source {config.models[found].model}. Choose another --name.")
         if changes:
             self._registry.check_added(found, "change its entry there and reload sparkd, or choose another --name")
+            if self._registry.failed_for_good(found):
+                return None
             raise Conflict(f"{found} exists already, with other keys. Run `sparkd rm {found}` first, or choose another --name.")
         return found
 

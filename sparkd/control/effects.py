@@ -341,7 +341,7 @@ def _mended(record: Record) -> str:
         return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
     if record.origin == "serve":
         return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
-    again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
+    again = f"add it again with others, as by `sparkd run MODEL --name {name} -- FLAGS`"
     return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 
 

@@ -26,7 +26,7 @@ from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
 from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
-from sparkd.errors import AgentLost, ModelUnusable, SparkdError
+from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.responses import CONNECTION
 from sparkd.gateway.routes import ADMIN_ROOT
@@ -399,6 +399,25 @@ async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
         for name in ("m", "gpt-4o"):
             await made.refused("PUT", f"/models/{name}", 409, json={"spec": other})
         await made.refused("PUT", f"/models/{'n' * 129}", 400, json={"spec": other})
+
+
+async def test_a_model_that_failed_for_good_is_added_again_with_other_keys(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        body = {"name": "new", "spec": {"model": "/y", "max_model_len": 99999}}
+        asked = "/entry?source=/y&model=/y&name=new&changes=true"
+        await made.ask("POST", "/models", 202, json=body)
+        await made.refused("GET", asked, 409)
+        made.scene.cluster.place_error = DoesNotFit("99999 is above 8192", lasts=True)
+        await made.scene.tick(2)
+        assert (await made.ask("GET", "/models/new"))["state"] == "FAILED"
+
+        made.scene.cluster.place_error = None
+        assert (await made.ask("GET", asked))["known"] is None
+        again = await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y", "max_model_len": 4096}})
+        assert (again["kind"], again["state"]) == ("load", "RUNNING")
+        await make_ready(made.scene, "new")
+        assert (await made.ask("GET", "/models/new"))["state"] == "READY"
+        await made.refused("POST", "/models", 409, json=body)
 
 
 async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

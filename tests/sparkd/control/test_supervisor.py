@@ -417,7 +417,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
         await made.tick()
         told = made.supervisor.snapshot().models["new"].message
         assert told is not None and "sparkd reload" not in told
-        assert "`sparkd rm new`" in told and "`sparkd run MODEL -- FLAGS`" in told
+        assert "`sparkd run MODEL --name new -- FLAGS`" in told
 
 
 @pytest.mark.parametrize(
