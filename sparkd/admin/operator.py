@@ -38,7 +38,7 @@ class Operator:
 
         meant: what `meaning` says of it.
         model: MODEL as it was typed.
-        name: the name for a model to add.
+        name: the name for a model to add, also for one that failed for good and shall have other keys.
         changes: whether it shall have other keys.
 
         Raises UnknownModel for a word that is neither a model nor anything to add, and Conflict for a name that another model
@@ -58,6 +58,8 @@ class Operator:
             raise Conflict(f"A model called {found} exists already, with the source {config.models[found].model}. Choose another --name.")
         if changes:
             self._registry.check_added(found, "change its entry there and reload sparkd, or choose another --name")
+            if self._registry.failed_for_good(found):
+                return None
             raise Conflict(f"{found} exists already, with other keys. Run `sparkd rm {found}` first, or choose another --name.")
         return found
 
@@ -129,13 +131,16 @@ class Operator:
         return self._journal.operations.all(self._registry.records)[operation_id]
 
     def cancel(self, operation_id: str) -> Operation:
-        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
+        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A cancelled operation stays as it is.
 
-        Raises Conflict for an operation of another kind: the part that runs it cancels it.
+        Raises Conflict for one that ended otherwise, and for one of another kind: the part that runs it cancels it.
         """
         operation = self._journal.operations.find(operation_id)
-        if operation.state is not OperationState.RUNNING:
+        if operation.state is OperationState.CANCELLED:
             return operation
+        if operation.state is not OperationState.RUNNING:
+            ended = f"it has ended already ({operation.state.lower()})"
+            raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: {ended}.")
         opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
         if opposite is None:
             raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: it ends by itself.")

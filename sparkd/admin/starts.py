@@ -12,10 +12,11 @@ from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.units import GIB
 
-# A loader that quantizes reads while it does, so all bytes of its load are those of `quantize`, and there is no `read`.
-MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, GRAPHS, ANSWER = (
+# A loader that quantizes reads while it does, so all bytes of its load are those of `quantize`, and there is no `read`. An engine warms up
+# with the capture of its CUDA graphs, where it has any.
+MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, WARM_UP, ANSWER = (
     *("memory back", "engine", "measuring inputs", "read", "quantize"),
-    *("compile", "rehearse", "graphs", "first answer"),
+    *("compile", "rehearse", "warm-up", "first answer"),
 )
 
 # The loader's name of weights that it only reads.
@@ -106,8 +107,11 @@ class Starts:
                 continue
             if starting or view.state is ModelState.READY:
                 start.look(view, snapshot.at_s)
-            if not starting:
-                start.ended, start.end_s = "READY" if view.state is ModelState.READY else _end_of(view), snapshot.at_s
+            if view.state is ModelState.READY:
+                # An adopted engine may have answered an earlier daemon.
+                start.ended, start.end_s = "READY", view.since_s
+            elif not starting:
+                start.ended, start.end_s = _end_of(view), snapshot.at_s
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 
@@ -151,7 +155,7 @@ def _begun(view: ModelView, engine_s: float) -> dict[str, float]:
         weights: began_s.get("checkpoint", began_s.get("cache", began_s.get("loading"))),
         COMPILE: began_s.get("warming"),
         REHEARSE: began_s.get("rehearsing"),
-        GRAPHS: began_s.get("sized") if "rehearsing" in began_s else began_s.get("sizing"),
+        WARM_UP: began_s.get("sized") if "rehearsing" in began_s else began_s.get("sizing"),
         ANSWER: began_s.get("serving"),
     }
     return {name: at_s for name, at_s in begun.items() if at_s is not None}

@@ -193,6 +193,7 @@ class Effects:
         record.attempt = replace(record.attempt, load_s=load_s, ready_since_s=self._clock() - ready_for_s)
         record.lost_load_s = 0.0
         self.move(record, ModelState.READY)
+        record.since_wall_s -= ready_for_s
         if record.attempt.rank_id and served is None and load_s is not None:
             self._journal.keep_answered(record.attempt.rank_id, load_s)
         record.attempt = replace(record.attempt, reason=None, message=None)
@@ -271,7 +272,7 @@ class Effects:
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
-        entry = f"{reason}: {message} Next try in {delay_s:.0f} s."
+        entry = f"{reason}: {message}" if lasts else f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._journal.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._journal.operations.running(record, "load"):
@@ -340,7 +341,7 @@ def _mended(record: Record) -> str:
         return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
     if record.origin == "serve":
         return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
-    again = f"run `sparkd rm {name}` and add it again, as by `sparkd run MODEL -- FLAGS`"
+    again = f"add it again with others, as by `sparkd run MODEL --name {name} -- FLAGS`"
     return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 
 

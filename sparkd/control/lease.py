@@ -288,9 +288,10 @@ class LeaseQueue:
         # The message itself names other models and paths, which a client may not see.
         why = record.attempt.client_message or (_ABSENT if record.attempt.reason in ABSENT else "")
         message = " ".join(filter(None, (f"{failed}.", why, _SEE)))
-        held_by = holders(self._registry, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
         if lasts:
-            return ModelCannotLoad(message, held_by=held_by)
+            # It would not fit an empty node either: no model holds what it lacks.
+            return ModelCannotLoad(message)
+        held_by = holders(self._registry, record, self._clock()) if record.attempt.reason in _FOR_MEMORY else ()
         return ModelFailed(message, retry_after_s=max(1, math.ceil(left_s)), held_by=held_by)
 
 

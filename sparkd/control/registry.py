@@ -38,7 +38,6 @@ class Registry:
         self._of_serve = of_serve
         self._clock = clock
         self.wall = wall
-        self.started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
         self._loud: dict[str, str] = {}
@@ -128,7 +127,10 @@ class Registry:
         return spec
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
-        """Add a model. Returns `added`, `changed`, or None if the same entry was there."""
+        """Add a model. Returns `added`, `changed`, or None if the same entry was there.
+
+        replace: other keys for one that was added before; one that failed for good may always have them.
+        """
         spec = self.judged(name, raw)
         standing = self._added.get(name)
         if standing is None and len(self._added) >= MOST_ADDED:
@@ -136,7 +138,7 @@ class Registry:
             raise Conflict(f"{MOST_ADDED} models were added already, and sparkd keeps no more: {cure}.", param="name")
         if standing is not None and _text(standing) == _text(raw):
             return None
-        if standing is not None and not replace:
+        if standing is not None and not replace and not self.failed_for_good(name):
             raise Conflict(
                 f"A model {name} was added already, with other keys: PUT /admin/v1/models/{name} changes it, `sparkd rm {name}` ends it."
             )
@@ -145,6 +147,10 @@ class Registry:
         self._left_out.pop(name, None)
         self._take(self.config.with_model(spec))
         return "added" if standing is None else "changed"
+
+    def failed_for_good(self, name: str) -> bool:
+        """Whether only another entry, or another cause mended, would have the model run."""
+        return name in self.records and self.records[name].attempt.lasts
 
     def lend(self, name: str, spec: ModelConfig | None) -> None:
         """Have a bench's model until this daemon ends, or forget it where spec is None. Raises Conflict for a taken name, ConfigError."""

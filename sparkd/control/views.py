@@ -55,7 +55,8 @@ def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
 
 def view(registry: Registry, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
     spec = record.spec
-    retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
+    retries = record.state is ModelState.FAILED and not record.attempt.lasts
+    retry_in_s = max(0.0, record.backoff_until_s - now_s) if retries else None
     gone = record.state is ModelState.FAILED and record.observed.ranks == ()
     # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
     asked_s = record.queue.asked_since_s if record.turn is not None else None
@@ -76,7 +77,7 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         wanted_by=record.desired.by,
         generation=record.desired.generation,
         since_s=since_s,
-        created_at_s=registry.started_at_s,
+        created_at_s=record.created_wall_s,
         origin=record.origin,
         reason=record.attempt.reason,
         message=_message(record),

@@ -14,8 +14,9 @@ from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Opera
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds.
 
-    since_s: start of the present state; for a model that waits, start of the wait
-    retry_in_s: counts down to the next try of a failed model
+    created_at_s: when this daemon first had its entry
+    since_s: start of the present state, under whichever daemon; for a model that waits, start of the wait
+    retry_in_s: counts down to the next try of a failed model; None where another try does not help until the cause is fixed
     load_s: of an adopted engine the duration of its start, None if not recorded
     transport: for ranks on several nodes, what NCCL's log lines prove: the fields of sparkd.fabric.checks.Finding, worst first
     turn: queue position among the models that wait for room or for their turn, 1 for the first; None for a model that does not wait

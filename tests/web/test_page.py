@@ -697,6 +697,18 @@ def test_an_auto_that_became_a_value_is_no_difference(tab: Tab, served: DaemonPr
         expect(row(tab.page, "Settings", key)).not_to_contain_text("differs")
 
 
+def test_a_default_that_the_engine_has_otherwise_is_no_difference(tab: Tab) -> None:
+    engine = {"rank": 0, "node": "n", "command": None, "engine": {"enforce_eager": True, "max_num_seqs": 4}}
+    answer = {
+        "configured": {"max_num_seqs": 8}, "resolved": {"max_num_seqs": 8, "enforce_eager": False}, "keys": [], "ranks": [engine]
+    }  # fmt: skip
+    tab.page.route("**/admin/v1/models/quick/settings", lambda route: route.fulfill(json=answer))
+    tab.open("models", "quick", "settings")
+    expect(row(tab.page, "Settings", "max_num_seqs")).to_contain_text("differs")
+    expect(row(tab.page, "Settings", "enforce_eager")).not_to_contain_text("differs")
+    tab.page.unroute("**/admin/v1/models/quick/settings")
+
+
 def test_a_log_is_followed_paused_and_searched(tab: Tab) -> None:
     page = tab.page
     tab.open("models", "quick", "log")

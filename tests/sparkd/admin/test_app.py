@@ -26,7 +26,7 @@ from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
 from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
-from sparkd.errors import AgentLost, ModelUnusable, SparkdError
+from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.responses import CONNECTION
 from sparkd.gateway.routes import ADMIN_ROOT
@@ -308,7 +308,9 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
         assert (await made.ask("GET", f"/operations/{unload['operation']}"))["state"] == "SUCCEEDED"
         listed = (await made.ask("GET", "/operations"))["operations"]
         assert [operation["kind"] for operation in listed[:2]] == ["unload", "load"], "newest first"
-        assert (await made.ask("DELETE", f"/operations/{unload['operation']}", 202))["state"] == "SUCCEEDED", "what has ended stays so"
+        again = await made.ask("DELETE", f"/operations/{load['operation']}", 202)
+        assert again["state"] == "CANCELLED", "a client may repeat it"
+        assert (await made.refused("DELETE", f"/operations/{unload['operation']}", 409))["code"] == "conflict"
 
 
 async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path) -> None:
@@ -342,8 +344,10 @@ async def test_unloading_turns_away_those_who_wait_for_their_turn(tmp_path: Path
 async def test_a_model_with_any_name_is_added_loaded_read_unloaded_and_removed(tmp_path: Path, name: str, encoded: bool) -> None:
     path = "/models/" + (name.replace("/", "%2F").replace(":", "%3a") if encoded else name)
     async with admin_of(tmp_path) as made:
+        await made.scene.tick(seconds=60)
         added = await made.ask("POST", "/models", 202, json={"name": name, "spec": {"model": "/y"}, "load": False})
         assert (added["operation"], added["model"]["name"]) == (None, name)
+        assert added["model"]["created_at_s"] >= (await made.ask("GET", "/models/m"))["created_at_s"] + 60
         assert (await made.ask("GET", path))["name"] == name
         load = await made.ask("POST", f"{path}/load", 202)
         assert (load["kind"], load["model"]) == ("load", name)
@@ -395,6 +399,25 @@ async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
         for name in ("m", "gpt-4o"):
             await made.refused("PUT", f"/models/{name}", 409, json={"spec": other})
         await made.refused("PUT", f"/models/{'n' * 129}", 400, json={"spec": other})
+
+
+async def test_a_model_that_failed_for_good_is_added_again_with_other_keys(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        body = {"name": "new", "spec": {"model": "/y", "max_model_len": 99999}}
+        asked = "/entry?source=/y&model=/y&name=new&changes=true"
+        await made.ask("POST", "/models", 202, json=body)
+        await made.refused("GET", asked, 409)
+        made.scene.cluster.place_error = DoesNotFit("99999 is above 8192", lasts=True)
+        await made.scene.tick(2)
+        assert (await made.ask("GET", "/models/new"))["state"] == "FAILED"
+
+        made.scene.cluster.place_error = None
+        assert (await made.ask("GET", asked))["known"] is None
+        again = await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y", "max_model_len": 4096}})
+        assert (again["kind"], again["state"]) == ("load", "RUNNING")
+        await make_ready(made.scene, "new")
+        assert (await made.ask("GET", "/models/new"))["state"] == "READY"
+        await made.refused("POST", "/models", 409, json=body)
 
 
 async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,6 +649,7 @@ REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
     (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "JSON"),
     (b'{"name": ["%s"], "spec": "%s", "load": "%s"}' % ((SECRET.encode(),) * 3), JSON, "name"),
     (b'{"name": "%s"}' % (b"x" * 129), JSON, "128"),
+    (b'{"name": "new", "model": "/y"}', JSON, '{"spec": {"model": ..}}'),
 ]
 
 

@@ -22,8 +22,9 @@ class Seen:
     def __init__(self) -> None:
         self.starts = Starts()
 
-    def look(self, at_s: float, state: ModelState, progress: Progress | None = None) -> None:
-        shown = view("m", state=state, progress=progress, ranks=() if state is S.PLANNED else (RANK,))
+    def look(self, at_s: float, state: ModelState, progress: Progress | None = None, since_s: float | None = None) -> None:
+        ranks = () if state is S.PLANNED else (RANK,)
+        shown = view("m", state=state, progress=progress, ranks=ranks, since_s=at_s if since_s is None else since_s)
         self.starts.look(Snapshot(at_s, True, False, 0.0, {"m": shown}, (), {}))
 
     @property
@@ -49,7 +50,7 @@ def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_a
     seen.look(900.0, S.READY)
     assert seen.phases == [
         *(("memory back", 0.0, 3.0), ("engine", 3.0, 2.0), ("quantize", 5.0, 20.0), ("compile", 25.0, 10.0)),
-        *(("rehearse", 35.0, 5.0), ("graphs", 40.0, 5.0), ("first answer", 45.0, 2.0)),
+        *(("rehearse", 35.0, 5.0), ("warm-up", 40.0, 5.0), ("first answer", 45.0, 2.0)),
     ]
     assert (seen.answer.began_s, seen.answer.seconds, seen.answer.ended) == (100.0, 47.0, "READY")
     quantize = seen.answer.phases[2]
@@ -66,7 +67,7 @@ def test_a_start_from_the_wish_to_the_first_answer_however_seldom_it_is_looked_a
         ),
         (Progress(source="cache", format="nvfp4", began_s={"cache": 105.0}), ["read"]),
         (Progress(source="checkpoint", format="bf16", began_s={"checkpoint": 105.0}), ["read"]),
-        (Progress(began_s={"loading": 105.0, "sizing": 106.0}), ["read", "graphs"]),
+        (Progress(began_s={"loading": 105.0, "sizing": 106.0}), ["read", "warm-up"]),
     ],
     ids=["measured first", "from the cache", "as stored", "stock vLLM"],
 )
@@ -85,6 +86,12 @@ def test_a_loader_that_quantizes_reads_meanwhile(seen: Seen) -> None:
 def test_a_start_that_a_new_daemon_takes_over_began_with_its_engine(seen: Seen) -> None:
     seen.look(120.0, S.LOADING, replace(STARTED, began_s={"checkpoint": 105.0}))
     assert (seen.answer.began_s, seen.phases) == (103.0, [("engine", 0.0, 2.0), ("quantize", 2.0, None)])
+
+
+def test_a_start_that_an_earlier_daemon_saw_end_ended_then(seen: Seen) -> None:
+    seen.look(1400.0, S.LOADING, STARTED)
+    seen.look(1401.0, S.READY, STARTED, since_s=147.0)
+    assert (seen.answer.began_s, seen.answer.seconds, seen.phases[-1]) == (103.0, 44.0, ("first answer", 42.0, 2.0))
 
 
 @pytest.mark.parametrize(("state", "ended"), [(S.FAILED, "FAILED"), (S.STOPPING, "STOPPED")])

@@ -30,6 +30,7 @@ from sparkd.errors import (
     Draining,
     EngineError,
     LoadRefused,
+    ModelCannotLoad,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
@@ -213,7 +214,8 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
         await first.tick()
         await first.tick(seconds=40)
         await make_ready(first)
-        load_s = first.supervisor.snapshot().models["m"].load_s
+        before = first.supervisor.snapshot().models["m"]
+        load_s = before.load_s
         cluster, now_s = first.cluster, first.clock.now_s
     assert load_s is not None and load_s > 40
 
@@ -224,6 +226,7 @@ async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tm
             record = second.supervisor.registry.find("m")
             assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
             assert record.attempt.ready_since_s == pytest.approx(now_s, abs=4.0)
+            assert second.supervisor.snapshot().models["m"].since_s == pytest.approx(before.since_s, abs=1.0)
 
 
 async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tmp_path: Path) -> None:
@@ -368,7 +371,7 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         made.cluster.show(alive=False, processes=0, exit_code=2, diagnosis=refused)
         await made.tick(2)
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", 3599.0)
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", None)
         assert lacking(view.message, "`sparkd reload`", "`sparkd load m`") == []
         with pytest.raises(ModelFailed) as failed:
             await enter(made, "m")
@@ -391,7 +394,7 @@ async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_pa
         made.supervisor.want("m", Want.RUNNING, "config")
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
-        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "DoesNotFit", 3600.0)
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "DoesNotFit", None)
 
         made.cluster.log.clear()
         made.cluster.place_error = None
@@ -414,7 +417,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
         await made.tick()
         told = made.supervisor.snapshot().models["new"].message
         assert told is not None and "sparkd reload" not in told
-        assert "`sparkd rm new`" in told and "`sparkd run MODEL -- FLAGS`" in told
+        assert "`sparkd run MODEL --name new -- FLAGS`" in told
 
 
 @pytest.mark.parametrize(
@@ -830,6 +833,18 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
             (None, 90, "STOPPED", True),
             ("other", 20, "READY", True),
         ]
+
+
+async def test_a_model_that_no_empty_node_could_hold_names_no_holder_of_memory(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/x"}, "other": {"model": "/z"}}) as made:
+        await make_ready(made, "other")
+        made.cluster.place_error = DoesNotFit("max_model_len 99999 is above 8192", lasts=True)
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        with pytest.raises(ModelCannotLoad) as raised:
+            await waiting
+
+        assert raised.value.extra() == {}
 
 
 async def test_a_full_queue_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ function settingsOf(answer) {
   const keys = new Set([...Object.keys(configured), ...Object.keys(resolved), ...ranks.flatMap((/** @type {any} */ rank) => Object.keys(rank.engine ?? {}))]);
   return [...keys].sort().map((key) => {
     const engines = ranks.map((/** @type {any} */ rank) => rank.engine?.[key]);
-    const known = [configured[key], resolved[key], ...engines].map(comparable).filter((value) => value !== undefined);
+    // A default is nobody's choice: on a CPU sparkd itself adds --enforce-eager.
+    const known = [configured[key], ...engines].map(comparable).filter((value) => value !== undefined);
     return { key, configured: configured[key], resolved: resolved[key], engines, differs: known.some((value) => value !== known[0]) };
   });
 }
