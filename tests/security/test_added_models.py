@@ -196,8 +196,9 @@ def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_p
             with pytest.raises(Conflict) as changed:
                 registry.judged("given", {"model": "o/n"})
             origins.append(registry.find("given").origin)
-            told.append([("configuration file" in each.value.message) for each in (removed, changed)])
-        assert told == [[True, True], [False, False]]
+            told.append([("configuration file" in each.value.message, "--name" in each.value.message) for each in (removed, changed)])
+        # Another name cures no removal.
+        assert told == [[(True, False), (True, False)], [(False, False), (False, True)]]
         assert origins == ["file", "serve"]
 
 
