@@ -384,7 +384,8 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
 def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its own models, and of those of a sparkd.yaml that is named; unless the machine is named."""
+    """Of its own models, of those of a sparkd.yaml that is named, a folder's and a hub id's; unless the machine is named."""
+    cached(hub, "owner/model", folder)
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
     whose = f"sparkd at {served['url']}"
@@ -394,6 +395,8 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     found = plan(capsys, "mine", "--config", file)
     assert (found["hardware"]["memory_bytes"], found["hardware"]["of"], found["asked"]["nodes"]) == (30 * GIB, whose, 2)
     assert "--enforce-eager" in found["choice"]["ranks"][0]["command"]  # as on a CPU
+    made = [plan(capsys, model) for model in (folder, "owner/model")]
+    assert [(found["hardware"]["of"], found["asked"]["nodes"]) for found in made] == [(whose, 2), (whose, 2)]
     assert found["hardware"]["bandwidth_bytes_s"] is None and found["choice"]["footprint"]["decode_tokens_s"] is None
     assert plan(capsys, "mine", "--config", file, "--nodes", 3)["asked"]["nodes"] == 3
     assert plan(capsys, "mine", "--config", file, "--hardware", "spark")["hardware"]["name"] == "spark"
