@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from sparkd.capacity.planned_entry import made_for
 from sparkd.checkpoint.source import CONFIG_PATH, source_of
 from sparkd.cli.config_file import config_path
 from sparkd.config.config import Config, ModelConfig, load_config, parse_model
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, NotFound, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,20 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
     if "/" not in model:
         return None
     return NamedEntry(made_for(model), load_config(config_path(config_file, environ, readable=True), environ=environ))
+
+
+def of_daemon(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[str], Mapping[str, Any]]) -> NamedEntry:
+    """What a daemon's entry says of the model's files and their formats. Raises ConfigError for a name that nothing has.
+
+    ask: for the settings of the daemon's model of a name.
+    """
+    try:
+        entry = ask(model)["resolved"]
+    except (NotFound, Unavailable) as error:
+        raise unknown(model, config_file, environ, asked=isinstance(error, NotFound)) from None
+    # The environment of its entry there; this machine's variables are not its engine's.
+    keys = {key: entry.get(key) for key in ("model", "revision", "quantize", "dtype")}
+    return NamedEntry(ModelConfig.model_validate({"name": model, **keys}), Config())
 
 
 def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
