@@ -157,7 +157,10 @@ def planned(
             return _of_daemon(daemon(), request, str(view["name"]), hardware, unheard, draw, quick=quick), unheard
         named = of_recipe(name, config, os.environ) or of_hub(name, config, os.environ)
         if named is None:
-            raise silent if silent is not None and unheard else unknown(name, config, os.environ, asked=silent is None)
+            if silent is not None and unheard:
+                raise silent
+            names = [word for view in views for word in (view["name"], *view["aliases"])]
+            raise unknown(name, config, os.environ, asked=silent is None, names=names)
     if hardware is None:
         there, problem = _nodes_of(daemon())
         if problem is not None:

@@ -308,7 +308,7 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file, told = tmp_path / "theirs.yaml", {"status": 200, "gate": Event(), "ends": []}
     told["gate"].set()
     theirs = asdict(machine("cpu", 30 * GIB, 2 * GIB))
-    entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
+    entries = {"m": {"model": str(folder), "aliases": ["me/mine", "their-gemma-3"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
     entries |= {"qwen3-coder-next-fp8": {"model": str(folder), "max_model_len": 2048}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
     config = load_config(file, environ={})
@@ -373,6 +373,9 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
         found = plan(capsys, name, *argv)
         assert found["entry"] == {"name": "m", "origin": f"sparkd at {served['url']}"}
         assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096
+    for mistyped, meant in (("qwen3-coder-nxt-fp8", "qwen3-coder-next-fp8"), ("their-gemma", "their-gemma-3")):
+        assert exit_code(["plan", "--quick", mistyped]) == 2
+        assert lacking(capsys.readouterr().err, meant) == []
     # An entry goes before the recipe of its name, and a sparkd.yaml that is named before the daemon.
     assert plan(capsys, "qwen3-coder-next-fp8")["choice"]["max_model_len"] == 2048
     file = tmp_path / "mine.yaml"
