@@ -501,7 +501,7 @@ def _take(lock: int, state_dir: Path) -> None:
     except BlockingIOError:
         holder = os.pread(lock, LOCK_BYTES, 0).decode(errors="replace").strip() or "unknown"
         problem = f"Another sparkd (process {holder}) runs with the state directory {state_dir}"
-        raise StateError(f"{problem}: stop it, or give --state-dir.") from None
+        raise StateError(f"{problem}: stop it (`kill -INT {holder}`, as Ctrl-C does), or give --state-dir.") from None
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 
