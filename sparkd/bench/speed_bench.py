@@ -145,7 +145,7 @@ class SpeedBench(BaseModel):
 
 
 def told(cells: Sequence[CellResult], number: int, run: int, runs: int) -> str:
-    """What a bench says of the cell that it measures: `cell 2 of 4: NAME, run 1 of 3 (1 failed)`."""
+    """The words about the cell that is measured: `cell 2 of 4: NAME, run 1 of 3 (1 failed)`."""
     failed = sum(each.state == "failed" for each in cells)
     which = f"cell {number + 1} of {len(cells)}: {cells[number].cell.name}" + (f", run {run} of {runs}" if run else "")
     return f"{which} ({failed} failed)" if failed else which

@@ -63,7 +63,7 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
 
 
 def of_daemon(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[str], Mapping[str, Any]]) -> NamedEntry:
-    """What a daemon's entry says of the model's files and their formats. Raises ConfigError for a name that nothing has.
+    """The entry of a daemon's model, with what tells its files and their formats. Raises ConfigError for a name that nothing has.
 
     ask: for the settings of the daemon's model of a name.
     """
