@@ -475,3 +475,9 @@ def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, A
     if request_id:
         fields["request_id"] = request_id
     return {"error": fields, **error.extra()}
+
+
+def message_of_body(body: object) -> str:
+    """The message of an error body, of ours or of another server's; empty without one."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") or "") if isinstance(error, dict) else str(error or "")

@@ -19,9 +19,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.__main__ import command_line
-from sparkd.admin.app import PREFIX, admin_app
+from sparkd.admin.app import admin_app
 from sparkd.errors import SparkdError
-from sparkd.gateway.routes import EXACT
+from sparkd.gateway.routes import ADMIN_ROOT, EXACT
 from tests.support.admin_parts import parts_of
 from workers.quantization.formats import SPELLINGS
 
@@ -290,10 +290,10 @@ def test_the_documents_name_every_route() -> None:
 
 def test_the_documents_name_every_route_of_the_admin_api() -> None:
     document: FastAPI = admin_app(*[SimpleNamespace(boundary=None, want=None)] * 4, parts_of())  # type: ignore[arg-type]
-    rows = [row.split(" | ")[0] for row in API.splitlines() if row.startswith(f"| `{PREFIX}/")]
+    rows = [row.split(" | ")[0] for row in API.splitlines() if row.startswith(f"| `{ADMIN_ROOT}/")]
     for path in document.openapi()["paths"]:
-        first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
-        of_first = [row for row in rows if re.search(rf"`(?:{PREFIX}/)?{first}\b", row)]
+        first, *rest = path.removeprefix(f"{ADMIN_ROOT}/").split("/")
+        of_first = [row for row in rows if re.search(rf"`(?:{ADMIN_ROOT}/)?{first}\b", row)]
         parts = [part for part in rest if not part.startswith("{")]
         named = any(all(re.search(rf"/{part}\b", row) for part in parts) for row in of_first)
         assert named, f"docs/api.md has no row of its table that names {path}"

@@ -17,7 +17,6 @@ from starlette.routing import Match
 
 from sparkd import __version__
 from sparkd.admin.answers import (
-    PREFIX,
     Accepted,
     Events,
     LogPage,
@@ -49,6 +48,7 @@ from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import planning_hardware
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.ray_head import Costs
 from sparkd.config.refusal import fault
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
@@ -57,6 +57,7 @@ from sparkd.errors import REQUEST_ID, BadRequest, MethodNotAllowed, SparkdError,
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.report import Offered
 from sparkd.gateway.request_log import RequestLog
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
@@ -88,7 +89,7 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,
-        openapi_url=f"{PREFIX}/openapi.json",
+        openapi_url=f"{ADMIN_ROOT}/openapi.json",
         # FastAPI's page takes its script from elsewhere: empty without a network, and a stranger's code on an origin that has a key.
         docs_url=None,
         redoc_url=None,
@@ -102,7 +103,7 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
         },
     )
     # Each route of a router that an app includes is made twice, and the routes are what an app takes its time for.
-    app.router.prefix, app.router.route_class = PREFIX, BoundedRoute
+    app.router.prefix, app.router.route_class = ADMIN_ROOT, BoundedRoute
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
     _register(app.router, supervisor, registry, journal, cluster, parts)
@@ -239,7 +240,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-def _status(snapshot: Snapshot, costs: Any) -> Status:
+def _status(snapshot: Snapshot, costs: Costs) -> Status:
     return Status(
         version=__version__,
         settled=snapshot.settled,
@@ -297,7 +298,7 @@ async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
     """Answers for requests that Starlette and FastAPI refuse themselves: a wrong path or method, or a body that is not JSON."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     if status == 404:
-        return await _refuse(request, UnknownRoute(f"The admin API has no such path. {PREFIX}/openapi.json lists it."))
+        return await _refuse(request, UnknownRoute(f"The admin API has no such path. {ADMIN_ROOT}/openapi.json lists it."))
     if status == 405:
         return await _refuse(request, MethodNotAllowed(request.method, _allowed(request)))
     return await _refuse(request, BadRequest("The body cannot be read as JSON."))

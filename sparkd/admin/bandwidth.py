@@ -18,7 +18,7 @@ from sparkd.config.config import Config
 from sparkd.control.journal import Journal
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
 from sparkd.fabric.checks import FAIL
-from sparkd.fabric.environment import environment, settings, wants_rdma
+from sparkd.fabric.environment import environment, rdma_devices, settings, wants_rdma
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
 from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
@@ -120,7 +120,7 @@ class Bandwidth:
         finally:
             await asyncio.shield(self._end(jobs))
         transport = parse(ended["nccl"])
-        expected = _devices(env[a]) if rdma else ()
+        expected = rdma_devices(env[a].get("NCCL_IB_HCA", "")) if rdma else ()
         idle = _idle(traffic(before[a], (await self._fabrics(pair))[a]), expected)
         meeting = next((interface for interface in before[a].interfaces if interface.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None
@@ -163,11 +163,6 @@ def _tell(tell: Tell, number: int, pairs: int, what: str, done: int, total: int)
 
 def _other(node: str, pair: Pair) -> str:
     return pair[1] if node == pair[0] else pair[0]
-
-
-def _devices(env: Mapping[str, str]) -> tuple[str, ...]:
-    names = env.get("NCCL_IB_HCA", "")
-    return () if names.startswith("^") else tuple(name.partition(":")[0] for name in names.lstrip("=").split(",") if name)
 
 
 def _idle(moved_bytes: Mapping[str, int], expected: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from sparkd.admin.bench_facts import Benched, benched, check_lendable, lend, rates_of
 from sparkd.admin.jobs import Jobs, Tell, message_of
-from sparkd.bench import benchy, tool_process
+from sparkd.bench import benchy
 from sparkd.bench.job import Job, Work
 from sparkd.bench.load_bench import LoadBench, load_bench
 from sparkd.bench.profile import BenchProfile
@@ -27,6 +27,7 @@ from sparkd.capacity.plan_for_node import learn
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel
+from sparkd.execution import tool_process
 from sparkd.execution.boundary import is_end
 from sparkd.state.nouns import STARTING, Operation, Progress, Want
 from sparkd.state.snapshot import ModelView
@@ -243,7 +244,7 @@ class Benches:
                 self._supervisor.want(name, want, by)
 
     def _now(self, result: BenchResult) -> BenchResult:
-        """A file that says `running` without a bench is of a daemon that was killed."""
+        """A row that says `running` without a bench is of a daemon that was killed."""
         if result.state != "running" or (self._running is not None and self._running.bench == result.id):
             return result
         return result.model_copy(update={"state": "cancelled", "error": "The daemon ended. Resume it with --resume."})

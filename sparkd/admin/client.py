@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from sparkd.checkpoint.source import FOLDER_SIGNS
 from sparkd.errors import (
@@ -20,14 +20,16 @@ from sparkd.errors import (
     SparkdError,
     Unauthorized,
     Unavailable,
+    message_of_body,
 )
+from sparkd.gateway import routes
+from sparkd.gateway.routes import ADMIN_ROOT
 from workers.host import regular_file
 
 if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:4000"
-ADMIN = "/admin/v1"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 # A key has at most 512 letters; the rest is comments.
@@ -118,13 +120,13 @@ class Client:
     def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
         """The lines that are written to a model's log from `cursor` on, until the daemon ends."""
         params = {"follow": "true", "cursor": cursor, "rank": str(rank)}
-        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=params) as response:
+        with self._stream("GET", f"{ADMIN_ROOT}{model_path(name)}/log", params=params) as response:
             yield from response.iter_text()
 
     def follow_events(self, after: int) -> Iterator[dict[str, Any]]:
         """Events with a `seq` beyond `after` as they happen, until the daemon ends."""
         headers = {"accept": "text/event-stream", "last-event-id": str(after)}
-        with self._stream("GET", f"{ADMIN}/events", headers=headers) as response:
+        with self._stream("GET", f"{ADMIN_ROOT}/events", headers=headers) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     yield _piece(line)
@@ -138,7 +140,7 @@ class Client:
                     continue
                 piece = _piece(line)
                 if "error" in piece:
-                    raise EngineError(f"The answer broke off: {_message(piece) or 'the engine gave no reason'}")
+                    raise EngineError(f"The answer broke off: {message_of_body(piece) or 'the engine gave no reason'}")
                 for choice in piece.get("choices", [])[:1]:
                     delta = choice.get("delta", {})
                     yield Delta(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
@@ -150,7 +152,7 @@ class Client:
         limits_s = (CONNECT_TIMEOUT_S, read_s, read_s, read_s)
         with self._translated():
             given = {name: value for name, value in parameters.items() if value is not None}
-            response = self._http.request(method, ADMIN + path, params=given, json=body, timeout=limits_s)
+            response = self._http.request(method, ADMIN_ROOT + path, params=given, json=body, timeout=limits_s)
         return self._checked(response)
 
     @contextmanager
@@ -175,7 +177,7 @@ class Client:
         # Other servers with OpenAI's API give a number as the code.
         if not isinstance(body, dict) or not isinstance(body.get("error"), dict) or isinstance(body["error"].get("code"), int):
             raise self._stranger(response.status_code)
-        raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.", body)
+        raise refusal(body["error"].get("code"), message_of_body(body) or f"sparkd answered {response.status_code} without a reason.", body)
 
     def _stranger(self, status: int) -> Unavailable:
         return Unavailable(f"The server at {self.base_url} (status {status}) is not sparkd. Give sparkd's address by --url.")
@@ -252,12 +254,12 @@ def refusal(code: object, message: str, body: Mapping[str, Any] | None = None) -
 
 
 def model_path(name: str) -> str:
-    """A model's path below the admin API; names may hold '/' and ':'. Raises ConfigError for a folder."""
+    """A model's path below the admin API. Raises ConfigError for a folder."""
     if name.startswith(FOLDER_SIGNS):
         raise ConfigError(
             f"{name} is a folder, and a model's name is expected here: `sparkd ls` lists the names, `sparkd run` adds a model."
         )
-    return f"/models/{quote(name, safe='/:')}"
+    return routes.model_path(name)
 
 
 def _key_refused(url: str, had_key: bool) -> SparkdError:
@@ -283,11 +285,6 @@ def _piece(line: str) -> dict[str, Any]:
     if not isinstance(piece, dict):
         raise EngineError("A piece of the stream was not a JSON object.")
     return piece
-
-
-def _message(body: Mapping[str, Any]) -> str:
-    error = body.get("error")
-    return str(error.get("message") or "") if isinstance(error, dict) else str(error or "")
 
 
 def _tree(kind: type[SparkdError]) -> Iterator[type[SparkdError]]:

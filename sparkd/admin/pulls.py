@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sparkd.admin.bodies import ALL, chosen_nodes
@@ -20,6 +20,7 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
 from sparkd.control.journal import Journal
 from sparkd.errors import ClusterError, Conflict, RankError, UnknownModel
+from sparkd.execution import tool_process
 from sparkd.fabric.interfaces import fabrics_of
 from sparkd.fabric.links import cables_of
 from sparkd.state.nouns import Operation, Progress
@@ -36,7 +37,6 @@ START_TIMEOUT_S = 60.0
 SILENT_S = 30.0
 RATE_S = 3.0
 MOST_NAMES = 4  # of files, in a sentence
-MAX_LINE = 1 << 20
 
 
 class Pulls:
@@ -148,33 +148,27 @@ class _Pull:
         Raises RankError with the download's reason, and _Unasked.
         """
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        process = await asyncio.create_subprocess_exec(
-            *module_command(sys.executable, "sparkd.checkpoint.download"),
-            env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=MAX_LINE,
-        )
-        if process.stdin is None or process.stdout is None:
-            raise RankError("The download process was started without a pipe.")
-        process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
-        try:
-            async for line in process.stdout:
-                event = json.loads(line)
-                if "unasked" in event:
-                    raise _Unasked(str(event["error"]), str(event["unasked"]))
-                if "error" in event:
-                    raise RankError(str(event["error"]))
-                if "ended" in event:
-                    return str(event["commit"]), str(event["note"])
+        env = {**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR}
+        event: dict[str, Any] = {}
+
+        async def heard(line: bytes) -> None:
+            event.clear()
+            event.update(json.loads(line))
+            if "done_bytes" in event:
                 self._tell("fetching from the hub", int(event["done_bytes"]), int(event["total_bytes"]))
-            raise RankError(f"The download of {model} ended without a message; run the same command again to resume.")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+
+        order = json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n"
+        command = module_command(sys.executable, "sparkd.checkpoint.download")
+        try:
+            # Its library's words may hold an address with a signature, so nobody reads them.
+            await tool_process.run(f"The download of {model}", command, env, Path(os.devnull), heard, order)
+        except RankError as error:
+            raise RankError(f"{error.clause}. Run the same command again to resume.") from None
+        if "unasked" in event:
+            raise _Unasked(str(event["error"]), str(event["unasked"]))
+        if "error" in event:
+            raise RankError(str(event["error"]))
+        return str(event["commit"]), str(event["note"])
 
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str

@@ -1,6 +1,6 @@
 """The bench's program: runs the job that it reads, as a client of the daemon. Each line that it prints tells the daemon how far it is.
 
-The last line has `done` or `failed`. SIGINT cancels; figures that were measured are in the result's file.
+The last line has `done` or `failed`. SIGINT cancels; figures that were measured are in the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.host import processes
 def main() -> None:
     """Ends with the daemon that started it."""
     processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    job = Job.model_validate_json(sys.stdin.buffer.read())
+    job = Job.model_validate_json(sys.stdin.buffer.readline())
     try:
         asyncio.run(_run(job))
     except KeyboardInterrupt:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkd.bench import benchy_program, tool_process
+from sparkd.bench import benchy_program
 from sparkd.bench.power import Span
 from sparkd.bench.profile import Arguments
 from sparkd.bench.result import Cell
 from sparkd.errors import RankError
+from sparkd.execution import tool_process
 
 NAME = "llama-benchy"
 # A text of our own has that many words: more tokens than the deepest cell of the arena asks for at once.

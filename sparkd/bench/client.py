@@ -9,15 +9,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Self
-from urllib.parse import quote
 
 import httpx
 
-from sparkd.errors import RankError
+from sparkd.errors import RankError, message_of_body
 from sparkd.gateway.rates import Sample as Counters
 from sparkd.gateway.rates import sample_of
+from sparkd.gateway.routes import ADMIN_ROOT, model_path
 
-ADMIN = "/admin/v1"
 ANSWER_S = 120.0
 # Series of /metrics: the used share of a model's KV cache, and its engine's memory.
 _SERIES = re.compile(r"^(vllm:kv_cache_usage_perc|sparkd_engine_(?:host|device)_bytes)\{(.*)\} (\S+)$", re.MULTILINE)
@@ -92,18 +91,13 @@ class Client:
 
     async def _asked(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         try:
-            response = await self._http.request(method, ADMIN + path, timeout=ANSWER_S, **request)
+            response = await self._http.request(method, ADMIN_ROOT + path, timeout=ANSWER_S, **request)
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise RankError(f"The daemon did not answer {method} {path} ({type(error).__name__}): see its log.") from None
         if response.is_success and isinstance(answer, dict):
             return answer
-        raise RankError(_message(answer) or f"The daemon refused {method} {path} with status {response.status_code}: see its log.")
-
-
-def model_path(name: str) -> str:
-    """Names may hold '/' and ':'."""
-    return f"/models/{quote(name, safe='/:')}"
+        raise RankError(message_of_body(answer) or f"The daemon refused {method} {path} with status {response.status_code}: see its log.")
 
 
 def has_token(line: str) -> bool:
@@ -115,8 +109,3 @@ def has_token(line: str) -> bool:
     except ValueError:
         return False
     return any(choice.get("text") for choice in choices)
-
-
-def _message(answer: object) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return str(error.get("message") or "") if isinstance(error, dict) else ""

@@ -13,12 +13,13 @@ import httpx
 from pydantic import BaseModel, ConfigDict
 
 from sparkd import __version__
-from sparkd.bench.client import has_token, model_path
+from sparkd.bench.client import has_token
 from sparkd.bench.figures import WAYS, one_line
 from sparkd.bench.result import Cell, LoadRow, LoadWay, Phase
 from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.config.quantize import is_best
 from sparkd.errors import BadRequest, Conflict, RankError
+from sparkd.gateway.routes import model_path
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView
 from workers.host.disk_rate import largest, rate

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd import __version__
 from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
-from sparkd.bench.client import Client, model_path
+from sparkd.bench.client import Client
 from sparkd.bench.divergence import divergences, perplexity
 from sparkd.bench.figures import one_line
 from sparkd.bench.passages import (
@@ -36,6 +36,7 @@ from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.bench.running_bench import RunningBench
 from sparkd.config.quantize import recipe
 from sparkd.errors import BadRequest, EngineError, RankError, SparkdError
+from sparkd.gateway.routes import model_path
 from workers.quantization.formats import Format
 
 FORMATS = ("fp8", "nvfp4", "mxfp4", "int4")

@@ -1,4 +1,4 @@
-"""The bench that runs: its result so far and its file, the lines that tell how far it is, and a model that it waits for."""
+"""The bench that runs: its result so far, the lines that tell how far it is, and a model that it waits for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkd.bench.client import Client, Model, model_path
+from sparkd.bench.client import Client, Model
 from sparkd.bench.figures import one_line
 from sparkd.bench.result import FOLDER, BenchResult, BenchStore
 from sparkd.errors import RankError
+from sparkd.gateway.routes import model_path
 from sparkd.state.nouns import STARTING, ModelState
 
 READY_S = 3600.0

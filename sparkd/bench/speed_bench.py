@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from sparkd.bench.power import energy
 from sparkd.bench.profile import BenchProfile
 from sparkd.bench.result import BenchSample, BenchSubject, Cell, CellResult, text_label
 from sparkd.bench.running_bench import RunningBench, loads_beside
-from sparkd.bench.tool_process import version_in
 from sparkd.errors import BadRequest, RankError
 from sparkd.gateway.rates import Sample as Counters
 
@@ -161,7 +161,7 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
     """
     own = folder / "tools" / benchy.NAME
     places = (str(own / "bin" / "python"), sys.executable)
-    found = next(((place, version) for place in places if (version := version_in(place, benchy.NAME)) is not None), None)
+    found = next(((place, version) for place in places if (version := _version_in(place, benchy.NAME)) is not None), None)
     if found is None:
         install = f"{sys.executable} -m venv {own} && {own}/bin/pip install '{benchy.NAME}>=0.4,<0.5'"
         raise BadRequest(f"{benchy.NAME} is not installed: run `{install}` as the user of the daemon.")
@@ -234,3 +234,10 @@ def _whole(values: Sequence[float | None]) -> float | None:
     """Their sum; None where one is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
+
+
+def _version_in(interpreter: str, package: str) -> str | None:
+    """The version of a package in the environment of a Python; None without it. Reads files only. Blocks."""
+    own = interpreter == sys.executable
+    places = sys.path if own else [str(path) for path in Path(interpreter).parent.parent.glob("lib/python*/site-packages")]
+    return next((found.version for found in distributions(name=package, path=places)), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,6 +173,8 @@ def _size(path: Path) -> int:
 
 def main() -> None:
     order, tell = ordered("fetch end")
+    # Its threads may wait for a server, and Python would wait for them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
         tell({"ended": True, "commit": commit, "note": note})

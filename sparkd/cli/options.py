@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparkd import __version__
+from sparkd.errors import ConfigError
 
 # A default of None is nothing to show.
 option = partial(typer.Option, show_default=False)
@@ -63,3 +66,24 @@ def options(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         sys.stdout.write(ctx.get_help() + "\n")
+
+
+def key_values(pairs: Iterable[str], example: str, key: str = r"[A-Za-z_]\w*") -> dict[str, Any]:
+    """The pairs of `-o KEY=VALUE`. Values are read as YAML, so `true`, `5` and `[a, b]` are what they look like. Raises ConfigError.
+
+    example: of a pair, for the error.
+    key: the pattern of a key.
+    """
+    import yaml
+
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not re.fullmatch(key, name):
+            raise ConfigError(f"-o {name}: KEY=VALUE is expected, such as -o {example}.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        values[name] = text if value is None or hasattr(value, "isoformat") else value
+    return values

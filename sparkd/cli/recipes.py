@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import argument, group, option
+from sparkd.cli.options import argument, group, key_values, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
@@ -142,7 +142,7 @@ def import_(
     if origin and not document.problems and not is_foreign(document.values):
         converted = Imported({}, raw.decode(), ())
     else:
-        converted = imported(raw, shown, _pairs(settings or []), _parser, origin)
+        converted = imported(raw, shown, key_values(settings or [], "max_model_len=8192"), _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
     converted = with_risks(converted, recipe)
     if origin:
@@ -214,18 +214,3 @@ def _raw(file: Path) -> tuple[bytes, str, str]:
         return regular_file.read(file), name, ""
     except OSError as error:
         raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe, or NAME@REGISTRY.") from None
-
-
-def _pairs(pairs: list[str]) -> dict[str, Any]:
-    import yaml
-
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"-o {pair}: KEY=VALUE is expected, such as -o max_model_len=8192.")
-        try:
-            settings[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            settings[key] = text
-    return settings

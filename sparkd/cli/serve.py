@@ -15,7 +15,7 @@ from sparkd import __version__
 from sparkd.checkpoint.model_folder import refuse_unusable
 from sparkd.checkpoint.source import CONFIG_PATH, name_of, source_of
 from sparkd.cli.config_file import config_path
-from sparkd.cli.options import StateDir, argument, option
+from sparkd.cli.options import StateDir, argument, key_values, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError
 from sparkd.render.page import say_json, verdict
@@ -180,22 +180,12 @@ def version(session: Session) -> None:
 
 
 def settings_of(pairs: list[str]) -> dict[str, Any]:
-    """`engine.platform=cpu` ... as flags of load_config; values are read as YAML, so `true`, `5` and `[a, b]` are what they look like.
+    """`engine.platform=cpu` ... as flags of load_config.
 
     Raises ConfigError for what is no pair, and for secrets: every user of a machine can read every command line.
     """
-    import yaml
-
-    flags: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
-            raise ConfigError(f"-o {key}: KEY=VALUE is expected, such as -o engine.platform=cpu.")
+    flags = key_values(pairs, "engine.platform=cpu", r"[A-Za-z_][\w.-]*")
+    for key in flags:
         if _SECRET.fullmatch(key):
             raise ConfigError(f"-o {key}: every user can read command lines; put secrets into sparkd.yaml, a key file or the environment.")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        flags[key] = text if value is None or hasattr(value, "isoformat") else value
     return flags

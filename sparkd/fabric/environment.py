@@ -83,6 +83,11 @@ def environment(computed: Sequence[Setting]) -> dict[str, str]:
     return {setting.name: setting.value for setting in computed if setting.value is not None}
 
 
+def rdma_devices(listed: str) -> tuple[str, ...]:
+    """The devices that a value of NCCL_IB_HCA names; none where it names those to leave out."""
+    return () if listed.startswith("^") else tuple(name.partition(":")[0] for name in listed.lstrip("=").split(",") if name)
+
+
 def _overridden(computed: Setting, sources: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
     setting = computed
     for source, values in sources:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+from sparkd.fabric.environment import rdma_devices
 
 IB, SOCKET = "IB", "Socket"
 LINE_CHARS = 4096  # longer than any of NCCL's; what else is in a log may be of any length
@@ -160,8 +161,8 @@ def _sockets(transport: Transport, expected: tuple[str, ...], node: str) -> Find
 
 
 def _no_device(transport: Transport, expected: tuple[str, ...]) -> str:
-    names = transport.asked.lstrip("=^").split(",") if transport.asked else []
-    if names and not {name.partition(":")[0] for name in names} & set(expected):
+    asked = rdma_devices(transport.asked or "")
+    if asked and not set(asked) & set(expected):
         reason = f"NCCL_IB_HCA is {transport.asked} and this node's devices are {', '.join(expected)}"
     else:
         reason = "in a container /dev/infiniband or memlock is missing, or NCCL_IB_HCA holds names of interfaces"

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding
+from sparkd.fabric.environment import rdma_devices
 from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.nccl_log import IB, SOCKET, judge, parse
 from sparkd.state.nouns import RankHandle
@@ -58,7 +59,4 @@ def _blind(node: str) -> Finding:
 
 def _expected(env: Mapping[str, str], listed: str | None) -> tuple[str, ...]:
     """The RDMA devices that NCCL is configured to use; those in NCCL's log where the node cannot be read; none for sockets."""
-    if env.get("NCCL_NET", IB) != IB:
-        return ()
-    names = env.get("NCCL_IB_HCA", listed or "")
-    return () if names.startswith("^") else tuple(name.partition(":")[0] for name in names.lstrip("=").split(",") if name)
+    return rdma_devices(env.get("NCCL_IB_HCA", listed or "")) if env.get("NCCL_NET", IB) == IB else ()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from urllib.parse import quote
 
 from sparkd.gateway.keys import Role
 from sparkd.nearest import nearest as nearest_word
@@ -67,6 +68,11 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
     if raw_path.startswith(b"/ui/"):
         return (_PAGE_FILE, "") if b"%" not in raw_path and _PAGE_PATH.fullmatch(path) else None
     return None
+
+
+def model_path(name: str) -> str:
+    """A model's path below the admin API; names may hold '/' and ':'."""
+    return f"/models/{quote(name, safe='/:')}"
 
 
 def nearest(path: str) -> str | None:

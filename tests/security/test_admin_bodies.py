@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin.app import PREFIX
 from sparkd.admin.bodies import MOST_MARKS
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import MOST_MESSAGE_CHARS, ConfigError
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENTS, MOST_ENTRY_CHARACTERS
 from tests.sparkd.admin.test_app import Admin, _plans_of_this_process, admin_of  # noqa: F401 - a fixture
 
@@ -104,7 +104,7 @@ async def test_no_body_costs_the_loop_more_than_its_size(tmp_path: Path) -> None
             for method, operation in operations.items()
             if "requestBody" in operation
         }
-        assert {("post", f"{PREFIX}/models"), ("post", f"{PREFIX}/bench"), ("post", f"{PREFIX}/plan")} < schemas.keys()
+        assert {("post", f"{ADMIN_ROOT}/models"), ("post", f"{ADMIN_ROOT}/bench"), ("post", f"{ADMIN_ROOT}/plan")} < schemas.keys()
         for (method, template), schema in schemas.items():
             named = document["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], schema)
             assert not await slow(made, ((method, re.sub(r"{\w+}", "new", template), body) for body in bodies(named)))
@@ -146,4 +146,4 @@ async def test_no_key_of_an_entry_costs_the_loop_more_than_its_size(tmp_path: Pa
     """PUT judges as POST does, and what it has taken in does not stand in the way of the next."""
     async with admin_of(tmp_path) as made:
         entries = (body_with({"model": "/y"}, key, value) for key in sorted(KEYS) for value in WITHIN)
-        assert not await slow(made, (("put", f"{PREFIX}/models/new", body_with({}, "spec", entry)) for entry in entries))
+        assert not await slow(made, (("put", f"{ADMIN_ROOT}/models/new", body_with({}, "spec", entry)) for entry in entries))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.admin import app as admin
-from sparkd.admin.app import MAX_SEQ, PREFIX, admin_app
+from sparkd.admin.app import MAX_SEQ, admin_app
 from sparkd.admin.benches import Benches
 from sparkd.admin.jobs import Jobs
 from sparkd.capacity import plan_for_node
@@ -29,6 +29,7 @@ from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.responses import CONNECTION
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
@@ -45,7 +46,7 @@ TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
     "max_position_embeddings": 128,
 }  # fmt: skip
-COSTS = {"daemon": {"anonymous_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_anonymous_bytes": 0, "ray_listeners": []}
+COSTS = {"daemon": {"anonymous_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_listeners": []}
 SECRET = "sk-0123456789abcdef"
 
 
@@ -60,15 +61,15 @@ class Admin:
     jobs: Jobs
 
     async def ask(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
-        response = await self.client.request(method, PREFIX + path, **more)
+        response = await self.client.request(method, ADMIN_ROOT + path, **more)
         assert response.status_code == status, response.text
         if status < 400:
-            check_answer(self.app, method, httpx.URL(PREFIX + path).path, status, response.json())
+            check_answer(self.app, method, httpx.URL(ADMIN_ROOT + path).path, status, response.json())
         return response.json()
 
     async def refused(self, method: str, path: str, status: int, **more: Any) -> dict[str, Any]:
         """The `error` object of a refusal, which must be ours."""
-        response = await self.client.request(method, PREFIX + path, **more)
+        response = await self.client.request(method, ADMIN_ROOT + path, **more)
         assert response.status_code == status, response.text
         assert response.headers["content-type"] == "application/json"
         assert response.headers["x-request-id"]
@@ -123,7 +124,7 @@ class Stream:
     client: Connection = field(default_factory=Connection)
 
     async def run(self, path: str, headers: dict[str, str]) -> None:
-        raw_path, _, query = (PREFIX + path).encode().partition(b"?")
+        raw_path, _, query = (ADMIN_ROOT + path).encode().partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET", "scheme": "http",
             "path": raw_path.decode(), "raw_path": raw_path, "query_string": query, "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
@@ -278,7 +279,7 @@ async def test_a_load_answers_202_with_an_operation_that_is_waited_for(tmp_path:
     async with admin_of(tmp_path) as made:
         answer = await made.ask("POST", "/models/m/load", 202)
         assert (answer["kind"], answer["model"], answer["state"]) == ("load", "m", "RUNNING")
-        assert answer["href"] == f"{PREFIX}/operations/{answer['operation']}"
+        assert answer["href"] == f"{ADMIN_ROOT}/operations/{answer['operation']}"
         assert (await made.ask("POST", "/models/gpt-4o/load", 202))["operation"] == answer["operation"]
         assert (await made.ask("GET", f"/operations/{answer['operation']}"))["state"] == "RUNNING"
 
@@ -542,10 +543,10 @@ async def test_the_plan_of_a_model_that_runs_says_what_it_has(tmp_path: Path, mo
     monkeypatch.setattr(plan_for_node, "_answer_of_process", lambda _: {"notes": ["its own"], "vllm": {"unanswered": 0}})
     async with admin_of(tmp_path) as made:
         ask = {"model": "m", "hardware": "spark"}
-        assert (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"] == ["its own"]
+        assert (await made.client.post(f"{ADMIN_ROOT}/plan", json=ask)).json()["notes"] == ["its own"]
         await make_ready(made.scene)
         (view,) = made.scene.supervisor.snapshot().models.values()
-        own, runs = (await made.client.post(f"{PREFIX}/plan", json=ask)).json()["notes"]
+        own, runs = (await made.client.post(f"{ADMIN_ROOT}/plan", json=ask)).json()["notes"]
         assert own == "its own" and f"{view.memory_gib:g} GiB" in runs
 
 
@@ -633,7 +634,7 @@ REFUSED_BODIES: list[tuple[bytes, dict[str, str], str]] = [
 async def test_bodies_that_do_not_fit(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         for content, headers, told in REFUSED_BODIES:
-            response = await made.client.post(f"{PREFIX}/models", content=content, headers=headers)
+            response = await made.client.post(f"{ADMIN_ROOT}/models", content=content, headers=headers)
 
             assert response.status_code in (400, 422)
             error = response.json()["error"]
@@ -658,7 +659,7 @@ async def test_what_a_route_would_ignore_is_refused_by_name(tmp_path: Path) -> N
         routes = [(path, method) for path, methods in made.app.openapi()["paths"].items() for method in methods]
         assert len(routes) > 30
         for path, method in routes:
-            error = await made.refused(method.upper(), f"{path.removeprefix(PREFIX)}?fooled=1", 400)
+            error = await made.refused(method.upper(), f"{path.removeprefix(ADMIN_ROOT)}?fooled=1", 400)
             assert error["param"] == "fooled" and "fooled" in error["message"], path
 
         assert (await made.refused("POST", "/models/m/unload", 400, json={"force": True}))["param"] == "body"
@@ -672,7 +673,7 @@ async def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
             assert (await made.refused("GET", path, 404))["type"] == "not_found_error"
         for path in ("/models/nope", "/models/nope/log", "/models/nope/log?follow=true", "/operations/nope"):
             assert (await made.refused("GET", path, 404))["code"] in ("model_not_found", "not_found")
-        response = await made.client.request("PATCH", f"{PREFIX}/models/m")
+        response = await made.client.request("PATCH", f"{ADMIN_ROOT}/models/m")
         assert (response.status_code, response.headers["allow"]) == (405, "GET, PUT, DELETE")
         assert response.json()["error"]["code"] == "method_not_allowed"
 
@@ -834,7 +835,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         raw = await made.ask("GET", "/openapi.json")
         document = OpenAPI.model_validate(raw)
         assert document.openapi.startswith("3.1")
-        found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
+        found = {(path.removeprefix(ADMIN_ROOT), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
             ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
@@ -908,7 +909,7 @@ class Sender:
     def ask(self, method: str, path: str, content: bytes | None = None) -> int:
         async def work() -> int:
             headers = JSON if content is not None else {}
-            response = await self.made.client.request(method, PREFIX + path, content=content, headers=headers)
+            response = await self.made.client.request(method, ADMIN_ROOT + path, content=content, headers=headers)
             if response.status_code >= 400:
                 assert response.json()["error"]["src"] == "sparkd"
             return response.status_code

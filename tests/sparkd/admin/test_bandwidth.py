@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from sparkd.admin import bandwidth
-from sparkd.admin.app import PREFIX, admin_app
+from sparkd.admin.app import admin_app
 from sparkd.admin.bandwidth import MOST_BYTES, Bandwidth
 from sparkd.admin.jobs import Jobs
 from sparkd.config.config import load_config
@@ -28,6 +28,7 @@ from sparkd.fabric.checks import FAIL, OK, WARN
 from sparkd.fabric.fabric_nodes import FabricNodes
 from sparkd.fabric.rates import Rate, RateBook, finding
 from sparkd.fabric.report import report
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.metrics import FABRIC_NORMAL_RATE, FABRIC_RATE
 from sparkd.state.nouns import Operation, OperationState
 from sparkd.state.store import Store
@@ -210,7 +211,7 @@ async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path
         made.nodes.waits = True
         supervisor, cluster = made.supervised.supervisor, made.supervised.cluster
         app = admin_app(supervisor, supervisor.registry, supervisor.journal, cluster, parts_of(bandwidth=made.measures, jobs=made.jobs))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{ADMIN_ROOT}") as client:
             began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
             again = await client.post("/fabric/measure")
             assert (again.status_code, f"`sparkd cancel {began['operation']}`" in again.text) == (409, True)

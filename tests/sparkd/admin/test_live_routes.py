@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkd.admin.app import PREFIX, admin_app
+from sparkd.admin.app import admin_app
 from sparkd.admin.live import Live
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.edge import Edge
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.state.series import Series
 from tests.sparkd.admin.test_app import Stream
 from tests.sparkd.admin.test_live import FakeScraper
@@ -34,7 +35,7 @@ class Served:
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.edge), base_url="http://localhost")
 
     async def get(self, path: str) -> httpx.Response:
-        return await self.client.get(PREFIX + path)
+        return await self.client.get(ADMIN_ROOT + path)
 
 
 @pytest.fixture
@@ -56,14 +57,14 @@ async def test_the_stream_begins_with_the_document(served: Served) -> None:
     assert (page.status, page.headers[b"content-type"]) == (200, b"text/event-stream; charset=utf-8")
     kind, data = page.text.split("\n\n")[0].split("\n")
     assert kind == "event: snapshot"
-    check_answer(served.app, "GET", f"{PREFIX}/live", 200, json.loads(data.removeprefix("data: ")))
+    check_answer(served.app, "GET", f"{ADMIN_ROOT}/live", 200, json.loads(data.removeprefix("data: ")))
     page.leave()
     await running
 
 
 async def test_history(served: Served) -> None:
     answer = await served.get("/history?series=node.n.free_bytes&series=b&span_s=5")
-    check_answer(served.app, "GET", f"{PREFIX}/history", 200, answer.json())
+    check_answer(served.app, "GET", f"{ADMIN_ROOT}/history", 200, answer.json())
     assert (answer.json()["step_s"], {name: len(row) for name, row in answer.json()["series"].items()}) == (
         1,
         {"node.n.free_bytes": 5, "b": 5},

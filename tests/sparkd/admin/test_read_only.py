@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admin.app import PREFIX
+from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.state.store import Store
 from tests.sparkd.admin.test_app import TINY, Admin, admin_of
 from tests.sparkd.control.test_supervisor import UP, make_ready
@@ -47,7 +47,7 @@ async def reads(made: Admin, operation: str) -> list[str]:
     """Every GET of the document, with names that are there."""
     document = await made.ask("GET", "/openapi.json")
     values = {"{name}": "m", "{operation_id}": operation, "{incident_id}": "20261122-000001-m"}
-    paths = [path.removeprefix(PREFIX) for path, item in document["paths"].items() if "get" in item]
+    paths = [path.removeprefix(ADMIN_ROOT) for path, item in document["paths"].items() if "get" in item]
     # Those of the page, and of the requests, read what the gateway keeps.
     paths = [path for path in paths if path not in ("/live", "/history", "/requests")]
     paths[paths.index("/entry")] = "/entry?source=m"
@@ -83,7 +83,7 @@ async def test_no_get_changes_anything(tmp_path: Path, moment: str) -> None:
         answer = await made.ask("GET", "/models")
         before = picture((scene.supervisor, scene.cluster))
         for path in paths:
-            response = await made.client.get(PREFIX + path)
+            response = await made.client.get(ADMIN_ROOT + path)
             assert response.status_code in (200, 404, 422, 503), response.text
             assert picture((scene.supervisor, scene.cluster)) == before, path
         assert await made.ask("GET", "/models") == answer

@@ -13,6 +13,7 @@ from sparkd.__main__ import exit_code
 from sparkd.bench.figures import one_line
 from sparkd.bench.passages import SHIPPED, shipped_text
 from sparkd.bench.result import text_label
+from sparkd.errors import BadRequest
 from tests.support.stage import ADMIN_KEY, Stage
 from tests.support.waiting import until
 
@@ -115,7 +116,7 @@ def test_what_cannot_be_compared_is_refused(stage: Stage, tmp_path_factory: pyte
     (key := folder / "key").write_text(ADMIN_KEY)
     (huge := folder / "huge.txt").write_text("word " * 8000)
     to = ["--url", stage.url, "--key-file", str(key)]
-    assert exit_code(["bench", "--quality", "quick", "--text", str(huge), *to]) == 2
+    assert exit_code(["bench", "--quality", "quick", "--text", str(huge), *to]) == BadRequest.exit_code
     assert exit_code(["bench", "quick", "--formats", "fp8", *to]) == 2
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import distributions
 from pathlib import Path
 
 from sparkd.errors import RankError
@@ -40,7 +38,7 @@ async def run(
 
     said: a file for its errors.
     heard: gets each line of its output.
-    given: its input.
+    given: its input, which does not end before the program or the daemon does.
 
     Raises RankError where it does not end with 0.
     """
@@ -60,7 +58,6 @@ async def run(
             with suppress(ConnectionError):
                 process.stdin.write(given)
                 await process.stdin.drain()
-            process.stdin.close()
         if process.stdout is not None:
             async for line in process.stdout:
                 await heard(line)
@@ -71,13 +68,6 @@ async def run(
     if process.returncode != 0:
         raise RankError(f"{name} ended with {process.returncode}: {reason}")
     return reason
-
-
-def version_in(interpreter: str, package: str) -> str | None:
-    """The version of a package in the environment of a Python; None without it. Reads files only. Blocks."""
-    own = interpreter == sys.executable
-    places = sys.path if own else [str(path) for path in Path(interpreter).parent.parent.glob("lib/python*/site-packages")]
-    return next((found.version for found in distributions(name=package, path=places)), None)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
