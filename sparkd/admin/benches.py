@@ -221,7 +221,7 @@ class Benches:
         with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
             command = module_command(sys.executable, "sparkd.bench")
             environment = tool_process.environment(self._folder, Path(folder)) | {"PYTHONPATH": PACKAGE_DIR}
-            reason = await tool_process.run("The bench", command, environment, Path(folder, "said"), heard, job.encode())
+            reason = await tool_process.run("The bench", command, environment, Path(folder, "said"), heard, f"{job}\n".encode())
         if "done" not in end:
             raise RankError(end.get("failed", f"The bench ended without a word: {reason}"))
         return end["done"]
