@@ -1,4 +1,4 @@
-"""The size of a GiB, and readers of the numbers on a command line, each with its bounds and the error for anything else."""
+"""The sizes of a GiB and a MiB, and readers of the numbers on a command line, each with its bounds and the error for anything else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from sparkd.errors import ConfigError
 
 GIB = 1 << 30
+MIB = 1 << 20
 MAX_TOKENS = 1 << 30
 # The most that a plan may be asked for.
 MOST: Mapping[str, int] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from sparkd.cluster.ray_head import RayProcess
+from sparkd.cluster.ray_head import Costs
 from sparkd.condition import Condition
 from sparkd.fabric.report import Offered
 from sparkd.gateway.routes import ADMIN_ROOT
@@ -28,22 +28,6 @@ class Accepted(Operation):
 def accepted(operation: Operation) -> Accepted:
     members = {member.name: getattr(operation, member.name) for member in fields(operation)}
     return Accepted(**members, operation=operation.id, href=f"{ADMIN_ROOT}/operations/{operation.id}")
-
-
-class Cost(BaseModel):
-    """Anonymous memory and CPU seconds of the daemon."""
-
-    anonymous_bytes: int
-    cpu_s: float
-
-
-class Costs(BaseModel):
-    """The cost of the daemon and of Ray on this node. ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's."""
-
-    daemon: Cost
-    ray: list[RayProcess]
-    ray_anonymous_bytes: int
-    ray_listeners: list[str]
 
 
 class Status(BaseModel):

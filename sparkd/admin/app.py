@@ -48,6 +48,7 @@ from sparkd.admin.streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin.upkeep import Reload, register_upkeep
 from sparkd.capacity.plan_for_node import planning_hardware
 from sparkd.cluster.cluster import Cluster
+from sparkd.cluster.ray_head import Costs
 from sparkd.config.refusal import fault
 from sparkd.control.journal import Journal
 from sparkd.control.registry import Registry
@@ -239,7 +240,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
         return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-def _status(snapshot: Snapshot, costs: Any) -> Status:
+def _status(snapshot: Snapshot, costs: Costs) -> Status:
     return Status(
         version=__version__,
         settled=snapshot.settled,

@@ -237,7 +237,7 @@ class Benches:
                 self._supervisor.want(name, want, by)
 
     def _now(self, result: BenchResult) -> BenchResult:
-        """A result that says `running` without a bench is of a daemon that was killed."""
+        """A row that says `running` without a bench is of a daemon that was killed."""
         if result.state != "running" or (self._running is not None and self._running.bench == result.id):
             return result
         return result.model_copy(update={"state": "cancelled", "error": "The daemon ended. Resume it with --resume."})

@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from sparkd.admin.starts import ModelStart, Starts
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import LayerListing, layers_of
-from sparkd.capacity.plan_for_node import hardware_here
+from sparkd.capacity.plan_for_node import planning_hardware
 from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.cluster.cluster import Cluster
 from sparkd.config.config import Config
-from sparkd.config.engine_args import engine_args, recipe_of
+from sparkd.config.engine_args import engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.config.overlay import MASK
 from sparkd.control.registry import Registry
@@ -32,7 +32,6 @@ from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.scraper import page_of
 from sparkd.recipes.admin_policy import KEYS
 from sparkd.state.nouns import RankHandle
-from workers.quantization.best_wish import best_of
 from workers.rank.log import NON_DEFAULT, STARTED
 
 LAYERS_KEPT_S = 30.0
@@ -80,7 +79,7 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
     async def start(name: str) -> ModelStart:
-        disk_bytes_s = (await asyncio.to_thread(hardware_here, "node", registry.config)).disk_bytes_s
+        disk_bytes_s = (await asyncio.to_thread(planning_hardware, "node", registry.config)).disk_bytes_s
         return starts.of(registry.find(name).name, disk_bytes_s)
 
     @api.get("/models/{name:path}/metrics", summary="The metrics of a model's engine, asked now")
@@ -100,12 +99,16 @@ def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts
         ranks = await asyncio.gather(*(_rank_settings(cluster, handle) for handle in registry.find(name).attempt.handles))
         return SettingsAnswer(configured=dict(spec.given), resolved=_resolved(spec), keys=sorted(KEYS), ranks=ranks)
 
-    read_layers = SharedAnswer(boundary, LAYERS_KEPT_S)
+    read_layers, turn = SharedAnswer(boundary, LAYERS_KEPT_S), asyncio.Lock()
+
+    async def read(spec: ModelConfig) -> LayerListing:
+        async with turn:  # each takes a process, and a thread that others need
+            return await asyncio.to_thread(_layers, spec, registry.config)
 
     @api.get("/models/{name:path}/layers", summary="A model's layers, and the format that each gets")
     async def layers(name: str) -> LayerListing:
         spec = registry.spec(name)
-        return await read_layers.get(spec.name, partial(asyncio.to_thread, _layers, spec, registry.config))
+        return await read_layers.get(spec.name, partial(read, spec))
 
 
 def unmasked(raw: Mapping[str, Any], registry: Registry, name: str) -> dict[str, Any]:
@@ -121,9 +124,9 @@ def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     """Raises CheckpointError. Headers that this node lacks come from the hub."""
     env = {**os.environ, **spec.environment(config.engine)}
     checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, env)
-    wish = best_of(spec.quantize)
-    recipe = recipe_of(spec) if wish is None or wish.gib is None else mix_of(checkpoint, wish)
-    return layers_of(checkpoint, recipe, wide=engine_args(spec, env).wide)
+    args = engine_args(spec, env)
+    recipe = args.recipe if args.wish is None or args.wish.gib is None else mix_of(checkpoint, args.wish)
+    return layers_of(checkpoint, recipe, wide=args.wide)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

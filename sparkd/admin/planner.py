@@ -155,7 +155,7 @@ class Planner:
             if room < ROOM_BYTES:
                 notes.append(_not_asked(room))
             else:
-                operation = await self._asking(spec.name if spec is not None else request.model, order, room)
+                operation = await self._asking(spec.name if spec is not None else request.model, order)
         return {**answer, "notes": notes}, operation
 
     def _room_bytes(self, snapshot: Snapshot) -> int:
@@ -164,15 +164,15 @@ class Planner:
         limits = self._registry.config.memory.limits
         return next((reading.mem_available_bytes - limits(reading.mem_total_bytes).soft for reading in readings), 0)
 
-    async def _asking(self, model: str, order: PlanOrder, room_bytes: int) -> Operation:
+    async def _asking(self, model: str, order: PlanOrder) -> Operation:
         """The operation that is under way for this model, else a new one."""
         await self._jobs.wait_for_cancelled(KIND, model)
         for operation_id in self._jobs.running(KIND, model):
             return self._journal.operations.find(operation_id)
-        return self._jobs.start(KIND, model, partial(self._ask, order, room_bytes))
+        return self._jobs.start(KIND, model, partial(self._ask, order))
 
-    async def _ask(self, order: PlanOrder, room_bytes: int, tell: Tell) -> str:
-        """Cancelled, it ends the program and its vLLM."""
+    async def _ask(self, order: PlanOrder, tell: Tell) -> str:
+        """Cancelled, it ends the program and its vLLM. Raises EngineError where the memory is gone once its turn has come."""
         tell("waiting for another plan", Progress(phase="asking"))
 
         async def heard(line: bytes) -> None:
@@ -182,8 +182,10 @@ class Planner:
             tell(_STEPS.get(event["step"], event["step"]), Progress(phase="asking"))
 
         command, environment = module_command(sys.executable, "sparkd.capacity.ask_for_plan"), program_environment(os.environ)
-        given = pickle.dumps((order, min(room_bytes, MEMORY_BYTES)))
         async with self._turn:
+            if (room := self._room_bytes(self._supervisor.snapshot())) < ROOM_BYTES:
+                raise EngineError(_not_asked(room))
+            given = pickle.dumps((order, min(room, MEMORY_BYTES)))
             with tempfile.TemporaryDirectory(prefix="sparkd-plan-") as folder:
                 await tool_process.run("The plan", command, environment, Path(folder, "said"), heard, given)
         return "vLLM has answered: the same question to /plan has its numbers."
@@ -201,7 +203,7 @@ def register_plan(api: APIRouter, planner: Planner) -> None:
                 "description": "The guess so far; `operation` asks vLLM, then ask again",
             },
         },
-        summary="Whether a model fits, and how",
+        summary="Whether a model fits, and how: from its headers, and vLLM's answers",
     )
     async def plan(question: Planning, response: Response) -> dict[str, Any]:
         answer, operation = await planner.plan(question.request(), quick=question.quick)

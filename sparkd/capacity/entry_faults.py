@@ -23,7 +23,6 @@ from sparkd.hardware import SPARK
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import InquiryRuntime, kept_here
 from sparkd.vllm.flags import LOAD_FORMAT
-from workers.quantization.best_wish import best_of
 
 # The load formats that need every file of a checkpoint; others read no weights here, or files of their own.
 _READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", LOAD_FORMAT)
@@ -64,11 +63,11 @@ def entry_faults(spec: ModelConfig, env: Mapping[str, str], config: Config) -> I
     args = engine_args(spec, env)
     if (broken := file_fault(args)) is not None:
         yield EntryFault("model", broken.message, ends_start=not isinstance(broken, CheckpointUncounted))
-    draft = None if args.draft is None else args.draft.get("model")
+    draft = None if args.draft is None else args.draft.model
     if isinstance(draft, str) and draft.startswith("/") and not os.path.isdir(draft):
         yield EntryFault("extra_args", f"The draft {draft} is not there: correct the path in --speculative-config.", names_key=True)
     headers = headers_here(args)
-    for sentence in () if headers is None or args.recipe is None else headers.model.unmet(args.recipe):
+    for sentence in () if headers is None else headers.model.unmet(args.recipe):
         yield EntryFault("quantize", sentence, ends_start=False, names_key=True)
     if why := format_fault(args):
         yield EntryFault("quantize", why)
@@ -102,7 +101,7 @@ def format_fault(args: EngineArgs) -> str | None:
     """Why the loader would refuse the entry's `quantize`: groups that do not divide a weight's columns, a format that
     QuantizationRecipe.assign refuses, or a size that no mix of formats is as small as. None where it would not, or the headers are not on
     this machine."""
-    headers, wish = headers_here(args), best_of(args.quantize)
+    headers, wish = headers_here(args), args.wish
     if headers is None or args.quantize in (None, AUTO):
         return None
     try:
@@ -111,7 +110,7 @@ def format_fault(args: EngineArgs) -> str | None:
             if wish.gib is not None:
                 mixes_of(headers.model, wish, args.tensor_parallel or 1)
             return None
-        groups = None if args.recipe is None else uneven_groups(headers.model.formatted(args.recipe))
+        groups = uneven_groups(headers.model.formatted(args.recipe))
         return groups and f"{groups}."
     except ConfigError as error:
         return error.explanation
@@ -124,9 +123,9 @@ def _refused(args: EngineArgs, runtime: InquiryRuntime) -> Option | None:
     args, headers = args.undecided(), headers_here(args)
     if headers is None:
         return None
-    candidates = candidates_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime)))
-    option = checked(candidates[0], SPARK, args.split) if candidates else None
-    return None if option is None or option.cause not in _OF_VLLM else option
+    stored, *_ = candidates_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime)))
+    option = checked(stored, SPARK, args.split)
+    return option if option.cause in _OF_VLLM else None
 
 
 def refuse_faulty(specs: Iterable[ModelConfig], config: Config) -> None:

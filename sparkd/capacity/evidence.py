@@ -14,12 +14,11 @@ from sparkd.capacity.headers import Headers
 from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
-from sparkd.checkpoint.source import folder_of
 from sparkd.config.engine_args import EngineArgs
 from sparkd.hardware import Hardware
 from sparkd.vllm.ask.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQuestion, Stage
 from sparkd.vllm.ask.model import files_of
-from sparkd.vllm.flags import LOAD_FORMAT, speculative_config, with_draft, without
+from sparkd.vllm.flags import LOAD_FORMAT, with_draft, without
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, REST, WEIGHTS
 from workers.kv.profiles import KeptProfile
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -201,6 +200,7 @@ class Consultation:
     args, env: of the engine, as a start has them.
     hardware: the answer is for its GPU.
     draft: the headers of the one that args name, where they were read.
+    draft_folder: where it is on this machine: the process that is asked has not got the engine's place of downloads.
     """
 
     def __init__(
@@ -211,11 +211,13 @@ class Consultation:
         env: Mapping[str, str],
         hardware: Hardware,
         draft: Checkpoint | None = None,
+        draft_folder: str | None = None,
     ) -> None:
         self._ask = ask
         self._checkpoint = checkpoint
         self._draft = draft if draft is not None and not draft.folder.startswith("/") else None
-        self._args = _drafting(without([*args], *_WITHOUT), env, self._draft)
+        words, place = without([*args], *_WITHOUT), draft_folder if self._draft is None else DRAFT
+        self._args = words if place is None else with_draft(words, place)
         self._env = dict(env)
         self._device = hardware.platform
         # A node's own runtime knows its own GPU.
@@ -293,18 +295,6 @@ class Consultation:
         )
 
 
-def _drafting(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint | None) -> list[str]:
-    """A draft by its folder: the process that is asked has not got the engine's place of downloads.
-
-    elsewhere: one that is not on this machine, which goes with the question.
-    """
-    config = speculative_config(args)
-    if config is None or "/" not in str(config.get("model")):
-        return list(args)
-    folder = folder_of(config["model"], config.get("revision"), env) if elsewhere is None else DRAFT
-    return list(args) if folder is None else with_draft(args, folder)
-
-
 def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
     """A digest of an entry without any `auto`.
 
@@ -368,8 +358,9 @@ class Evidence:
     ask: Ask = nobody
 
     def consultation(self, args: EngineArgs, headers: Headers, hardware: Hardware) -> Consultation:
-        draft = None if headers.drafting is None else headers.drafting.draft
-        return Consultation(self.ask, headers.model.checkpoint, args.flags, args.env, hardware, draft)
+        drafting = headers.drafting
+        draft, folder = (None, None) if drafting is None else (drafting.draft, drafting.folder)
+        return Consultation(self.ask, headers.model.checkpoint, args.flags, args.env, hardware, draft, folder)
 
     def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
         """The measurements of an earlier start of this engine."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from sparkd.capacity.evidence import NOTHING, Consultation, Evidence, Ways
-from sparkd.capacity.footprint import Footprint, footprint, limit_of
+from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving, largest
@@ -124,8 +124,8 @@ def candidates_of(
     beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
     """
     if not is_open(args.quantize):
-        return _formatted(args, headers, [] if args.recipe is None else [args.recipe], node, evidence)
-    choices = tuple(open_recipes(headers.model, args.quantize, args.tensor_parallel or 1))
+        return _formatted(args, headers, [args.recipe], node, evidence)
+    choices = tuple(open_recipes(headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
     found = _formatted(args, headers, choices or (AS_IT_IS,), node, evidence)
     if args.quantize == AUTO and beside:
@@ -172,7 +172,7 @@ def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, He
     if args.trusts_code:
         return
     for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env}):
-        other = replace(args, model=name, revision=None, quantize=None, recipe=AS_IT_IS)
+        other = replace(args, model=name, revision=None, quantize=None)
         if (there := headers_here(other)) is not None:
             yield other, there
 
@@ -204,9 +204,8 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     headers = replace(candidate.headers, model=consultation.completed(candidate.headers.model))
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
-    exact, shape = consultation.exact(recipe, serving), headers.model.shape
     # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
-    longest = max(candidate.headers.model.shape.max_len, shape.max_len)
+    longest = max(candidate.headers.model.shape.max_len, headers.model.shape.max_len)
     if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
         reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
         return replace(option, reason=reason, cause="length", longest=longest)
@@ -214,12 +213,14 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     if ways[0] > 1 and option.nodes in unlinked:
         return replace(option, reason=unlinked[option.nodes], cause="links")
     try:
-        uneven = uneven_groups(candidate.headers.model.formatted(recipe))
+        formatted = candidate.headers.model.formatted(recipe)
+        uneven = uneven_groups(formatted)
     except CheckpointError as error:
         return replace(option, reason=error.clause, cause="format")
     if uneven is not None:
         # Before vLLM's own refusal, which names no format that fits.
         return replace(option, reason=uneven, cause="format")
+    exact, shape = consultation.exact(recipe, serving), headers.model.shape
     if exact.refusal is not None:
         return replace(option, reason=exact.refusal, cause="vllm")
     if not exact.decides and (heads := uneven_heads(shape, ways[0])):
@@ -318,10 +319,10 @@ def short_cache(args: EngineArgs, needed: Footprint) -> str | None:
 
 def _short(args: EngineArgs, needed: Footprint, node: Hardware, longest: int) -> str:
     """Why its bytes are too many for a node, or for the limit of its entry."""
-    limit, kept = limit_of(args, node), f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
+    kept = f"{gib(needed.system_bytes)} system and {gib(needed.margin_bytes)} margin"
     there = f"a node has {gib(node.memory_bytes)}, less {kept}"
-    if limit is not None and needed.total > limit[0]:
-        there = f"that is more than {limit[1]}"
+    if needed.limit_bytes is not None and needed.total > needed.limit_bytes:
+        there = f"that is more than {needed.limit_words}"
     elif needed.free_bytes >= 0:
         there = f"while the weights come, the loader needs {gib(-needed.load_free_bytes)} more than a node has"
     return f"{it_needs(args, needed)}; {there}" + (f"; {longest:,} tokens of context would fit" if longest else "")

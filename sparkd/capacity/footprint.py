@@ -77,6 +77,7 @@ class Footprint:
     free_bytes: left of the parts and the margin, negative if it does not fit.
     *_s: seconds; decode_tokens_s: an upper bound for one request. Each is None if the machine's rates are unknown.
     limit_bytes: most bytes of the whole engine; None for all of the node.
+    limit_words: the setting that says so.
     sureness: of weights and cache, one of sparkd.capacity.evidence.
     upper_weight_bytes, upper_cache_bytes: by how much a guess may be too low.
     """
@@ -94,6 +95,7 @@ class Footprint:
     next_load_s: float | None
     decode_tokens_s: float | None
     limit_bytes: int | None = None
+    limit_words: str = ""
     sureness: str = EXACT
     upper_weight_bytes: int = 0
     upper_cache_bytes: int = 0
@@ -165,7 +167,8 @@ def footprint(
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = model.weights(ranks, stages)
     layout = exact.layout or kv_layout(shape, serving)
-    kv, cache = layout.cost(serving.max_model_len), sized(cache_of(args, hardware.platform), layout, serving.max_model_len)
+    given = cache_of(args, hardware.platform)
+    kv, cache = layout.cost(serving.max_model_len), sized(given, layout, serving.max_model_len)
     held = weights.bytes
     if exact.weight_bytes is not None:
         weights, held = _weighed(weights, exact.weight_bytes), exact.weight_bytes
@@ -178,7 +181,7 @@ def footprint(
         "processes": process_bytes(hardware),
     }
     guesses = exact.guesses(serving.unknown)
-    limit = limit_of(args, hardware)
+    limit_bytes, limit_words = limit_of(args, hardware) or (None, "")
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
     return Footprint(
         parts=parts,
@@ -193,10 +196,12 @@ def footprint(
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
-        limit_bytes=None if limit is None else limit[0],
+        limit_bytes=limit_bytes,
+        limit_words=limit_words,
         sureness=GUESS if guesses else EXACT,
         upper_weight_bytes=weights_doubt(held) if WEIGHTS in guesses else 0,
-        upper_cache_bytes=cache_doubt(parts["kv"]) if CACHE in guesses and cache is None else 0,
+        # The size of a cache in tokens, requests or blocks follows from the guess, too; the doubt is of one request.
+        upper_cache_bytes=cache_doubt(kv.least) if CACHE in guesses and "bytes" not in (given or ()) else 0,
     )
 
 

@@ -9,7 +9,7 @@ from sparkd.capacity.weights import Inventory, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import shape_of
 from sparkd.errors import CheckpointError, ConfigError
-from workers.quantization.best_wish import BestWish, best_of
+from workers.quantization.best_wish import BestWish
 from workers.quantization.formats import FORMATS as ALL_FORMATS
 from workers.quantization.mix import recipe_of, select
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
@@ -39,14 +39,14 @@ def recipes(inventory: Inventory, requested: QuantizationRecipe | None) -> Itera
         yield from ((spelling, recipe) for spelling, recipe in _RECIPES.items() if spelling != "fp8" or source is None)
 
 
-def open_recipes(model: Inventory, quantize: object, ranks: int = 1) -> Iterator[QuantizationRecipe]:
+def open_recipes(model: Inventory, wish: BestWish | None, ranks: int = 1) -> Iterator[QuantizationRecipe]:
     """The recipes that `auto` or `best` may become, best first.
 
+    wish: for `best`, None for `auto`.
     ranks: of tensor parallelism.
 
     Raises ConfigError where no mix is as small as `best` asks for.
     """
-    wish = best_of(quantize)
     if wish is None:
         yield from (recipe for _, recipe in recipes(model, None))
     with suppress(CheckpointError):  # the engine says why, with the tensor's name
@@ -87,7 +87,7 @@ def _mixes(model: Inventory, wish: BestWish | None, ranks: int) -> Iterator[Quan
         budgets = [budget for budget in budgets if budget < least]
     for budget in budgets:
         is_mixed = budget < listed.stored_bytes
-        yield QuantizationRecipe.parse(recipe_of(listed, select(listed, budget))) if is_mixed else AS_IT_IS
+        yield recipe_of(listed, select(listed, budget)) if is_mixed else AS_IT_IS
 
 
 def mix_of(checkpoint: Checkpoint, wish: BestWish) -> QuantizationRecipe:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory, WeightPart, has_layers_ahead, inventory
@@ -15,7 +14,7 @@ from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.engine_args import EngineArgs
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted, ConfigError
-from sparkd.vllm.flags import draft_method
+from sparkd.vllm.flags import Draft
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from workers.kv.profiles import checkpoint_of
 
@@ -45,7 +44,7 @@ class Headers:
         """
         model = inventory(checkpoint, shape_of(checkpoint.config))
         identity = checkpoint_of(checkpoint.folder) if checkpoint.folder.startswith("/") else None
-        return _with_draft(args, model, lambda: checkpoint, read, identity)
+        return _with_draft(args, model, identity, lambda: checkpoint, read)
 
 
 def headers_here(args: EngineArgs) -> Headers | None:
@@ -55,18 +54,33 @@ def headers_here(args: EngineArgs) -> Headers | None:
         return None
     try:
         identity = checkpoint_of(folder)
-        model = _read(folder, identity)
-        return _with_draft(args, model, lambda: read_bounded(read_checkpoint, folder), lambda name: _draft(name, args.env), identity)
+        return _with_draft(args, _read(folder, identity), identity, lambda: read_bounded(read_checkpoint, folder))
     except (CheckpointError, ConfigError, OSError):
         return None
 
 
+def draft_folder(args: EngineArgs) -> str | None:
+    """Where the files of the entry's draft are for an engine of this machine; None where they are not, or it drafts without files."""
+    draft = args.draft
+    if draft is None or draft.model is None or draft.method in OF_TEXT:
+        return None
+    return folder_of(draft.model, draft.revision, args.env)
+
+
 def _with_draft(
-    args: EngineArgs, model: Inventory, whole: Callable[[], Checkpoint], read: Callable[[str], Checkpoint], identity: str | None
+    args: EngineArgs,
+    model: Inventory,
+    identity: str | None,
+    whole: Callable[[], Checkpoint],
+    read: Callable[[str], Checkpoint] | None = None,
 ) -> Headers:
-    """whole: reads the model's headers with the layers that predict ahead."""
-    model = model.widened() if args.wide else model
-    drafted = of_config(args.draft, read) if args.draft is not None else None
+    """The headers of a model with those of its draft.
+
+    whole: reads the model's with the layers that predict ahead.
+    read: reads a draft's, None for those on this machine.
+    """
+    model, folder = model.widened() if args.wide else model, draft_folder(args)
+    drafted = None if args.draft is None else replace(drafting_of(args.draft, read or partial(_draft, folder)), folder=folder)
     both = model if drafted is None or not drafted.layers else drafted.inventory(whole(), model.shape)
     return Headers(both, drafted, identity)
 
@@ -76,8 +90,7 @@ def inventory_in(folder: str) -> Inventory:
     return _read(folder, checkpoint_of(folder))
 
 
-def _draft(name: str, environ: Mapping[str, str]) -> Checkpoint:
-    folder = folder_of(name, None, environ)
+def _draft(folder: str | None, name: str) -> Checkpoint:
     if folder is None:
         raise CheckpointIncomplete("its files are not on this machine", file=name, cure=COMPLETE)
     return read_bounded(read_checkpoint, folder)
@@ -99,6 +112,7 @@ class Drafting:
     ahead: whether the checkpoint's own layers for it are loaded.
     draft: a separate checkpoint.
     is_read: whether the draft's headers could be read.
+    folder: of the draft, where an engine of this machine has its files.
     """
 
     method: str
@@ -107,6 +121,7 @@ class Drafting:
     ahead: bool = False
     draft: Checkpoint | None = None
     is_read: bool = True
+    folder: str | None = None
 
     def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
         """The inventory of model and draft together. A draft's own tensors are never quantized here. Raises ConfigError where nothing
@@ -126,19 +141,17 @@ class Drafting:
         return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers, unknown=unknown)
 
 
-def of_config(config: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting:
-    """The draft of a configuration of vLLM's (config/speculative.py). Raises CheckpointError for one that is missing."""
-    method, tokens = draft_method(config), config.get("num_speculative_tokens")
-    tokens = tokens if type(tokens) is int and tokens > 0 else 1
-    if method in OF_TEXT:
-        return Drafting(method, tokens)
-    if not isinstance(config.get("model"), str):
-        return Drafting(method, tokens, 1, ahead=True)
+def drafting_of(draft: Draft, read: Callable[[str], Checkpoint]) -> Drafting:
+    """The layers of a draft. Raises CheckpointError for one that is missing."""
+    if draft.method in OF_TEXT:
+        return Drafting(draft.method, draft.tokens)
+    if draft.model is None:
+        return Drafting(draft.method, draft.tokens, 1, ahead=True)
     try:
-        draft = read(config["model"])
+        checkpoint = read(draft.model)
     except CheckpointUncounted:  # EAGLE's drafts are often pickled
-        return Drafting(method, tokens, 1, is_read=False)
-    return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
+        return Drafting(draft.method, draft.tokens, 1, is_read=False)
+    return Drafting(draft.method, draft.tokens, shape_of(checkpoint.config).layers, draft=checkpoint)
 
 
 def _beside(draft: Inventory) -> Iterator[WeightPart]:

@@ -33,7 +33,7 @@ from sparkd.capacity.requirement import reserved_gib
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided, engine_args, recipe_of, settings_uncounted
+from sparkd.config.engine_args import EngineArgs, decided, engine_args, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
@@ -72,8 +72,6 @@ def plan(
     written = entry.spec.tensor_parallel
     entry = overlaid(entry, request)
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
-    if args.recipe is None:
-        recipe_of(spec)  # raises ConfigError, which says why
     headers, nodes = Headers.of(args, checkpoint, read), max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
     answers = answers or Answers(nobody)
@@ -140,7 +138,7 @@ def _format_notes(
     for name, other in beside.items():
         if other.quantization is not None:
             yield _copy_note(name, other.quantization, f"rather than quantize {spec.model} here" if name in taken else None)
-    yield from headers.model.unmet(args.recipe) if args.recipe is not None else ()
+    yield from headers.model.unmet(args.recipe)
     if options and options[0].fits and options[0].format == "nvfp4" and options[0].node.platform == "cuda":
         yield (
             "For long prompts there is nvfp4-a4: the same memory, computed by FP4 tensor cores where the GPU has them (a GB10 does). It is "

@@ -19,7 +19,7 @@ from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.units import MOST
-from sparkd.vllm.flags import DRAFTS, SPECULATIVE, draft_method, parsed, speculative_config, without
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, draft_of, parsed, speculative_config, without
 from workers.host.runtime import API_SERVER, probe
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def recipe_for(model: str, method: str | None = None) -> RecipeFile | None:
     name = model.rstrip("/").rpartition("/")[2].lower()
     for each in book.names():
         file, _ = book.read(each)
-        if file is None or (method is not None and draft_method(speculative_config(file.arguments) or {}) != method):
+        if file is None or (method is not None and draft_of(speculative_config(file.arguments) or {}).method != method):
             continue
         if model == file.recipe.model or (model.startswith("/") and file.recipe.model.rpartition("/")[2].lower() == name):
             return file

@@ -126,14 +126,13 @@ def requirement_of(
     Raises RankError if the runtime is missing, and ModelUnusable if the folder is missing or holds no model.
     Raises ConfigError for a number of the entry that vLLM would refuse too.
     """
+    entrypoint, hardware, evidence = _entrypoint(spec, config, facts), _hardware(config, facts), evidence_of(spec, config, facts)
     if absent := unusable_of(spec, config.engine, config.model_places()):
         raise absent
-    entrypoint, hardware = _entrypoint(spec, config, facts), _hardware(config, facts)
     node = replace(hardware, system_bytes=hardware.memory_bytes - int(free_gib * GIB))
     args = engine_args(spec, spec.environment(config.engine))
     headers = headers_here(args)
-    candidates = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts), beside=beside)
-    option = choose(candidates, node, ways) if candidates else None
+    option = None if headers is None else choose(candidates_of(args, headers, node, evidence, beside=beside), node, ways)
     args, known = (args.undecided(), None) if option is None else (option.args, option.known)
     gib = reserved_gib(args, hardware, offered_gib, known)
     return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
@@ -218,9 +217,11 @@ def why_illegal(spec: ModelConfig, config: Config, facts: Mapping[str, Any], way
     """The reason why vLLM would not split the model over `ways`; None if it would, or without headers here. Raises RankError."""
     args, node = engine_args(spec, spec.environment(config.engine)).undecided(), _hardware(config, facts)
     headers = headers_here(args)
-    stored = [] if headers is None else candidates_of(args, headers, node, evidence_of(spec, config, facts))
-    option = checked(stored[0], node, ways) if stored else None
-    return None if option is None or option.cause not in ("vllm", "split") else option.reason
+    if headers is None:
+        return None
+    stored, *_ = candidates_of(args, headers, node, evidence_of(spec, config, facts))
+    option = checked(stored, node, ways)
+    return option.reason if option.cause in ("vllm", "split") else None
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:

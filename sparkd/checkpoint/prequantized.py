@@ -38,11 +38,10 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
     """
     if checkpoint.quantization is not None:
         return
-    shape = _comparable(shape_of(checkpoint.config))
     for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
         try:
             candidate = read_bounded(read_checkpoint if source.startswith("/") else _whole, str(folder))
-            same = candidate is not None and candidate.quantization is not None and _comparable(shape_of(candidate.config)) == shape
+            same = candidate is not None and candidate.quantization is not None and _comparable(candidate) == _comparable(checkpoint)
         except CheckpointError:
             continue  # nothing that could be served, so nothing to offer
         if candidate is not None and same:
@@ -57,9 +56,9 @@ def is_quantized_name(name: str, of: str) -> bool:
     return _QUANTIZED.fullmatch(rest) is not None and _NAMED.search(rest) is not None
 
 
-def _comparable(shape: Shape) -> Shape:
-    """Without what a quantizer may have written anew."""
-    return replace(shape, dtype="bfloat16")
+def _comparable(checkpoint: Checkpoint) -> Shape:
+    """Its shape without what a quantizer may have written anew."""
+    return replace(shape_of(checkpoint.config), dtype="bfloat16")
 
 
 def _beside(source: str) -> Iterator[tuple[str, Path]]:

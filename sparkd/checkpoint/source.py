@@ -33,7 +33,8 @@ def folder_of(source: str, revision: str | None, environ: Mapping[str, str]) -> 
     """
     if source.startswith("/"):
         return source
-    found = snapshot_of(source, revision, {**cache_places(os.environ), **cache_places(environ)})
+    places = {**cache_places(os.environ), **cache_places(environ)}
+    found = snapshot_of(source, revision, places)
     return None if found is None else str(found)
 
 

@@ -11,7 +11,7 @@ from sparkd.capacity.layers import Consult, LayerListing, layers_of
 from sparkd.checkpoint.remote_headers import Progress, checkpoint_at
 from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import engine_args, recipe_of
+from sparkd.config.engine_args import engine_args
 from sparkd.errors import Unavailable
 from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import QuantizationRecipe
@@ -38,13 +38,13 @@ def listing_of(
     named = configured(model, config_file, environ) or of_hub(model, config_file, environ) or _of_daemon(model, config_file, environ, ask)
     spec = named.spec
     env = {**environ, **spec.environment(named.config.engine)}
-    wanted = spec.quantize if quantize is None else value_of(quantize)
+    args, wanted = engine_args(spec, env), None if quantize is None else value_of(quantize)
     checkpoint = checkpoint_at(spec.model, spec.revision, env, progress)
-    if (wish := best_of(wanted)) is not None:
+    if (wish := args.wish if quantize is None else best_of(wanted)) is not None:
         recipe = mix_of(checkpoint, wish)
     else:
-        recipe = recipe_of(spec) if quantize is None else QuantizationRecipe.parse(wanted)
-    return layers_of(checkpoint, recipe, None if consult is None else consult(named), wide=engine_args(spec, env).wide)
+        recipe = args.recipe if quantize is None else QuantizationRecipe.parse(wanted)
+    return layers_of(checkpoint, recipe, None if consult is None else consult(named), wide=args.wide)
 
 
 def _of_daemon(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]) -> NamedEntry:

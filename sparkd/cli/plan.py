@@ -173,12 +173,15 @@ def planned(
 def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
     """vLLM, about the headers of a model on a Spark. quick, unheard: as asked_here."""
     from sparkd.capacity.evidence import Consultation
+    from sparkd.capacity.headers import draft_folder
+    from sparkd.config.engine_args import engine_args
     from sparkd.hardware import SPARK
 
     # The entry that is made for a folder leaves open how its layers are served.
-    flags = [] if named.origin is None else named.spec.vllm_flags()
+    args = engine_args(named.spec, named.spec.environment(named.config.engine))
+    flags = [] if named.origin is None else args.flags
     ask_vllm = partial(asked_here, runtime=_runtime_of(named), quick=quick, unheard=unheard)
-    return lambda checkpoint: Consultation(ask_vllm, checkpoint, flags, named.spec.environment(named.config.engine), SPARK)
+    return lambda checkpoint: Consultation(ask_vllm, checkpoint, flags, args.env, SPARK, draft_folder=draft_folder(args))
 
 
 def asked_here(

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,37 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class RayProcess:
-    """The costs of one process of Ray.
+class Cost:
+    """The cost of one process.
 
     anonymous_bytes: memory that its end frees
     cpu_s: CPU seconds of it and its ended children
     """
 
+    anonymous_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RayProcess:
+    """One process of Ray, and its cost."""
+
     name: str
     pid: int
     anonymous_bytes: int
     cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of the daemon and of Ray on this node.
+
+    ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's
+    """
+
+    daemon: Cost
+    ray: list[RayProcess]
+    ray_listeners: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +194,7 @@ class RayHead:
 
     def costs(self) -> list[RayProcess]:
         """Memory and CPU time of every process of this head, largest first."""
-        costs = [RayProcess(stat.name, stat.pid, **process_cost(stat.pid)) for stat in _members(self._sessions())]
+        costs = [RayProcess(stat.name, stat.pid, *process_cost(stat.pid)) for stat in _members(self._sessions())]
         return sorted(costs, key=lambda process: -process.anonymous_bytes)
 
     def listeners(self) -> list[str]:
@@ -336,10 +356,10 @@ def make_token(path: Path) -> None:
     write_private(path, secrets.token_hex(32))
 
 
-def process_cost(pid: int) -> dict[str, Any]:
-    """{"anonymous_bytes", "cpu_s"} of one process of ours."""
+def process_cost(pid: int) -> tuple[int, float]:
+    """(anonymous bytes, CPU seconds) of one process of ours."""
     stat = processes.read_stat(pid)
-    return {"anonymous_bytes": processes.anonymous_bytes(pid), "cpu_s": stat.cpu_ticks / os.sysconf("SC_CLK_TCK") if stat else 0.0}
+    return processes.anonymous_bytes(pid), stat.cpu_ticks / os.sysconf("SC_CLK_TCK") if stat else 0.0
 
 
 def _refusal(error: OSError) -> str:
@@ -382,8 +402,8 @@ def _listening(pid: int) -> set[str]:
     return {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
-def costs_of(head: RayHead | None) -> dict[str, Any]:
-    """The cost of Ray and of this process on this node: memory and CPU seconds of each process, and Ray's listeners. Blocks.
+def costs_of(head: RayHead | None) -> Costs:
+    """The cost of Ray and of this process. Blocks.
 
     Ray's part is empty if this process may open no more files. An operator who looks for the reason still gets an answer.
     """
@@ -391,9 +411,4 @@ def costs_of(head: RayHead | None) -> dict[str, Any]:
     with suppress(OSError):
         if head:
             ray, listeners = head.costs(), head.listeners()
-    return {
-        "daemon": process_cost(os.getpid()),
-        "ray": [asdict(process) for process in ray],
-        "ray_anonymous_bytes": sum(process.anonymous_bytes for process in ray),
-        "ray_listeners": listeners,
-    }
+    return Costs(Cost(*process_cost(os.getpid())), ray, listeners)

@@ -46,6 +46,7 @@ from sparkd.config.groups import GroupSettings, known_or_nearest
 from sparkd.config.memory import MemorySettings
 from sparkd.config.model import ModelConfig, config_hash
 from sparkd.config.overlay import (
+    dotted,
     error_of,
     in_order,
     overlay_environ,
@@ -59,12 +60,12 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.admin_policy import refuse_many, refuse_over_admin, refuse_paths
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.recipes.merge import book_of, merge_recipe
+from sparkd.units import MIB
 from workers.host import regular_file
 from workers.host.hub_cache import cache_places
 
 __all__ = ["Config", "ConfigProblem", "ModelConfig", "config_hash", "is_loopback", "load_config", "parse_model"]
 
-MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
 
 
@@ -397,7 +398,7 @@ def _name_models(document: Document) -> list[str]:
         models[name] = entry = Map() if entry is None else entry
         if "name" in entry:
             key = ("models", name, "name")
-            message = f"models.{name}.name is not a key of sparkd: a model's name is its key below models."
+            message = f"{dotted(key)} is not a key of sparkd: a model's name is its key below models."
             document.problems.append(document.place(key).problem(message, key=key))
         entry["name"] = name
         named.append(name)

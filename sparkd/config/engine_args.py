@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
-from sparkd.config.quantize import is_open
+from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
-from sparkd.vllm.flags import DRAFTS, amount, json_object, parsed
+from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, parsed, speculative_config
 from sparkd.vllm.unaccounted_args import (
     BLOCK,
+    BLOCKS,
     BYTES,
     CACHE,
     KV_DTYPES,
@@ -21,13 +22,13 @@ from sparkd.vllm.unaccounted_args import (
     NARROW,
     WEIGHTS,
     WIDE,
-    amount_in,
-    blocks_of,
     changed_by,
+    count_in,
     in_blocks,
     unsized,
 )
 from workers.kv.settings import MARGIN_VARIABLE
+from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class EngineArgs:
     """A parsed entry.
 
     quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored.
-    recipe: the same parsed, as stored for `auto`; None where the variables of its rules cannot be parsed.
+    recipe: the same parsed, as stored for `auto` and `best`.
+    wish: `best` parsed; None for anything else.
     own_quantization: vLLM quantizes by itself.
     max_model_len: tokens, `auto` for as many as fit, None for the model's own.
     wide: vLLM converts other floats to float32.
@@ -52,7 +54,7 @@ class EngineArgs:
     vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache.
     margin_bytes: bytes to leave free, None for the default.
     memory_gib: the operator's reservation for the engine.
-    draft: vLLM's configuration of drafts; drafts: whether a flag for one exists, even an unreadable one.
+    draft: None without one that can be read; drafts: whether a flag for one exists, even an unreadable one.
     uncounted: flags whose effect on memory no formula covers.
     changes: the parts that they and other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args).
     rest: the flags without the revision and the length, which a decision may change.
@@ -63,7 +65,8 @@ class EngineArgs:
     revision: str | None
     env: Mapping[str, str]
     quantize: dict[str, Any] | str | None
-    recipe: QuantizationRecipe | None
+    recipe: QuantizationRecipe
+    wish: BestWish | None
     own_quantization: bool
     tensor_parallel: int | None
     max_model_len: int | str | None
@@ -84,7 +87,7 @@ class EngineArgs:
     margin_bytes: int | None
     margin_words: str
     memory_gib: float | None
-    draft: Mapping[str, Any] | None
+    draft: Draft | None
     drafts: bool
     uncounted: tuple[str, ...]
     changes: frozenset[str]
@@ -100,11 +103,6 @@ class EngineArgs:
         if self.max_model_len is not None:
             flags += ["--max-model-len", str(self.max_model_len)]
         return [*flags, *self.rest]
-
-    @property
-    def sized(self) -> bool:
-        """Whether the account covers the cache: it has a size, or sparkd sizes it by the memory that is left."""
-        return self.blocks is not None or (self.cache is not None and not self.vllm_sizes)
 
     @property
     def blocks(self) -> int | None:
@@ -123,11 +121,11 @@ class EngineArgs:
         return {"bytes": own} if own else None
 
     def quantized(self, recipe: QuantizationRecipe) -> EngineArgs:
-        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe)
+        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe, wish=None)
 
     def undecided(self) -> EngineArgs:
         """The entry with the checkpoint as stored in place of `quantize: auto` and `best`."""
-        return replace(self, quantize=None) if is_open(self.quantize) else self
+        return replace(self, quantize=None, wish=None) if is_open(self.quantize) else self
 
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
@@ -135,22 +133,30 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     flags = parsed(spec.extra_args)
     if isinstance(size := flags.get(BYTES), str) and amount(size) is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    blocks, kv_dtype = blocks_of(flags), spec.kv_cache_dtype or "auto"
-    uncounted = tuple(unsized(flags))
-    wide = spec.dtype in WIDE
+    config = speculative_config(spec.extra_args)
+    draft = None if config is None else draft_of(config)
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
+    uncounted, blocks, block_tokens = tuple(unsized(flags)), count_in(flags, BLOCKS), count_in(flags, BLOCK)
+    wide, kv_dtype = spec.dtype in WIDE, spec.kv_cache_dtype or "auto"
     changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
     changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
-    share, share_words = _share(spec)
+    rest = tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None})))
+    share, share_words = kv_sizing.share_of(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
+    margin = kv_sizing.margin_bytes(spec, env) if share is None else None
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
+    cache_words = kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else ""
+    vllm_sizes = kv_sizing.vllm_sizes(spec)
+    wish = best_of(spec.quantize)
+    recipe = AS_IT_IS if wish is not None or spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize)
     return EngineArgs(
         name=spec.name,
         model=spec.model,
         revision=spec.revision,
         env=env,
         quantize=spec.quantize,
-        recipe=_recipe(spec),
+        recipe=recipe,
+        wish=wish,
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
         max_model_len=spec.max_model_len,
@@ -158,27 +164,27 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         max_num_batched_tokens=spec.max_num_batched_tokens,
         wide=wide,
         kv_cache_dtype=kv_dtype,
-        block_tokens=amount_in(flags, BLOCK),
+        block_tokens=block_tokens,
         enforce_eager=spec.enforce_eager,
         prefix_caching=flags.get("enable-prefix-caching") is not False,
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
-        cache_words=kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else "",
+        cache_words=cache_words,
         cpu_space_bytes=None if space_gib is None else space_gib * GIB,
         share=share,
         share_words=share_words,
-        vllm_sizes=kv_sizing.vllm_sizes(spec),
-        margin_bytes=None if share is not None else kv_sizing.margin_bytes(spec, env),
+        vllm_sizes=vllm_sizes,
+        margin_bytes=margin,
         margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
         memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
-        draft=json_object(str(flags.get(DRAFTS, ""))),
+        draft=draft,
         drafts=drafts,
         uncounted=uncounted,
         changes=changes,
         trusts_code=spec.trust_remote_code,
         other_config=not _OTHER_CONFIG.isdisjoint(flags),
         load_format=spec.load_format,
-        rest=tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None}))),
+        rest=rest,
     )
 
 
@@ -199,23 +205,3 @@ def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
     return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
-
-
-def recipe_of(spec: ModelConfig) -> QuantizationRecipe:
-    """The entry's recipe; as stored where `quantize` is absent, or `auto` or `best` still. Raises ConfigError."""
-    return AS_IT_IS if spec.quantize is None or is_open(spec.quantize) else QuantizationRecipe.parse(spec.quantize)
-
-
-def _recipe(spec: ModelConfig) -> QuantizationRecipe | None:
-    try:
-        return recipe_of(spec)
-    except ConfigError:
-        return None
-
-
-def _share(spec: ModelConfig) -> tuple[float | None, str]:
-    """The share of the node's memory for vLLM, and its spelling. On the CPU backend it is one of the machine's memory (cpu_worker.py)."""
-    if isinstance(spec.kv_cache, dict) and "utilization" in spec.kv_cache:
-        return float(spec.kv_cache["utilization"]), kv_sizing.written("kv_cache", spec.kv_cache)
-    share = spec.gpu_memory_utilization
-    return share, "" if share is None else f"gpu_memory_utilization {share:g}"

@@ -36,7 +36,7 @@ def flags_of(model: ModelConfig) -> list[str]:
     """
     flags: list[str] = []
     for key in value_flags(type(model)):
-        value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key)
+        value = kv_sizing.share_of(model)[0] if key == "gpu_memory_utilization" else getattr(model, key)
         if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
     if model.tool_call_parser not in (None, OFF):

@@ -96,16 +96,20 @@ def _gib_or_mib(size: int) -> str:
     return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
 
 
-def utilization_of(model: ModelConfig) -> float | None:
-    """The share of the memory that vLLM's own sizing may take; None where the entry does not set one."""
+def share_of(model: ModelConfig) -> tuple[float | None, str]:
+    """The share of the memory that vLLM's own sizing may take, None where the entry does not set one; and its spelling.
+
+    On the CPU backend it is one of the machine's memory (cpu_worker.py).
+    """
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
-        return float(model.kv_cache["utilization"])
-    return model.gpu_memory_utilization
+        return float(model.kv_cache["utilization"]), written("kv_cache", model.kv_cache)
+    share = model.gpu_memory_utilization
+    return share, "" if share is None else f"gpu_memory_utilization {share:g}"
 
 
 def vllm_sizes(model: ModelConfig) -> bool:
     """Whether the entry chooses vLLM's sizing, or a worker class that is not sparkd's."""
-    return utilization_of(model) is not None or bool(reserved_args.cache_flags(model.extra_args))
+    return share_of(model)[0] is not None or bool(reserved_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:

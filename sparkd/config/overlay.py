@@ -15,6 +15,7 @@ from sparkd.errors import ConfigError
 from sparkd.nearest import nearest
 
 SHOWN_PROBLEMS = 20
+_MOST_SHOWN = 128
 MASK = "***"
 ENV_PREFIX = "SPARKD_"
 # Variables that sparkd's own command line and stub engine read; they are no keys of the file.
@@ -172,7 +173,7 @@ def problems_of(error: ValidationError, document: Document, section: type[BaseMo
 
 
 def unknown_key(section: type[BaseModel], path: yaml_file.Path) -> str:
-    shown = dotted(tuple(part if str(part).isprintable() else ascii(part) for part in path))
+    shown = dotted(path)
     if replacement := _REPLACED.get(str(path[-1])):
         return f"{shown} is not a key of sparkd any more. Use {replacement} (docs/upgrading.md)."
     return f"{shown} is not a key of sparkd{_hint(near_key(section, path))}"
@@ -218,7 +219,8 @@ def in_order(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    return ".".join(map(str, path))
+    """A path for a message. A key of a file may be any text: it is shown printable, and as long as a model's name may be."""
+    return ".".join((part if part.isprintable() else ascii(part))[:_MOST_SHOWN] for part in map(str, path))
 
 
 def _written(value: Any, path: yaml_file.Path) -> tuple[yaml_file.Path, Any]:

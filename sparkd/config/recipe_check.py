@@ -14,7 +14,7 @@ from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recip
 from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
 from sparkd.vllm.ask.parser import asked
-from sparkd.vllm.flags import draft_method, speculative_config
+from sparkd.vllm.flags import draft_of, speculative_config
 from sparkd.vllm.installed import Release, release_in
 from workers.host import regular_file
 from workers.host.hub_cache import is_hub_id
@@ -130,7 +130,7 @@ def described(file: RecipeFile, model: ModelConfig) -> dict[str, Any]:
 
 def _method(args: Sequence[str]) -> str:
     config = speculative_config(args)
-    return "off" if config is None else draft_method(config)
+    return "off" if config is None else draft_of(config).method
 
 
 def _release(text: str) -> Release:

@@ -59,6 +59,4 @@ def _blind(node: str) -> Finding:
 
 def _expected(env: Mapping[str, str], listed: str | None) -> tuple[str, ...]:
     """The RDMA devices that NCCL is configured to use; those in NCCL's log where the node cannot be read; none for sockets."""
-    if env.get("NCCL_NET", IB) != IB:
-        return ()
-    return rdma_devices(env.get("NCCL_IB_HCA", listed or ""))
+    return rdma_devices(env.get("NCCL_IB_HCA", listed or "")) if env.get("NCCL_NET", IB) == IB else ()

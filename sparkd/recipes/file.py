@@ -42,7 +42,6 @@ class ContainerImage(Section):
 
     image: Word
     kind: Literal["vllm-openai", "ngc", "other"] = "other"
-    shm_size: Word | None = None
     note: Text | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from sparkd.config import yaml_file
 from sparkd.config.engine_flags import arguments, with_flags_as_keys
 from sparkd.config.model import VLLM_ENTRYPOINTS
+from sparkd.config.overlay import dotted
 from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.vllm.arg_check import beginnings
@@ -34,14 +35,14 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     written: Map = document.values["models"][name]
     entry, both = with_flags_as_keys(written)
     for key in both:
-        message = f"models.{name}.{key} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
+        message = f"{dotted((*path, key))} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
         document.problems.append(places_in(written).get(key, Location()).problem(message, key=(*path, key)))
     document.values["models"][name] = entry = _over_recipe(entry, document, path, book)
     engine = document.values.get("engine")
     entrypoint = entry.get("entrypoint") or (engine.get("entrypoint") if isinstance(engine, Map) else None) or "auto"
     for index, message in beginnings(arguments(entry)) if entrypoint in VLLM_ENTRYPOINTS else ():
         argument = (*path, "extra_args", index)
-        document.problems.append(document.place(argument).problem(f"models.{name}.extra_args: {message}", key=argument))
+        document.problems.append(document.place(argument).problem(f"{dotted(argument[:-1])}: {message}", key=argument))
 
 
 def _over_recipe(entry: Map, document: Document, path: yaml_file.Path, book: RecipeLibrary) -> Map:
@@ -50,7 +51,7 @@ def _over_recipe(entry: Map, document: Document, path: yaml_file.Path, book: Rec
         return entry
     file, problems = book.read(entry["recipe"])
     if file is None:
-        head, at = f"{'.'.join(map(str, path))}.recipe", (*path, "recipe")
+        head, at = dotted((*path, "recipe")), (*path, "recipe")
         located = [each if each.line else document.place(at).problem(f"{head}: {each.message}", key=at) for each in problems]
         document.problems += [each for each in located if each not in document.problems]  # two models may have one recipe
         entry.setdefault("model", "unknown/unknown")  # so that the model is not said to be missing, too

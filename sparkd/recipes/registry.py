@@ -26,7 +26,7 @@ SHOWN_COMMIT = 12
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 # A pattern instead of a YAML parser, so that a list of hundreds of recipes is fast.
 _LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
-_COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
+_COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime")}
 _SHOWN_CHARS = 160
 _TRUST = "trust_remote_code"
 # They let a stranger's code in, take the requests for other models, or keep other models from the memory.
@@ -66,15 +66,9 @@ class Registry:
         return f"{self.url} at {self.commit}"
 
     def rows(self) -> Iterator[dict[str, str | None]]:
-        """name, model, runtime and description of each recipe as its file writes them; None for what it does not say on one line."""
+        """name, model and runtime of each recipe as its file writes them; None for what it does not say on one line."""
         for name, text in sorted(self.recipes.items()):
-            columns = {key: _written(pattern, text) for key, pattern in _COLUMNS.items()}
-            yield {
-                "name": f"{name}@{self.name}",
-                "model": columns["model"],
-                "runtime": columns["runtime"],
-                "description": columns["description"] or columns["name"],
-            }
+            yield {"name": f"{name}@{self.name}", **{key: _written(pattern, text) for key, pattern in _COLUMNS.items()}}
 
     def summary(self) -> dict[str, Any]:
         """The registry's fields, with the number of recipes in place of their texts."""

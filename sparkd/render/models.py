@@ -17,12 +17,11 @@ from rich.text import Text
 from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, date, duration, printable, say_json
 from sparkd.render.table import Table
-from sparkd.units import GIB
+from sparkd.units import GIB, MIB
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["date", "duration", "printable", "say_json"]
 
-MIB = 1 << 20
 # Columns of `sparkd ps --wide` alone.
 _WIDE = ("CONTEXT", "KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY", "TOOLS", "REASONING", "SOURCE")
 BAR_CELLS = 20
@@ -415,7 +414,8 @@ def _count(states: Mapping[str, str]) -> str:
 def _cost(costs: Mapping[str, Any]) -> str:
     ray = ", ".join(f"{process['name']} {process['anonymous_bytes'] // MIB}" for process in costs["ray"])
     daemon = f"daemon {costs['daemon']['anonymous_bytes'] // MIB} MiB"
-    return f"{daemon}, Ray {costs['ray_anonymous_bytes'] // MIB} MiB ({ray})" if ray else daemon
+    ray_bytes = sum(process["anonymous_bytes"] for process in costs["ray"])
+    return f"{daemon}, Ray {ray_bytes // MIB} MiB ({ray})" if ray else daemon
 
 
 def _or_dash(value: Any, shown: Any) -> str:

@@ -44,7 +44,6 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
         units_total=_sum([progress.units_total for progress in progresses]),
         bytes_per_s=_sum([progress.bytes_per_s for progress in progresses]),
         read_bytes=_sum([progress.read_bytes for progress in progresses]),
-        weights_s=max((progress.weights_s for progress in progresses if progress.weights_s is not None), default=None),
         last_error=next((progress.last_error for progress in in_order if progress.last_error), None),
         failure=next((progress.failure for progress in in_order if progress.failure), None),
         failure_lasts=any(progress.failure_lasts for progress in progresses),

@@ -55,7 +55,7 @@ class Documents(Generic[T]):
         for key, text in self._execute(sql, *values):
             try:
                 documents[key] = self._make(json.loads(text))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 _log.warning("%s, table %s: the row of %s cannot be read and is dropped: %s", self._path, self._table, key, error)
                 self.remove(key)
         return documents

@@ -128,12 +128,11 @@ class Progress:
     line_at_s: of its last line, by the same clock
     began_s: when each part of the start began, by the same clock (workers.rank.report.began_of)
     units_done, units_total: tensors and experts
-    read_bytes: from the disk, whole blocks, past the page cache where direct
+    read_bytes: from the disk, whole blocks
     source: `checkpoint` or `cache`, before them `calibration` while the inputs of layers are measured
     cache_state: of the quantized cache that is written beside the load: none, writing, written, failed or skipped
     cache_why: why it failed or was skipped, or why the load waits for its disk
     failure: why the load ended
-    failure_at_s: when it ended
     failure_lasts: the next one will end the same way
     """
 
@@ -143,7 +142,6 @@ class Progress:
     bytes_total: int | None = None
     eta_s: float | None = None
     weights_gib: float | None = None
-    weights_s: float | None = None
     kv_tokens: int | None = None
     kv_gib: float | None = None
     server_up: bool = False
@@ -158,12 +156,10 @@ class Progress:
     read_bytes: int | None = None
     source: str | None = None
     format: str | None = None
-    direct: bool | None = None
     cache_state: str | None = None
     cache_bytes: int | None = None
     cache_why: str | None = None
     failure: str | None = None
-    failure_at_s: float | None = None
     failure_lasts: bool = False
     kv: Mapping[str, Any] | None = None
 

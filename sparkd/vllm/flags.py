@@ -35,6 +35,8 @@ _NAME = re.compile(r"--[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*")
 _NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 _SHORT_WORD = re.compile(r"(-[A-Za-z]+?)(?:\d.*|[.=].*)?")
 _AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
+# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+_SUFFIX_DEPTH = 24
 
 
 class Flag(NamedTuple):
@@ -47,6 +49,19 @@ class Flag(NamedTuple):
     name: str
     value: Value
     place: int
+
+
+class Draft(NamedTuple):
+    """vLLM's configuration of drafts.
+
+    tokens: proposed at a time.
+    model: the draft's folder or hub id, None for the model's own layers.
+    """
+
+    method: str
+    tokens: int
+    model: str | None = None
+    revision: str | None = None
 
 
 def flags_in(args: Sequence[str]) -> Iterator[Flag]:
@@ -122,12 +137,20 @@ def with_draft(args: Sequence[str], model: str) -> list[str]:
     return words({**parsed(args), DRAFTS: json.dumps({**config, "model": model})})
 
 
-def draft_method(config: Mapping[str, Any]) -> str:
-    """The method by vLLM's rules: without one, an n-gram draft may be named as a model; each family's own name of mtp means mtp."""
-    method = config.get("method")
+def draft_of(config: Mapping[str, Any]) -> Draft:
+    """Parse vLLM's configuration of drafts by its rules (config/speculative.py): without a method, an n-gram draft may be named as a model;
+    each family's own name of mtp means mtp."""
+    method, tokens, model, revision = (config.get(key) for key in ("method", "num_speculative_tokens", "model", "revision"))
     if method is None:
-        return "ngram" if config.get("model") in ("ngram", "[ngram]") else "draft_model"
-    return "mtp" if str(method).endswith("_mtp") else str(method)
+        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    if method == "suffix" and tokens is None:
+        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
+    return Draft(
+        "mtp" if str(method).endswith("_mtp") else str(method),
+        tokens if type(tokens) is int and tokens > 0 else 1,
+        model if isinstance(model, str) else None,
+        revision if isinstance(revision, str) else None,
+    )
 
 
 def in_full(word: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sparkd.vllm.flags import DRAFTS, Value, amount, parsed
+from sparkd.vllm.flags import DRAFTS, Value, parsed
 from sparkd.vllm.reserved_args import OWN_WORKERS
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 # Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
 BLOCK_STEP = 16
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-_BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
+BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 BYTES = "kv-cache-memory-bytes"
 
 
@@ -94,8 +94,8 @@ def measured(args: Sequence[str]) -> list[str]:
 
 def unsized(flags: Flags) -> list[str]:
     """`uncounted`, less blocks of the cache, which are counted, and less what has no effect."""
-    said = {_BLOCKS} if blocks_of(flags) is not None else set()
-    said |= {BLOCK} if (amount_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
+    said = {BLOCKS} if count_in(flags, BLOCKS) is not None else set()
+    said |= {BLOCK} if (count_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
     said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
     said |= {name for name in _OFF if flags.get(name) is False}
     return [flag for flag in uncounted(flags) if _name(flag) not in said]
@@ -117,16 +117,10 @@ def changed_by(flags: Iterable[str]) -> frozenset[str]:
     return frozenset(changed)
 
 
-def amount_in(flags: Flags, name: str) -> int | None:
-    """The number of a flag, above 0; None where vLLM would read none, as in a length of `auto`."""
-    value = flags.get(name)
-    return amount(value) or None if isinstance(value, str) else None
-
-
-def blocks_of(flags: Flags) -> int | None:
-    """The number of KV-cache blocks of --num-gpu-blocks-override; None without the flag, or where vLLM could not serve with its value."""
-    blocks = str(flags.get(_BLOCKS))
-    return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
+def count_in(flags: Flags, name: str) -> int | None:
+    """The whole number of BLOCKS or BLOCK; None without the flag, or where vLLM could not serve with its value."""
+    count = str(flags.get(name))
+    return int(count) if count.isascii() and count.isdecimal() and len(count) <= 12 and int(count) else None
 
 
 def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
@@ -137,7 +131,7 @@ def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
     given = parsed(model.extra_args)
     flags = unsized(given)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
-    if model.memory_gib != "auto" or not flags or (share and blocks_of(given) is None):
+    if model.memory_gib != "auto" or not flags or (share and count_in(given, BLOCKS) is None):
         return
     better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"

@@ -110,7 +110,7 @@ def _nodes() -> dict[str, Any]:
 def _status() -> dict[str, Any]:
     ray = [{"name": "gcs_server", "anonymous_bytes": 40 << 20}, {"name": "raylet", "anonymous_bytes": 60 << 20}]
     listeners = ["127.0.0.1:6379 gcs_server"]
-    costs = {"daemon": {"anonymous_bytes": 100 << 20}, "ray": ray, "ray_anonymous_bytes": 100 << 20, "ray_listeners": listeners}
+    costs = {"daemon": {"anonymous_bytes": 100 << 20}, "ray": ray, "ray_listeners": listeners}
     return {"draining": False, "settled": True, "version": "1.0", "conditions": ["Node 192.168.100.12 does not answer."], "costs": costs,
             "nodes": _nodes()["nodes"], "models": {LARGE: "READY"}, "cluster": {"connected": True, "own_head": True}}  # fmt: skip
 

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import Any
 
 from workers.quantization.formats import ERRORS, FORMATS, refused
+from workers.quantization.recipe import FormatRule, QuantizationRecipe
 from workers.quantization.units import BF16, FormatUnit, UnitList
 
 # Each kind of format is a set of kernels that the engine compiles and captures.
@@ -78,8 +78,8 @@ def total_cost(listed: UnitList, choice: Mapping[str, str]) -> float:
     return sum(cost(unit, choice[unit.key]) for unit in listed.units)
 
 
-def recipe_of(listed: UnitList, choice: Mapping[str, str]) -> dict[str, Any]:
-    """The value of `quantize` that gives each unit its format: the commonest as the default, and globs for the classes of units and the
+def recipe_of(listed: UnitList, choice: Mapping[str, str]) -> QuantizationRecipe:
+    """The recipe that gives each unit its format: the commonest as the default, and globs for the classes of units and the
     layers that have another one."""
     counts = Counter(choice.values())
     default = max(counts, key=lambda spelling: (counts[spelling], spelling), default=BF16)
@@ -87,15 +87,15 @@ def recipe_of(listed: UnitList, choice: Mapping[str, str]) -> dict[str, Any]:
     for unit in listed.units:
         for glob in _globs(unit):
             classes.setdefault(glob, {}).setdefault(choice[unit.key], []).append(unit.layer)
-    rules = []
+    rules = list[FormatRule]()
     for glob, layers in classes.items():
         # Where most of the class has another format, a rule says so first: of two that are equally specific the later one holds.
         most = max(layers, key=lambda spelling: len(layers[spelling]))
         if most != default:
-            rules.append({"match": glob.replace("#", "*"), "format": most})
+            rules.append(FormatRule(glob.replace("#", "*"), FORMATS[most]))
         others = [(part, spelling) for spelling, numbers in layers.items() if spelling != most for part in _parts(numbers)]
-        rules += [{"match": glob.replace("#", part), "format": spelling} for part, spelling in others]
-    return {"format": default, "layers": rules}
+        rules += [FormatRule(glob.replace("#", part), FORMATS[spelling]) for part, spelling in others]
+    return QuantizationRecipe(FORMATS[default], tuple(rules))
 
 
 def _within(listed: UnitList, budget: int, kinds: Collection[str]) -> dict[str, str]:

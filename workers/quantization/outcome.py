@@ -67,7 +67,7 @@ def shapes_of(tensor: TensorRef, checkpoint: Checkpoint) -> Mapping[tuple[int, i
         rows, columns = tensor.shape
         return {(rows, columns): 1}
     packed = packed_of(tensor.name)
-    if packed is None:
+    if packed is None or len(tensor.shape) != 3:
         problem = f"a {tensor.dtype} tensor of shape {list(tensor.shape)} cannot be dequantized here"
         raise CheckpointError(problem, file=tensor.path, tensor=tensor.name, cure=LEAVE_OUT)
     experts, rows, columns = tensor.shape

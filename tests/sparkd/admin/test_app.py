@@ -46,7 +46,7 @@ TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
     "max_position_embeddings": 128,
 }  # fmt: skip
-COSTS = {"daemon": {"anonymous_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_anonymous_bytes": 0, "ray_listeners": []}
+COSTS = {"daemon": {"anonymous_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_listeners": []}
 SECRET = "sk-0123456789abcdef"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from sparkd.admin import model_routes
 from sparkd.admin.model_routes import engine_settings
+from sparkd.capacity.layers import LayerListing, RankShare
+from sparkd.capacity.plan_for_node import learn
 from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.overlay import MASK
@@ -117,6 +121,31 @@ async def test_layers_of_a_large_checkpoint_are_read_in_another_process(
         assert checkpoint_at in apart
 
 
+async def test_layers_of_one_model_are_read_at_a_time(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading: list[str] = []
+    most = 0
+
+    def read(spec: Any, _: object) -> LayerListing:
+        nonlocal most
+        reading.append(spec.name)
+        most = max(most, len(reading))
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result()
+        reading.remove(spec.name)
+        return LayerListing("", None, {}, (), 0, 0, 0, RankShare(0, "exact", {}), ())
+
+    monkeypatch.setattr(model_routes, "_layers", read)
+    loop, began, may_end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    async with admin_of(tmp_path, models={name: {"model": str(folder)} for name in ("a", "b", "c")}) as admin:
+        asked = [asyncio.create_task(admin.ask("GET", f"/models/{name}/layers")) for name in ("a", "b", "c")]
+        await began.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)  # as long as the others would take to begin
+        may_end.set()
+        await asyncio.gather(*asked)
+    assert most == 1
+
+
 async def test_layers_with_their_formats(tmp_path: Path, folder: Path) -> None:
     models = {"m": {"model": str(folder), "quantize": "fp8"}, "plain": {"model": str(folder)}}
     async with admin_of(tmp_path, models=models) as admin:
@@ -132,3 +161,10 @@ async def test_a_start_that_was_never_seen(tmp_path: Path, folder: Path) -> None
         assert (await admin.ask("GET", "/models/org/m/start"))["phases"] == []
         for verb in ("start", "settings", "layers"):
             await admin.refused("GET", f"/models/nobody/{verb}", 404)
+
+
+async def test_a_load_is_compared_with_the_rate_that_a_bench_measured(tmp_path: Path, folder: Path) -> None:
+    async with admin_of(tmp_path, models={"m": {"model": str(folder)}}) as admin:
+        learn(admin.scene.supervisor.registry.config.state_dir, {"disk_bytes_s": 4e9})
+        assert (await admin.ask("GET", "/models/m/start"))["disk_bytes_per_s"] == 4e9
+        assert (await admin.ask("GET", "/nodes"))["hardware"]["disk_bytes_s"] == 4e9

@@ -110,6 +110,19 @@ async def test_a_cancelled_operation_ends_its_program(tmp_path: Path, program: F
         assert program.unanswered and not made.jobs.running("plan")
 
 
+async def test_a_plan_that_waited_for_another_asks_no_vllm_once_the_memory_is_gone(tmp_path: Path, program: FakeProgram) -> None:
+    async with with_memory(tmp_path) as made:
+        await planned(made, 202)
+        await program.started.wait()
+        program.started.clear()
+        waiting = (await planned(made, 202, model="owner/other"))["operation"]
+        made.scene.cluster.node_readings = {"n": reading(8 * GIB)}
+        await made.scene.tick()
+        program.may_answer.set()
+        ended = await made.ask("GET", f"/operations/{waiting}", params={"wait_s": 60})
+        assert ended["state"] == "FAILED" and "2.0 GiB above" in ended["message"] and not program.started.is_set()
+
+
 async def test_vllm_is_not_asked_quickly_nor_where_it_has_answered_nor_on_a_node_that_is_short_of_memory(
     tmp_path: Path, program: FakeProgram
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.capacity.advice import outgrown
 from sparkd.capacity.evidence import MOST_QUESTIONS, Answers, Consultation, Evidence
+from sparkd.capacity.headers import draft_folder
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.requirement import ask_vllm, requirement_of
 from sparkd.capacity.weights import inventory
@@ -20,6 +21,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.checkpoint.shape import shape_of
 from sparkd.config.config import Config, parse_model
+from sparkd.config.engine_args import engine_args
 from sparkd.errors import EngineError
 from sparkd.hardware import KNOWN, SPARK, Hardware
 from sparkd.units import GIB
@@ -80,10 +82,18 @@ def test_a_draft_of_the_hub_is_asked_about_where_it_lies(folder: Path, tmp_path:
     (snapshot / "config.json").write_text("{}")
     (refs := tmp_path / "hub/models--o--draft/refs").mkdir()
     (refs / "main").write_text("a" * 40)
-    for env, place in (({"HF_HUB_CACHE": str(tmp_path / "hub")}, str(snapshot)), ({"HF_HUB_CACHE": str(tmp_path)}, "o/draft")):
+    here, elsewhere = {"HF_HUB_CACHE": str(tmp_path / "hub")}, {"HF_HUB_CACHE": str(tmp_path)}
+    for env, commit, place in (
+        (here, None, str(snapshot)),
+        (here, "a" * 40, str(snapshot)),
+        (here, "b", "o/draft"),
+        (elsewhere, None, "o/draft"),
+    ):
         vllm = Vllm(answer(FULL, blocks=1))
-        draft = json.dumps({"model": "o/draft", "num_speculative_tokens": 2, "method": "eagle"})
-        Consultation(vllm, read_checkpoint(str(folder)), ["--speculative-config", draft], env, SPARK).ask([(AS_IT_IS, 1, 1)])
+        draft = json.dumps({"model": "o/draft", "revision": commit, "num_speculative_tokens": 2, "method": "eagle"})
+        spec = parse_model("m", {"model": str(folder), "extra_args": ["--speculative-config", draft]}, over_admin=False)
+        args = engine_args(spec, env)
+        Consultation(vllm, read_checkpoint(str(folder)), args.flags, env, SPARK, None, draft_folder(args)).ask([(AS_IT_IS, 1, 1)])
         assert json.loads(vllm.asked[0].args[1])["model"] == place
 
 

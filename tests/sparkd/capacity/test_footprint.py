@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES
+from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES, cache_doubt
 from sparkd.capacity.evidence import NO_ANSWER, Exact, MeasuredPeaks
 from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
@@ -65,6 +65,13 @@ def test_the_parts_are_the_whole() -> None:
     assert found.room == found.free_bytes + found.parts["kv"]
     assert found.margin_bytes == spare(SPARK.memory_bytes) and of(kv_margin_gib=5).margin_bytes == 5 * GIB
     assert of(hardware=replace(SPARK, memory_bytes=9 * GIB)).margin_bytes == GIB
+
+
+@pytest.mark.parametrize("size", ["auto", {"sequences": 3}, {"tokens": 20_000}])
+def test_a_guess_doubts_a_cache_whose_bytes_follow_from_it(size: Any) -> None:
+    doubt = cache_doubt(kv_cost(plain().shape, Serving(4096)).least)
+    assert doubt > 0 and of(kv_cache=size).upper_cache_bytes == doubt
+    assert of(kv_cache={"bytes": GIB}).upper_cache_bytes == 0
 
 
 def test_what_each_kind_of_machine_adds() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity import headers
-from sparkd.capacity.headers import of_config
+from sparkd.capacity.headers import drafting_of
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.planned_entry import draft_keys
 from sparkd.capacity.weights import inventory
@@ -18,7 +18,7 @@ from sparkd.checkpoint.shape import shape_of
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.hardware import SPARK
-from sparkd.vllm.flags import speculative_config
+from sparkd.vllm.flags import draft_of, speculative_config
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
 from tests.support import plans
 from tests.support.accounts import account, kv_cost, options
@@ -72,7 +72,7 @@ def test_layers_that_predict_are_loaded_and_keep_a_cache(folder: Path) -> None:
 
 def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
     place = str(folder.parent.parent / "predicts" / "draft")
-    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, read_checkpoint)
+    counted = drafting_of(draft_of({"method": "dflash", "model": place, "num_speculative_tokens": 15}), read_checkpoint)
 
     checkpoint = read_checkpoint(folder)
     both = counted.inventory(checkpoint, shape_of(checkpoint.config))
@@ -115,7 +115,7 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     checkpoint = checkpoint_of(name)
     shape = shape_of(checkpoint.config)
     config = speculative_config(draft_keys("mtp", name, "auto")["extra_args"])
-    counted = of_config(config or {}, read_checkpoint)
+    counted = drafting_of(draft_of(config or {}), read_checkpoint)
     assert counted.ahead and counted.layers == 1
     if name == "qwen3-coder-next":
         with pytest.raises(ConfigError, match=r"\bqwen3_next\b.*without its layers"):
@@ -130,28 +130,30 @@ def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpo
     [
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, 3),
         ({"method": "suffix", "num_speculative_tokens": 8}, 8),
+        ({"method": "suffix"}, 24),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 12}, 12),
     ],
 )
 def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:
     """As vLLM reads it, without a draft's headers."""
-    found = of_config(config, no_headers)
+    found = drafting_of(draft_of(config), no_headers)
     assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
 
 
 @pytest.mark.parametrize("method", ["eagle3", None])
 def test_a_draft_is_counted_by_its_headers_and_a_pickled_one_not_at_all(method: str | None, folder: Path, tmp_path: Path) -> None:
     config = {"num_speculative_tokens": 3} | ({"method": method} if method else {})
-    found = of_config({**config, "model": str(folder.parent.parent / "predicts" / "draft")}, read_checkpoint)
+    found = drafting_of(draft_of({**config, "model": str(folder.parent.parent / "predicts" / "draft")}), read_checkpoint)
     assert (found.layers, found.tokens, found.draft is not None) == (2, 3, True) and not found.serving(Serving(4096)).unknown
     (tmp_path / "config.json").write_text(json.dumps(DRAFT))
     (tmp_path / "pytorch_model.bin").touch()
-    found = of_config({**config, "model": str(tmp_path)}, read_checkpoint)
+    found = drafting_of(draft_of({**config, "model": str(tmp_path)}), read_checkpoint)
     assert found.draft is None and found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
 
 
 def test_a_draft_that_is_missing_is_refused() -> None:
     with pytest.raises(CheckpointError, match="/none/draft"):
-        of_config({"method": "eagle3", "model": "/none/draft", "num_speculative_tokens": 3}, read_checkpoint)
+        drafting_of(draft_of({"method": "eagle3", "model": "/none/draft", "num_speculative_tokens": 3}), read_checkpoint)
 
 
 def no_headers(name: str) -> Any:

@@ -174,3 +174,15 @@ def test_fp8_that_keeps_its_precision_beside_quantized_layers_is_dequantized() -
     }
     weights = known(config, tensors).formatted(QuantizationRecipe.parse("nvfp4")).weights()
     assert weights.by_kind == {"mlp": nvfp4, "vision": 2 * 512 * 512}
+
+
+def test_packed_experts_in_fp8_that_are_no_packed_experts_are_refused() -> None:
+    """A hub's file may have any dimensions under any name."""
+    for shape in ((4,), (2, 2, 128, 128)):
+        tensors = {
+            "model.layers.0.self_attn.q_proj.weight": ("BF16", (128, 128)),
+            "model.layers.0.mlp.experts.down_proj.weight": ("F8_E4M3", shape),
+        }
+        model = known({**dense(), "quantization_config": {"quant_method": "fp8"}}, tensors)
+        with pytest.raises(CheckpointError, match="cannot be dequantized here"):
+            model.formatted(QuantizationRecipe.parse("nvfp4"))

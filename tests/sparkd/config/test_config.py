@@ -139,6 +139,7 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
         ),
         ("models: {a: {model: o/../a}}", 1, ["models.a.model", "a folder", "owner/name"]),
         ("models: {a/../b: {model: o/a}}", 1, ["models.a/../b.name", "128 letters"]),
+        ('models: {"a\\n\\e[31m": {model: o/a}}', 1, [r"models.'a\n\x1b[31m'.name", "128 letters"]),
         ("apiKeys: [a]\nkeys: {inference: [b]}", 1, ["apiKeys", "keys.inference", "line 2"]),
     ],
 )

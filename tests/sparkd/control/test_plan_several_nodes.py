@@ -179,8 +179,8 @@ def test_the_hash_of_any_rank_counts() -> None:
 
 
 def test_of_several_loaders_that_fail_the_first_speaks() -> None:
-    first = replace(FIRST, progress=Progress(failure="the peer is gone", failure_at_s=90_000.0), cause_age_s=0.5)
-    second = replace(SECOND, progress=Progress(failure="NaN in a.weight", failure_at_s=100.0), cause_age_s=1.0)
+    first = replace(FIRST, progress=Progress(failure="the peer is gone"), cause_age_s=0.5)
+    second = replace(SECOND, progress=Progress(failure="NaN in a.weight"), cause_age_s=1.0)
 
     assert failed(first, second, state=S.LOADING)[1].startswith("NaN in a.weight")
     combined = progress_of((first, second))

@@ -17,7 +17,7 @@ from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
 from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.vllm.arg_check import FLAGS_FILE, RefusedArg
-from sparkd.vllm.flags import draft_method
+from sparkd.vllm.flags import draft_of
 from tests.support.facts import lacking
 
 # SPACES: blanks behind a backslash, which people leave there.
@@ -277,7 +277,7 @@ def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(conf
     found = resolve("their", book)
     assert found.vllm_flags()[-2:] == ["--speculative-config", config] and found.kv_cache_dtype == "fp8"
     assert found.vllm_flags().count("--attention-backend") == 1 and found.env == {}
-    assert summary(file)["speculative"] == draft_method(json.loads(config))
+    assert summary(file)["speculative"] == draft_of(json.loads(config)).method
 
 
 def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:

@@ -177,7 +177,7 @@ def test_a_registry_is_added_listed_shown_imported_and_removed(
     out, _ = run(capsys, "ls", "--registry")
     assert commit[:12] in out and str(eugr.folder) in out
     rows = as_json(capsys, "ls", "--registry", "eugr")["recipes"]
-    assert rows[-1] == {"name": "plain@eugr", "model": "owner/plain", "runtime": None, "description": "Plain"}
+    assert rows[-1] == {"name": "plain@eugr", "model": "owner/plain", "runtime": None}
     assert "4x/big@eugr" in run(capsys, "ls", "eugr", "--registry")[0]
 
     out, err = run(capsys, "show", "plain@eugr")

@@ -47,6 +47,13 @@ def test_a_document_that_cannot_be_read_is_logged_and_dropped(tmp_path: Path, ca
     assert kept.all() == {"b": Machine("spark-b")} and not caplog.records
 
 
+def test_a_document_of_another_kind_is_dropped_like_one_that_cannot_be_read(tmp_path: Path) -> None:
+    rates = Documents(tmp_path, "rates", float)
+    rates.put("disk", 1e9)
+    Documents(tmp_path, "rates", float).put("bandwidth", [1])
+    assert rates.all() == {"disk": 1e9} == rates.all()
+
+
 def test_a_database_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is no database, but long enough to be one" * 50)
     for use in (machines(tmp_path).all, lambda: machines(tmp_path).put("a", {})):

@@ -14,11 +14,12 @@ from sparkd.vllm.arg_check import FLAGS_FILE
 from sparkd.vllm.flags import parsed
 from sparkd.vllm.unaccounted_args import (
     _FLAGS,
+    BLOCKS,
     CACHE,
     OTHER,
     WEIGHTS,
-    blocks_of,
     changed_by,
+    count_in,
     reserved_whole,
     unanswered,
     uncounted,
@@ -95,7 +96,7 @@ def test_a_flag_without_an_effect_changes_nothing(args: list[str], left: list[st
     ],
 )
 def test_a_number_of_blocks_is_a_size(args: list[str], blocks: int | None) -> None:
-    assert blocks_of(parsed(args)) == blocks
+    assert count_in(parsed(args), BLOCKS) == blocks
     assert list(unsized(parsed(args))) == ([] if blocks is not None else [arg for arg in args if arg[:2] == "--"])
 
 

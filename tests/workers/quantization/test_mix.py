@@ -13,7 +13,7 @@ from sparkd.errors import ConfigError
 from tests.support.checkpoints import checkpoint_of, layered
 from workers.quantization.best_wish import BestWish, best_of
 from workers.quantization.mix import MOST_KINDS, cost, recipe_of, select, total_cost
-from workers.quantization.recipe import MAX_RULES, QuantizationRecipe
+from workers.quantization.recipe import MAX_RULES
 from workers.quantization.units import BF16, FormatUnit, UnitList, units_of
 
 SHAPES = {
@@ -98,7 +98,7 @@ def test_the_recipe_gives_each_unit_its_format_and_nothing_is_told(width: int) -
     listed = units_of(checkpoint)
     spellings = ("nvfp4", "fp8", BF16)
     choice = {one.key: spellings[int(one.layer) // width % 2 + ("down" in one.key)] for one in listed.units}
-    recipe = QuantizationRecipe.parse(recipe_of(listed, choice))
+    recipe = recipe_of(listed, choice)
     assert len(recipe.rules) < MAX_RULES
     formats = recipe.assign(checkpoint)
     assert not formats.adjustments

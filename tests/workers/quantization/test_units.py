@@ -12,7 +12,6 @@ from sparkd.checkpoint import SourceQuantization, read_checkpoint
 from tests.support.checkpoints import checkpoint_of, layered, write_folder
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.mix import recipe_of, select
-from workers.quantization.recipe import QuantizationRecipe
 from workers.quantization.units import BF16, units_of
 
 W = (128, 128)
@@ -75,7 +74,7 @@ def test_the_predicted_bytes_are_those_of_the_tensors_that_the_loader_makes(tmp_
     listed = units_of(checkpoint)
     budget = listed.kept_bytes + int(share * (listed.stored_bytes - listed.kept_bytes))
     choice = select(listed, budget)
-    formats = QuantizationRecipe.parse(recipe_of(listed, choice)).assign(checkpoint)
+    formats = recipe_of(listed, choice).assign(checkpoint)
     real = VirtualCheckpoint(checkpoint, formats).output_bytes
     assert math.isclose(listed.nbytes(choice), real, rel_tol=0.01)
 
