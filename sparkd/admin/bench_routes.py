@@ -37,7 +37,7 @@ class Benching(BaseModel, extra="forbid"):
 
     profile: of a bench of speed, one that comes with sparkd.
     profile_text: another one, in sparkrun's YAML.
-    book, book_name: a text for llama-benchy. Without it a bench that goes on has the text that it began with.
+    book, book_name: a text for llama-benchy; a bench that goes on needs the one that it began with.
     times, other: of a bench of loads, the loads of each way and the model of the swaps.
     formats, text, text_name: of a bench of quality.
     resume: the bench to go on with.
@@ -124,7 +124,7 @@ def register_benches(api: APIRouter, benches: Benches) -> None:
             return quality_bench(what.formats, what.text, what.text_name)
         profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
         book = None if what.book is None else (what.book, what.book_name)
-        return await benches.speed(profile, book, what.resume)
+        return await benches.speed(profile, book)
 
     @api.post("/bench", status_code=202, summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> BenchStarted:

@@ -17,7 +17,6 @@ from typing import Any
 
 from sparkd.admin.bench_facts import Benched, benched, check_lendable, lend, rates_of
 from sparkd.admin.jobs import Jobs, Tell, message_of
-from sparkd.bench import benchy
 from sparkd.bench.job import Job, Work
 from sparkd.bench.load_bench import LoadBench, load_bench
 from sparkd.bench.profile import BenchProfile
@@ -94,12 +93,11 @@ class Benches:
         async with self._turn:
             return await self._started(model, work, resume, force=force)
 
-    async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None, resume: str | None) -> SpeedBench:
-        """A bench of speed. book: a text and its name; without it a bench that goes on has the text of its first part.
+    async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None) -> SpeedBench:
+        """A bench of speed. Raises BadRequest where llama-benchy is not installed.
 
-        Raises NotFound, and BadRequest where llama-benchy is not installed."""
-        if resume is not None and book is None and (label := (await self.find(resume)).text) is not None:
-            book = await asyncio.to_thread(benchy.text_of_earlier, self._folder, label)
+        book: a text and its name.
+        """
         return await asyncio.to_thread(speed_bench, profile, self._folder, book)
 
     def loads(self, model: str, times: int, other: str | None) -> LoadBench:
@@ -128,7 +126,7 @@ class Benches:
         result = await self.find(bench_id)
         if self._running is not None and self._running.bench == bench_id:
             raise Conflict(f"{bench_id} is under way: `sparkd cancel {self._jobs.running(KIND)[0]}` ends it.")
-        await asyncio.to_thread(self._forget, bench_id)
+        await asyncio.to_thread(self.store.remove, bench_id)
         return result
 
     @property
@@ -149,11 +147,6 @@ class Benches:
         self._last = _Running(result.id, view.name, work, wanted)
         operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="What was measured is kept.")
         return Started(operation, result.id)
-
-    def _forget(self, bench_id: str) -> None:
-        """With its text, unless another result names that."""
-        self.store.remove(bench_id)
-        benchy.forget_texts(self._folder, [kept.text for kept in self.store.all()])
 
     def _refuse_beside_others(self, view: ModelView, views: Collection[ModelView], kind: Kind, *, force: bool) -> None:
         self._jobs.refuse_second(KIND, "bench")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from sparkd.execution import tool_process
 NAME = "llama-benchy"
 # A text of our own has that many words: more tokens than the deepest cell of the arena asks for at once.
 WORDS = 200_000
+BOOK_URL = "file:text"
 MADE_UP, OWN = "words of a fixed seed", "own text"
 _SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprst" for vowel in "aeio"]
 
@@ -36,14 +37,12 @@ class BenchTarget:
     base_url: ends in /v1.
     tokenizer: a folder, or a hub id.
     interpreter: a Python that has the tool.
-    home: a folder for its text.
     """
 
     base_url: str
     model: str
     tokenizer: str
     interpreter: str
-    home: Path
     key: str | None = field(default=None, repr=False)
 
 
@@ -92,26 +91,12 @@ class MeasuredRequests:
         return _union((self.began[number], at_s) for number, at_s in self.ended.items() if number in self.began)
 
 
-def text_of_earlier(home: Path, label: str) -> tuple[str, str] | None:
-    """(the text that a result names, its name without the digest), where `kept_text` wrote it into `home`. Blocks."""
-    path = _path(home, label)
-    return (path.read_bytes().decode(), label.rpartition(" (")[0]) if path.is_file() else None
-
-
-def forget_texts(home: Path, labels: Iterable[str | None]) -> None:
-    """Remove every text that `kept_text` wrote into `home` and that none of these labels of results names. Blocks."""
-    named = {_path(home, label) for label in labels if label is not None}
-    for path in _texts(home).glob("*.txt"):
-        if path not in named:
-            path.unlink(missing_ok=True)
-
-
-def kept_text(home: Path, label: str, text: str) -> str:
-    """The address under which llama-benchy finds in `home` the text that a result names so. Blocks."""
-    path = _path(home, label)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return _address(label)
+def put_text(home: Path, text: str) -> None:
+    """Put a text where llama-benchy in this home looks for that of BOOK_URL before it asks the address. Blocks."""
+    name = hashlib.md5(BOOK_URL.encode(), usedforsecurity=False).hexdigest()
+    path = home / ".cache" / "llama-benchy" / f"{name}.txt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text.encode())
 
 
 def made_up() -> str:
@@ -121,10 +106,10 @@ def made_up() -> str:
     return " ".join(words)
 
 
-def command(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, result: Path) -> list[str]:
+def command(target: BenchTarget, cell: Cell, args: Arguments, result: Path) -> list[str]:
     flags: list[str | int] = ["--base-url", target.base_url, "--model", target.model, "--tokenizer", target.tokenizer]
     flags += ["--pp", cell.prompt_tokens, "--tg", cell.output_tokens, "--depth", cell.depth, "--concurrency", cell.concurrency]
-    flags += ["--runs", args.runs, "--latency-mode", args.latency_mode, "--book-url", book_url]
+    flags += ["--runs", args.runs, "--latency-mode", args.latency_mode, "--book-url", BOOK_URL]
     flags += ["--format", "json", "--save-result", str(result), "--emit-progress", "-"]
     switches = {
         "--enable-prefix-caching": args.prefix_caching,
@@ -140,13 +125,16 @@ def command(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, res
     return [target.interpreter, "-I", benchy_program.__file__, *map(str, flags)]
 
 
-async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: str, heard: Heard) -> list[dict[str, Any]]:
+async def measure(target: BenchTarget, cell: Cell, args: Arguments, text: str, heard: Heard) -> list[dict[str, Any]]:
     """The rows of one cell: `benchmarks` of llama-benchy's JSON. Cancelled, it ends llama-benchy. Raises RankError with the reason.
 
+    text: that prompts come from.
     heard: gets every progress event.
     """
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
         result, said = Path(folder, "result.json"), Path(folder, "said")
+
+        await asyncio.to_thread(put_text, Path(folder), text)
 
         async def line_heard(line: bytes) -> None:
             with suppress(ValueError):
@@ -154,7 +142,7 @@ async def measure(target: BenchTarget, cell: Cell, args: Arguments, book_url: st
                 if isinstance(event, dict):
                     await heard(event)
 
-        words, env = command(target, cell, args, book_url, result), tool_process.environment(target.home, Path(folder))
+        words, env = command(target, cell, args, result), tool_process.environment(Path(folder), Path(folder))
         reason = await tool_process.run(NAME, words, env, said, line_heard, f"{target.key or ''}\n".encode())
         rows = await asyncio.to_thread(_read, result)
     if not rows:
@@ -167,19 +155,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return [dict(row) for row in json.loads(path.read_text(encoding="utf-8"))["benchmarks"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _texts(home: Path) -> Path:
-    return home / ".cache" / "llama-benchy"
-
-
-def _path(home: Path, label: str) -> Path:
-    """As llama-benchy names the file of an address."""
-    return _texts(home) / f"{hashlib.md5(_address(label).encode(), usedforsecurity=False).hexdigest()}.txt"
-
-
-def _address(label: str) -> str:
-    return f"file:{label.rpartition(' (')[2].removesuffix(')')}"
 
 
 def _union(spans: Iterator[Span]) -> list[Span]:

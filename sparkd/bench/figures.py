@@ -207,19 +207,6 @@ def weights_s(load: LoadRow) -> float | None:
     return math.fsum(phase.seconds for phase in load.phases if phase.phase in WEIGHTS) or None
 
 
-def predicted_weights_s(result: BenchResult, load: LoadRow) -> float | None:
-    """The plan's seconds for the same; None for the other model of a swap, of which no plan was asked."""
-    if result.predicted is None or load.way == "back":
-        return None
-    return result.predicted.first_load_s if load.way == "first" else result.predicted.next_load_s
-
-
-def against_predicted(result: BenchResult, load: LoadRow) -> str:
-    """The plan's seconds, and by how much the measured ones are above or below them."""
-    ours, predicted = weights_s(load), predicted_weights_s(result, load)
-    return number(predicted) if not ours or not predicted else f"{number(predicted)} ({ours / predicted - 1:+.0%})"
-
-
 def _row(cell: CellResult, *, of_context: bool) -> dict[str, Any] | None:
     return next((row for row in cell.rows if bool(row.get("is_context_prefill_phase")) is of_context), None)
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sparkd.errors import NotFound
 from sparkd.state.documents import Documents
 
-# In the state folder: texts that prompts come from, and the environment of llama-benchy.
+# In the state folder: the environment of llama-benchy.
 FOLDER = "bench"
 
 CellState = Literal["waiting", "running", "done", "failed"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkd.bench.client import Client, Model
 from sparkd.bench.figures import one_line
-from sparkd.bench.result import FOLDER, BenchResult, BenchStore
+from sparkd.bench.result import BenchResult, BenchStore
 from sparkd.errors import RankError
 from sparkd.gateway.routes import model_path
 from sparkd.state.nouns import STARTING, ModelState
@@ -31,8 +31,7 @@ class RunningBench:
     """
 
     def __init__(self, client: Client, state_dir: Path, result: BenchResult, base_url: str = "", key: str = "") -> None:
-        self.client, self.folder = client, state_dir / FOLDER
-        self.result = result
+        self.client, self.result = client, result
         self.base_url, self.key = base_url, key
         self._store = BenchStore(state_dir)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.bench import benchy
 from sparkd.bench.cell_figures import Moment, computed_prompt_tokens, engine_figures, machine_figures, others_tokens, power_points
@@ -36,7 +36,7 @@ class SpeedBench(BaseModel):
     tool: llama-benchy with its version.
     interpreter: a Python that has it.
     text: the name of the text that prompts come from.
-    book_url: where llama-benchy finds the text.
+    content: of the text.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,7 +46,7 @@ class SpeedBench(BaseModel):
     tool: str
     interpreter: str
     text: str
-    book_url: str
+    content: str = Field(repr=False)
 
     @property
     def profile(self) -> str:
@@ -62,7 +62,7 @@ class SpeedBench(BaseModel):
         about = await bench.client.get("/bench/subject", model=bench.model)
         subject = BenchSubject.model_validate(about["subject"])
         tokenizer = about["folder"] or subject.source
-        target = benchy.BenchTarget(f"{bench.base_url}/v1", bench.model, tokenizer, self.interpreter, bench.folder, bench.key)
+        target = benchy.BenchTarget(f"{bench.base_url}/v1", bench.model, tokenizer, self.interpreter, bench.key)
         await bench.keep(subject=subject, latency_mode=self.chosen.args.latency_mode)
         watch = _Watch(bench.client, bench.model)
         earlier = bench.result.samples
@@ -108,7 +108,7 @@ class SpeedBench(BaseModel):
         tell()
         watch.loads = []
         try:
-            rows = await benchy.measure(target, cell, args, self.book_url, heard)
+            rows = await benchy.measure(target, cell, args, self.content, heard)
             if requests.errors:
                 raise RankError(f"{len(requests.errors)} of {len(requests.began)} requests failed: {requests.errors[0]}")
             after = await client.counters(model)
@@ -166,9 +166,8 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
         install = f"{sys.executable} -m venv {own} && {own}/bin/pip install '{benchy.NAME}>=0.4,<0.5'"
         raise BadRequest(f"{benchy.NAME} is not installed: run `{install}` as the user of the daemon.")
     content, name = (benchy.made_up(), benchy.MADE_UP) if book is None else (book[0], book[1] or benchy.OWN)
-    text = text_label(name, content)
-    book_url = benchy.kept_text(folder, text, content)
-    return SpeedBench(chosen=profile, tool=f"{benchy.NAME} {found[1]}", interpreter=found[0], text=text, book_url=book_url)
+    text, tool = text_label(name, content), f"{benchy.NAME} {found[1]}"
+    return SpeedBench(chosen=profile, tool=tool, interpreter=found[0], text=text, content=content)
 
 
 class _Watch:

@@ -11,7 +11,6 @@ from typing import Any
 from sparkd.bench.figures import (
     WAYS,
     Metric,
-    against_predicted,
     answer_metric,
     arena_name,
     max_concurrency,
@@ -121,7 +120,7 @@ def _tables(result: BenchResult) -> Iterator[Table]:
     if missing := unmeasured(result):
         yield "Cells without figures", ["cell", "why"], [[each.cell.name, why_unmeasured(each)] for each in missing]
     if result.loads:
-        yield "Loads", _LOAD_HEAD, [_load_row(result, load) for load in result.loads]
+        yield "Loads", _LOAD_HEAD, [_load_row(load) for load in result.loads]
     if result.quality:
         head = ["format", "perplexity", "KL (nats a token)", "KL p99", "greedy agreement"]
         figures = ((row.format, row.perplexity, row.kl, row.kl_p99, row.agreement) for row in result.quality)
@@ -148,7 +147,7 @@ def notes(result: BenchResult) -> Iterator[str]:
 STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
 _CELL_HEAD = ["cell", "prompt t/s", "t/s", "first token ms", "W mean", "J/output token", "W peak", "W idle", "J/prompt token"]
 _CELL_HEAD += ["KV peak", "prefix hits", "preemptions", "accepted by position", "°C peak", "memory GiB", "predicted GiB", "throttled"]
-_LOAD_HEAD = ["way", "model", "s", "first answer s", "weights s", "predicted s", "read GB/s (of the disk's)", "disk GB/s", "phases"]
+_LOAD_HEAD = ["way", "model", "s", "first answer s", "weights s", "read GB/s (of the disk's)", "disk GB/s", "phases"]
 
 
 def _cell_row(result: BenchResult, cell: CellResult) -> list[str]:
@@ -172,7 +171,7 @@ def _cell_row(result: BenchResult, cell: CellResult) -> list[str]:
     ]
 
 
-def _load_row(result: BenchResult, load: LoadRow) -> list[str]:
+def _load_row(load: LoadRow) -> list[str]:
     share = f" ({load.bytes_per_s / load.disk_bytes_per_s:.0%})" if load.bytes_per_s and load.disk_bytes_per_s else ""
     return [
         WAYS[load.way],
@@ -180,7 +179,6 @@ def _load_row(result: BenchResult, load: LoadRow) -> list[str]:
         number(load.seconds),
         number(load.first_answer_s),
         number(weights_s(load)),
-        against_predicted(result, load),
         _rate(load.bytes_per_s) + share,
         _rate(load.disk_bytes_per_s),
         ", ".join(f"{phase.phase} {number(phase.seconds)} s" for phase in load.phases) or "-",

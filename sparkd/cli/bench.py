@@ -95,7 +95,7 @@ def run(
         show.say(session.err, running)
     again = ["sparkd", "bench", model]
     again += ["--load", "--times", str(times)] if load else ["--quality"] if quality else ["--profile", profile]
-    flags = {"--from": other, "--text": text}
+    flags = {"--from": other, "--book": book, "--text": text}
     again += [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     again += [] if load else ["--resume", started["bench"]]
     _ended(session, started, f"Run `{shlex.join(again)}` to {'repeat it' if load else 'go on'}.")

@@ -107,10 +107,10 @@ def plan(
         speculative=speculative,  # type: ignore[arg-type]  # checked above
         enforce_eager=True if eager else None,
     )
-    draft = show_plan.Draft(session.out)
-    draw = draft.draw if session.out.is_terminal and not session.json and not docker else None
+    preview = show_plan.Preview(session.out)
+    draw = preview.draw if session.out.is_terminal and not session.json and not docker else None
     answer, unheard = planned(request, hardware, config, lambda: session.client, quick=quick, draw=draw)
-    draft.erase()
+    preview.erase()
     if session.json:
         answer["notes"] += unheard
         say_json(answer)

@@ -70,7 +70,7 @@ def plan(answer: Mapping[str, Any], console: Console, *, every: bool = False) ->
         say(console, note, "yellow")
 
 
-class Draft:
+class Preview:
     """The table of a plan whose numbers vLLM has yet to confirm, until the next one or `erase`."""
 
     def __init__(self, console: Console) -> None:

@@ -223,13 +223,13 @@ async def _becomes(python: Path, folder: Path) -> None:
 
 async def _benchy(python: Path, folder: Path) -> None:
     cell = Cell(depth=0, concurrency=1, prompt_tokens=1, output_tokens=1)
-    target = benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", str(python), folder / "home", key="canary")
+    target = benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", str(python), key="canary")
 
     async def heard(_: object) -> None:
         pass
 
     with suppress(ClusterError):
-        await benchy.measure(target, cell, Arguments(), "file:x", heard)
+        await benchy.measure(target, cell, Arguments(), "a text", heard)
 
 
 async def _ip(python: Path, folder: Path) -> None:

@@ -40,7 +40,7 @@ EARLIER = BenchResult(
 
 def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, book_url="file:x")
+    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, content="Call me Ishmael.")
 
 
 @pytest.mark.parametrize("removes", [False, True])

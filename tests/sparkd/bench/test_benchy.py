@@ -6,20 +6,17 @@ from pathlib import Path
 
 from sparkd.bench import benchy
 from sparkd.bench.profile import Arguments
-from sparkd.bench.result import Cell, text_label
+from sparkd.bench.result import Cell
 
 CELL = Cell(depth=16, concurrency=2, prompt_tokens=8, output_tokens=4)
-
-
-def target(tmp_path: Path) -> benchy.BenchTarget:
-    return benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", "/usr/bin/python3", tmp_path, key="sk-canary-0123456789")
+TARGET = benchy.BenchTarget("http://127.0.0.1:1/v1", "m", "/m", "/usr/bin/python3", key="sk-canary-0123456789")
 
 
 def test_the_command_has_the_cell_and_no_key(tmp_path: Path) -> None:
-    command = benchy.command(target(tmp_path), CELL, Arguments(runs=2, exact_tg=True, prefix_caching=False), "file:x", tmp_path / "r")
+    command = benchy.command(TARGET, CELL, Arguments(runs=2, exact_tg=True, prefix_caching=False), tmp_path / "r")
     words = " ".join(command)
     assert "--pp 8 --tg 4 --depth 16 --concurrency 2 --runs 2" in words and "--exact-tg" in command
-    assert "--enable-prefix-caching" not in command and "canary" not in words and "canary" not in repr(target(tmp_path))
+    assert "--enable-prefix-caching" not in command and "canary" not in words and "canary" not in repr(TARGET)
 
 
 def event(kind: str, number: int, at_s: float, **fields: object) -> dict[str, object]:
@@ -52,22 +49,3 @@ def test_the_text_is_the_same_each_time_and_no_part_comes_twice() -> None:
     assert text == benchy.made_up() and len(text.split()) == benchy.WORDS
     parts = [text[at : at + 200] for at in range(0, len(text) - 200, 200)]
     assert len(set(parts)) == len(parts)
-
-
-def test_a_text_is_found_again_by_the_name_that_a_result_has(tmp_path: Path) -> None:
-    text = "One line\r\nand another, über alles\n"
-    for kept in ("another", text):
-        address = benchy.kept_text(tmp_path, text_label("text", kept), kept)
-    assert address == f"file:{text_label('', text)[2:-1]}"
-    assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", text)) == (text, "my (first) text")
-    assert benchy.text_of_earlier(tmp_path, text_label("my (first) text", f"{text}.")) is None
-    assert benchy.text_of_earlier(tmp_path, "random tokens") is None
-
-
-def test_a_text_stays_as_long_as_a_result_that_names_it(tmp_path: Path) -> None:
-    for kept in ("one", "another"):
-        benchy.kept_text(tmp_path, text_label("text", kept), kept)
-    benchy.forget_texts(tmp_path, [None, "random tokens", text_label("my (first) text", "one")])
-    (left,) = (tmp_path / ".cache" / "llama-benchy").iterdir()
-    assert left.read_text() == "one"
-    benchy.forget_texts(tmp_path / "nothing", [])

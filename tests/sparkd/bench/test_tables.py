@@ -68,20 +68,16 @@ def test_a_prediction_stands_beside_the_one_cell_that_it_is_of() -> None:
     ]
 
 
-def test_the_plans_seconds_stand_beside_each_load() -> None:
-    said = Predicted(first_load_s=40.0, next_load_s=10.0)
+def test_a_load_shows_the_seconds_of_its_weights() -> None:
     read = Phase(phase="read", seconds=20)
     loads = [
         LoadRow(way="first", seconds=70.0, phases=[Phase(phase="engine", seconds=9), read, Phase(phase="quantize", seconds=30)]),
         LoadRow(way="swap", seconds=25.0, phases=[read]),
-        LoadRow(way="back", seconds=25.0, phases=[read]),
         LoadRow(way="cached", seconds=25.0),
     ]
-    rows = table_of(example().model_copy(update={"predicted": said, "loads": loads}), "Loads")
+    rows = table_of(example().model_copy(update={"loads": loads}), "Loads")
 
-    # No plan was asked of the other model of a swap.
-    assert [row["predicted s"] for row in rows] == ["40.0 (+25%)", "10.0 (+100%)", "-", "10.0"]
-    assert [row["weights s"] for row in rows] == ["50.0", "20.0", "20.0", "-"]
+    assert [row["weights s"] for row in rows] == ["50.0", "20.0", "-"]
 
 
 def test_text_of_a_result_stays_in_its_cell() -> None:

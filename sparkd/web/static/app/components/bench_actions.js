@@ -52,16 +52,19 @@ export async function removed(id, model) {
   return yes && !!(await act(() => remove(benchPath(id)), `${id} was removed.`));
 }
 
-/** The name of the text that comes with sparkd for a bench of quality (sparkd/bench/passages.py). */
-const SHIPPED_TEXT = "sparkd's text (";
+/** The names of the texts that come with sparkd (sparkd/bench/passages.py, benchy.py). */
+const SHIPPED_TEXTS = ["sparkd's text (", "words of a fixed seed ("];
 
 /** The command that goes on with a bench whose profile or text is a file of the user's; null where the page can go on with it. @param {any} result @param {string[]} profiles that come with sparkd */
 export function fileCommand(result, profiles) {
-  if (result.kind === "quality") return result.text?.startsWith(SHIPPED_TEXT) ? null : `sparkd bench ${result.subject.model} --quality --text FILE --resume ${result.id}`;
-  return profiles.includes(result.profile) ? null : `sparkd bench ${result.subject.model} --profile FILE --resume ${result.id}`;
+  const own = result.text !== null && !SHIPPED_TEXTS.some((name) => result.text.startsWith(name));
+  const known = profiles.includes(result.profile);
+  if (!own && (known || result.kind === "quality")) return null;
+  const how = result.kind === "quality" ? "--quality --text FILE" : `--profile ${known ? result.profile : "FILE"}${own ? " --book FILE" : ""}`;
+  return `sparkd bench ${result.subject.model} ${how} --resume ${result.id}`;
 }
 
-/** Go on with the cells that are not measured yet, as the bench began; the daemon has the text of its prompts. @param {any} result @param {boolean} force */
+/** Go on with the cells that are not measured yet, as the bench began, with a text of sparkd's. @param {any} result @param {boolean} force */
 export async function resumed(result, force) {
   const how = result.kind === "speed" ? { profile: result.profile } : {};
   const begun = await act(() => post(`${ADMIN}/bench`, { model: result.subject.model, kind: result.kind, ...how, resume: result.id, force }));
