@@ -147,7 +147,7 @@ class Benches:
         await asyncio.to_thread(self.store.write, result)
         wanted = {name: (other.want, other.wanted_by) for name, other in views.items()}
         self._last = _Running(result.id, view.name, work, wanted)
-        operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="The figures so far are kept.")
+        operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="What was measured is kept.")
         return Started(operation, result.id)
 
     def _forget(self, bench_id: str) -> None:
@@ -221,7 +221,7 @@ class Benches:
         with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as folder:
             command = module_command(sys.executable, "sparkd.bench")
             environment = tool_process.environment(self._folder, Path(folder)) | {"PYTHONPATH": PACKAGE_DIR}
-            reason = await tool_process.run("The bench", command, environment, Path(folder, "said"), heard, job.encode())
+            reason = await tool_process.run("The bench", command, environment, Path(folder, "said"), heard, f"{job}\n".encode())
         if "done" not in end:
             raise RankError(end.get("failed", f"The bench ended without a word: {reason}"))
         return end["done"]

@@ -114,6 +114,9 @@ class Client:
     def model(self, name: str) -> dict[str, Any]:
         return self.get(model_path(name))
 
+    def settings(self, name: str) -> dict[str, Any]:
+        return self.get(f"{model_path(name)}/settings")
+
     def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
         """The lines that are written to a model's log from `cursor` on, until the daemon ends."""
         params = {"follow": "true", "cursor": cursor, "rank": str(rank)}

@@ -64,13 +64,19 @@ class Operator:
         return found
 
     def spec_to_plan(self, source: str) -> ModelConfig | None:
-        """The entry of the model, or else the recipe, of this name; None for a folder or a hub id. Raises ConfigError for a recipe that
-        cannot be used."""
+        """The entry of the model, or else the recipe, of this name; None for a folder or a hub id.
+
+        Raises UnknownModel for a name that nothing has, ConfigError for a recipe that cannot be used.
+        """
         with suppress(UnknownModel):
             return self._registry.find(source).spec
         meant = self.meaning(source)
-        book = self._registry.config.book()
-        return parse_model(meant["name"], meant["spec"], over_admin=True, book=book) if "recipe" in meant["spec"] else None
+        config = self._registry.config
+        if "recipe" in meant["spec"]:
+            return parse_model(meant["name"], meant["spec"], over_admin=True, book=config.book())
+        if "/" not in source and not source.startswith((".", "~")):
+            raise _unknown(source, config.names())
+        return None
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> ModelUnusable | None:
         """Why `add` would take in what is no model; see ModelFiles.unusable. Raises as `add`, and ConfigError for an entry with which a

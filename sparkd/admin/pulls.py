@@ -160,7 +160,7 @@ class _Pull:
         order = json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n"
         command = module_command(sys.executable, "sparkd.checkpoint.download")
         try:
-            # Its library's words may hold an address with a signature, so sparkd drops them.
+            # Its library's words may hold an address with a signature, so sparkd reads none of them.
             await tool_process.run(f"The download of {model}", command, env, Path(os.devnull), heard, order)
         except RankError as error:
             raise RankError(f"{error.clause}. Run the same command again to resume.") from None

@@ -16,22 +16,13 @@ from sparkd.cluster.cluster import Cluster
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
 from sparkd.control.watchdog import GUARD_ABSENT
-from sparkd.doctor.report import examined
+from sparkd.doctor.report import Report, examined
 from sparkd.errors import NotFound
 from sparkd.execution.shared_answer import SharedAnswer
-from sparkd.fabric.checks import Finding
 
 HOSTS_KEPT_S = 5.0
 
 Reload = Callable[[], Awaitable[dict[str, Any]]]
-
-
-class Examination(BaseModel):
-    """The doctor's findings. nodes: those that answered."""
-
-    nodes: list[str]
-    findings: list[Finding]
-    verdict: str
 
 
 class IncidentSummary(BaseModel):
@@ -90,10 +81,8 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, registry: Registry, 
     # Each reading starts programs on every node.
     hosts = SharedAnswer(supervisor.boundary, HOSTS_KEPT_S)
 
-    @api.get(
-        "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong, how to fix it, and why models failed"
-    )
-    async def doctor() -> dict[str, Any]:
+    @api.get("/doctor", summary="How well the nodes are prepared, what is wrong, how to fix it, and why models failed")
+    async def doctor() -> Report:
         snapshot, config = supervisor.snapshot(), registry.config
         runtime = str(config.engine.runtime or sys.executable)
         readings = await hosts.get(runtime, partial(cluster.ask_all, "host", runtime))

@@ -92,10 +92,9 @@ class SpeedBench(BaseModel):
             await bench.keep(cells=cells)
 
         def tell() -> None:
-            cells = len(bench.result.cells)
             share = min(requests.run / (args.runs + 1), 1.0)
-            which = f"cell {number + 1} of {cells}: {cell.name}" + (f", run {requests.run} of {args.runs}" if requests.run else "")
-            bench.tell(which, (number + share) / cells)
+            words = told(bench.result.cells, number, requests.run, args.runs)
+            bench.tell(words, (number + share) / len(bench.result.cells))
 
         async def heard(event: Mapping[str, Any]) -> None:
             if requests.take(event):
@@ -143,6 +142,13 @@ class SpeedBench(BaseModel):
                 machine=machine_figures(moments),
             )
         )
+
+
+def told(cells: Sequence[CellResult], number: int, run: int, runs: int) -> str:
+    """The words about the cell that is measured: `cell 2 of 4: NAME, run 1 of 3 (1 failed)`."""
+    failed = sum(each.state == "failed" for each in cells)
+    which = f"cell {number + 1} of {len(cells)}: {cells[number].cell.name}" + (f", run {run} of {runs}" if run else "")
+    return f"{which} ({failed} failed)" if failed else which
 
 
 def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None] | None = None) -> SpeedBench:

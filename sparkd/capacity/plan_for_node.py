@@ -253,10 +253,6 @@ def entry_here(
     source = (os.path.abspath(name) if name.startswith("/") else name) if spec is None else spec.model
     if fault := unusable(source, vllm=True, places=places):
         raise ConfigError(fault.message, param="model")
-    if "/" not in source:
-        raise ConfigError(
-            f"No model is called {name}: give a configured name, a recipe, a folder, or a hub id (owner/name).", param="model"
-        )
     entry = entry_of(made_for(source) if spec is None else spec, config, there=there, made=spec is None)
     return entry, checkpoint_at(source, entry.spec.revision, {**os.environ, **entry.env}, progress)
 

@@ -89,8 +89,9 @@ def _meant(folder: str, names: Iterable[str]) -> str:
         return f"name the model by its id, {os.path.basename(folder).removeprefix('models--').replace('--', '/', 1)}"
     if "adapter_config.json" in names:
         return "it is an adapter; serve the model that it was made for, with --enable-lora and --lora-modules in extra_args"
-    below = next((name for name in sorted(names) if any(os.path.isfile(os.path.join(folder, name, file)) for file in _CONFIGS)), None)
-    return _CURE if below is None else f"name the model's own folder, such as {os.path.join(folder, below)}"
+    # None of them is named, because in /tmp it would be another user's scratch folder.
+    below = any(os.path.isfile(os.path.join(folder, name, file)) for name in names for file in _CONFIGS)
+    return "name the model's own folder, which lies below it" if below else _CURE
 
 
 def holds_model(names: Iterable[str]) -> bool:

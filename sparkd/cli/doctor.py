@@ -78,7 +78,7 @@ def _of_this_node(root: Path, *, disk: bool, engine: bool) -> tuple[dict[str, An
     raw = sample(root, sys.executable if root == HERE else None)
     if disk:
         raw["disk_rate"] = _disk_rate(raw)
-    return raw, report({str(raw["host"]): raw}, _of_engines(str(raw["host"])) if engine else ())
+    return raw, asdict(report({str(raw["host"]): raw}, _of_engines(str(raw["host"])) if engine else ()))
 
 
 def _of_engines(node: str) -> Iterator[Finding]:

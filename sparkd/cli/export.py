@@ -22,7 +22,6 @@ from sparkd.render import models as show
 from workers.host.interpreter import module_command, program_environment
 
 if TYPE_CHECKING:
-    from sparkd.config.config import Config
     from workers.quantization.recipe import QuantizationRecipe
 
 # The time that a program that was interrupted gets to remove what it has written.
@@ -61,9 +60,7 @@ def export(
 
     Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
     """
-    from sparkd.cli.config_file import config_of
-
-    wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
+    wanted = chosen(model, quantize, config, os.environ, session.client.settings)
     _check_groups(wanted)
     began: tuple[float, int] | None = None
     with show.progress(session.err) as line:
@@ -82,25 +79,31 @@ def export(
     session.answer(value, f"{folder}: {show.size(ended['bytes'])} of weights, {how}.")
 
 
-def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[str, str]) -> Chosen:
-    """The model that `export` writes: a folder, a configured name, or a hub id in the local cache. Raises ConfigError, CheckpointError.
+def chosen(
+    model: str, quantize: str | None, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[str], Mapping[str, Any]]
+) -> Chosen:
+    """The model that `export` writes: a folder, a configured name, a hub id in the local cache, or a name that the daemon knows.
 
     quantize: a recipe as YAML, in place of the configured one.
+    ask: see of_daemon.
+
+    Raises ConfigError, CheckpointError.
     """
     from sparkd.checkpoint.model_folder import refuse_unusable
     from sparkd.checkpoint.source import snapshot_of, source_of
-    from sparkd.cli.named_entry import value_of
+    from sparkd.cli.config_file import config_of
+    from sparkd.cli.named_entry import of_daemon, value_of
     from sparkd.config.quantize import is_open
     from workers.quantization.recipe import QuantizationRecipe
 
+    config = config_of(config_file, environ)
     configured = config.lookup(model)
+    if configured is None and "/" not in source_of(model):
+        configured = of_daemon(model, config_file, environ, ask).spec
     source = source_of(configured.model if configured else model)
     runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
     env = {**environ, **(configured.environment(config.engine) if configured else {})}
     if not source.startswith("/"):
-        if configured is None and "/" not in source:
-            sources = "a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config"
-            raise ConfigError(f"No model is called {model}: give {sources}.")
         snapshot = snapshot_of(source, configured.revision if configured else None, env)
         if snapshot is None:
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")

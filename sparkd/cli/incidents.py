@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from sparkd.cli.options import argument, group
+from sparkd.cli.options import DefaultVerb, argument, group
 from sparkd.cli.session import Session, verb
 from sparkd.errors import NotFound
 from sparkd.render import models as show
@@ -21,7 +21,7 @@ LOG_LINES = 20
 
 
 def register(app: typer.Typer) -> None:
-    incidents = group("incidents", help="Show what the memory guard did, and why.")
+    incidents = group("incidents", cls=DefaultVerb, help="Show what the memory guard did, and why.")
     incidents.command("ls")(verb(ls))
     incidents.command("show")(verb(show_one))
     app.add_typer(incidents)

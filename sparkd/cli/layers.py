@@ -9,10 +9,8 @@ from typing import Any
 from sparkd.capacity.formats import mix_of
 from sparkd.capacity.layers import Consult, LayerListing, layers_of
 from sparkd.checkpoint.remote_headers import Progress, checkpoint_at
-from sparkd.cli.named_entry import NamedEntry, configured, of_hub, unknown, value_of
-from sparkd.config.config import Config, ModelConfig
+from sparkd.cli.named_entry import NamedEntry, configured, of_daemon, of_hub, value_of
 from sparkd.config.engine_args import engine_args
-from sparkd.errors import Unavailable
 from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import QuantizationRecipe
 
@@ -22,20 +20,20 @@ def listing_of(
     quantize: str | None,
     config_file: Path | None,
     environ: Mapping[str, str],
-    ask: Callable[[], list[dict[str, Any]]],
+    ask: Callable[[str], Mapping[str, Any]],
     progress: Progress | None = None,
     consult: Callable[[NamedEntry], Consult] | None = None,
 ) -> LayerListing:
     """The layers of MODEL, under its own recipe or the one of the command line.
 
     quantize: a recipe as YAML, in place of the configured one.
-    ask: the daemon's models, called only where nothing else knows `model`.
+    ask: for the settings of the daemon's model of a name, called only where nothing else knows `model`.
     progress: called for each header that had to come from the hub, because the local cache has not all of the model.
     consult: vLLM, about the model.
 
     Raises ConfigError, CheckpointError.
     """
-    named = configured(model, config_file, environ) or of_hub(model, config_file, environ) or _of_daemon(model, config_file, environ, ask)
+    named = configured(model, config_file, environ) or of_hub(model, config_file, environ) or of_daemon(model, config_file, environ, ask)
     spec = named.spec
     env = {**environ, **spec.environment(named.config.engine)}
     args, wanted = engine_args(spec, env), None if quantize is None else value_of(quantize)
@@ -45,15 +43,3 @@ def listing_of(
     else:
         recipe = args.recipe if quantize is None else QuantizationRecipe.parse(wanted)
     return layers_of(checkpoint, recipe, None if consult is None else consult(named), wide=args.wide)
-
-
-def _of_daemon(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]) -> NamedEntry:
-    try:
-        view = next((view for view in ask() if model in (view["name"], *view["aliases"])), None)
-    except Unavailable:
-        raise unknown(model, config_file, environ, asked=False) from None
-    if view is None:
-        raise unknown(model, config_file, environ, asked=True)
-    # The environment of its entry there; this machine's variables are not its engine's.
-    spec = ModelConfig.model_validate({"name": view["name"], "model": str(view["source"]), "quantize": view.get("quantize")})
-    return NamedEntry(spec, Config())

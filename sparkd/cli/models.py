@@ -193,7 +193,7 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
     unheard: list[str] = []
     with show.headers_of(model) as progress:
         vllm = partial(consult, quick=quick, unheard=unheard)
-        answer = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
+        answer = listing_of(model, quantize, config, os.environ, session.client.settings, progress, vllm).to_json()
     answer["notes"] += unheard
     session.answer(answer, lambda: show.layers(answer, session.out))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ from sparkd.capacity.planned_entry import made_for
 from sparkd.checkpoint.source import CONFIG_PATH, source_of
 from sparkd.cli.config_file import config_path
 from sparkd.config.config import Config, ModelConfig, load_config, parse_model
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, NotFound, Unavailable
+from sparkd.nearest import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +62,36 @@ def of_hub(model: str, config_file: Path | None, environ: Mapping[str, str]) -> 
     return NamedEntry(made_for(model), load_config(config_path(config_file, environ, readable=True), environ=environ))
 
 
-def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool) -> ConfigError:
+def of_daemon(model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[str], Mapping[str, Any]]) -> NamedEntry:
+    """The entry of a daemon's model, with what tells its files and their formats. Raises ConfigError for a name that nothing has.
+
+    ask: for the settings of the daemon's model of a name.
+    """
+    try:
+        entry = ask(model)["resolved"]
+    except (NotFound, Unavailable) as error:
+        raise unknown(model, config_file, environ, asked=isinstance(error, NotFound)) from None
+    # The environment of its entry there; this machine's variables are not its engine's.
+    keys = {key: entry.get(key) for key in ("model", "revision", "quantize", "dtype")}
+    return NamedEntry(ModelConfig.model_validate({"name": model, **keys}), Config())
+
+
+def unknown(model: str, config_file: Path | None, environ: Mapping[str, str], *, asked: bool, names: Collection[str] = ()) -> ConfigError:
     """The refusal of a name that nothing has.
 
     asked: whether a daemon answered.
+    names: those of its models.
     """
-    if asked:
-        return ConfigError(f"No model is called {model}: give a configured name, a recipe, a folder, or a hub id (owner/name).")
     path = config_path(config_file, environ, readable=True)
+    config = load_config(path, environ=environ)
+    near = nearest(model, [*names, *config.names(), *config.book().names()])
+    if asked:
+        cure = f"did you mean {near}?" if near else "give a configured name, a recipe, a folder, or a hub id (owner/name)."
+        return ConfigError(f"No model is called {model}: {cure}")
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
     where = f"in {path}" if path is not None else hidden
-    cure = "give a folder, a hub id (owner/name), a configured name, or --config FILE"
-    return ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.")
+    cure = f"did you mean {near}?" if near else "give a folder, a hub id (owner/name), a configured name, or --config FILE."
+    return ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}")
 
 
 def value_of(text: str) -> Any:

@@ -32,9 +32,15 @@ class DefaultVerb(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # A shell that completes the line asks for the verbs.
-        if not ctx.resilient_parsing and (not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names)):
+        if not ctx.resilient_parsing and (not args or self._is_for_the_first(args[0], ctx)):
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
+
+    def _is_for_the_first(self, word: str, ctx: Any) -> bool:
+        """Whether a word can begin the first verb's own; else it is a verb or a misspelled one."""
+        if word in self.commands or word in ctx.help_option_names:
+            return False
+        return word.startswith("-") or any(param.required for param in next(iter(self.commands.values())).params)
 
 
 def group(name: str, **more: Any) -> typer.Typer:

@@ -138,7 +138,7 @@ def planned(
 
     A daemon plans its own models itself.
 
-    hardware: None for the nodes of a daemon in reach where the model is configured, and for a Spark otherwise.
+    hardware: None for the nodes of a daemon in reach, and for a Spark where there is none.
     daemon: asked of a name that no sparkd.yaml here has.
     quick: vLLM is not started to be asked.
     draw: gets the plan by an estimate before vLLM is started to be asked.
@@ -157,14 +157,17 @@ def planned(
             return _of_daemon(daemon(), request, str(view["name"]), hardware, unheard, draw, quick=quick), unheard
         named = of_recipe(name, config, os.environ) or of_hub(name, config, os.environ)
         if named is None:
-            raise silent if silent is not None and unheard else unknown(name, config, os.environ, asked=silent is None)
-    elif named.origin is not None and hardware is None:
+            if silent is not None and unheard:
+                raise silent
+            names = [word for view in views for word in (view["name"], *view["aliases"])]
+            raise unknown(name, config, os.environ, asked=silent is None, names=names)
+    if hardware is None:
         there, problem = _nodes_of(daemon())
         if problem is not None:
             unheard.append(f"This is for a Spark, since the daemon did not say what its nodes are: {problem}")
         if there is not None:
             machine, nodes = there
-            if request.nodes is None and named.spec.tensor_parallel == AUTO:
+            if request.nodes is None and (named.origin is None or named.spec.tensor_parallel == AUTO):
                 request = request.model_copy(update={"nodes": nodes})
             return _on_nodes(_planned_here(named, request, machine, unheard, draw, quick=quick), daemon()), unheard
     return _planned_here(named, request, machine, unheard, draw, quick=quick), unheard

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd.cli import registries
-from sparkd.cli.options import argument, group, key_values, option
+from sparkd.cli.options import DefaultVerb, argument, group, key_values, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, EngineError
 from sparkd.render.page import printable, say_json, verdict
@@ -28,7 +28,7 @@ Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@REGISTRY.
 
 
 def register(app: typer.Typer) -> None:
-    recipes = group("recipes", help="List, show, check and import recipes of models.")
+    recipes = group("recipes", cls=DefaultVerb, help="List, show, check and import recipes of models.")
     for name, command in (("ls", ls), ("show", show_), ("check", check), ("import", import_)):
         recipes.command(name)(verb(command, daemon=False))
     registries.register(recipes)

@@ -92,7 +92,7 @@ class Session:
             show.say(self.err, f"\nNo longer waiting; {name} continues. {how_on(operation)}")
             raise
         if operation["state"] == "CANCELLED":
-            raise Conflict(f"{name[0].upper()}{name[1:]} was cancelled: {operation['message']} {again}".rstrip())
+            raise Conflict(f"{name[0].upper()}{name[1:]} did not finish. {operation['message']} {again}".rstrip())
         return operation
 
     def wait(self, operation: dict[str, Any], timeout_s: float | None = None, *, brought_in: bool = False) -> dict[str, Any]:

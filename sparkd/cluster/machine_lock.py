@@ -28,7 +28,7 @@ def machine_lock() -> Iterator[None]:
             if error.errno != errno.EADDRINUSE:
                 raise
             problem = f"Another sparkd ({_holder()}) lends this machine's memory, and two would lend it twice."
-            raise StateError(f"{problem} Use that daemon, or stop it first.") from None
+            raise StateError(f"{problem} Use that daemon, or stop it first (`kill -INT PROCESS`, as Ctrl-C does).") from None
         held.listen(ASKERS)
         yield
 

@@ -33,7 +33,8 @@ def recipe(value: Any) -> Any:
         wish = best_of(plain(value))
         return (_parsed(plain(value)) if wish is None else wish).canonical()
     except SparkdError as error:
-        raise refuse(error.explanation, repeats=True) from None
+        choosers = f"; {AUTO} and {BEST} choose by what fits." if isinstance(value, str) else "."
+        raise refuse(f"{error.explanation.removesuffix('.')}{choosers}", repeats=True) from None
 
 
 def is_best(value: Any) -> bool:

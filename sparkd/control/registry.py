@@ -200,12 +200,18 @@ class Registry:
         self._added.pop(name, None)
         self._left_out.pop(name, None)
 
-    def check_added(self, name: str, cure: str = "take it out there and reload sparkd") -> None:
-        """Raise Conflict for a model that was not added by `add`. cure: for one of the configuration file."""
+    def check_added(self, name: str, change: str | None = None) -> None:
+        """Raise Conflict for a model that was not added by `add`.
+
+        change: how one of the configuration file gets other keys; None where the model shall be removed.
+        """
         if name in self._of_serve:
-            how = f"choose another name, or end `sparkd serve` (Ctrl-C) and start it anew; `sparkd unload {name}` unloads it"
+            how = f"`sparkd unload {name}` unloads it, and it is gone when `sparkd serve` ends (Ctrl-C)"
+            if change is not None:
+                how = "choose another name (--name), or end `sparkd serve` (Ctrl-C) and start it anew"
             raise Conflict(f"The model {name} is the one that `sparkd serve` was started with: {how}.", param="name")
         if name in self._base.models:
+            cure = change or "take it out there and reload sparkd"
             raise Conflict(f"The model {name} is in the configuration file: {cure}.", param="name")
 
     def _unknown(self, name: str) -> UnknownModel:

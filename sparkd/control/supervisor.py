@@ -239,7 +239,7 @@ class Supervisor:
             self._endings.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
-            self.journal.say("settled", None, f"The first reading and the adoption scan are complete: {len(observation.ranks)} ranks.")
+            self.journal.say("settled", None, f"The first reading and adoption scan are complete; ranks: {len(observation.ranks)}.")
         with around("conditions"):
             self._note_conditions(before, observation)
         with around("nodes"):

@@ -115,17 +115,18 @@ async def _serve(config: Config, options: Options) -> None:
 
 
 async def _serve_locked(config: Config, options: Options, systemd: Systemd, environ: Mapping[str, str]) -> None:
-    listening = list(systemd.listeners) or [bind(config.host, config.port)]
-    for inherited in systemd.listeners:
-        _check_inherited(config, inherited, environ)
-    store = Store(config.state_dir / FILE)
-    try:
-        with machine_lock():
+    # Before the port, which another sparkd of this machine has most often too.
+    with machine_lock():
+        listening = list(systemd.listeners) or [bind(config.host, config.port)]
+        for inherited in systemd.listeners:
+            _check_inherited(config, inherited, environ)
+        store = Store(config.state_dir / FILE)
+        try:
             await Daemon(config, options, systemd, store, listening, environ).run()
-    finally:
-        store.close()
-        for each in listening:
-            each.close()
+        finally:
+            store.close()
+            for each in listening:
+                each.close()
 
 
 class Daemon:
@@ -500,7 +501,7 @@ def _take(lock: int, state_dir: Path) -> None:
     except BlockingIOError:
         holder = os.pread(lock, LOCK_BYTES, 0).decode(errors="replace").strip() or "unknown"
         problem = f"Another sparkd (process {holder}) runs with the state directory {state_dir}"
-        raise StateError(f"{problem}: stop it, or give --state-dir.") from None
+        raise StateError(f"{problem}: stop it (`kill -INT {holder}`, as Ctrl-C does), or give --state-dir.") from None
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
 

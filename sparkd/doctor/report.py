@@ -1,9 +1,9 @@
-"""The doctor's report as plain JSON: each node's findings, what differs between nodes, failed models."""
+"""The doctor's report: each node's findings, what differs between nodes, failed models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 from sparkd.condition import Condition
@@ -16,7 +16,19 @@ from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import ModelView
 
 
-def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The doctor's findings.
+
+    nodes: those that answered.
+    """
+
+    nodes: list[str]
+    findings: tuple[Finding, ...]
+    verdict: str
+
+
+def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> Report:
     """
     readings: by a node's name, what `workers.host.inspection.sample` answered; None without an answer.
     models: findings on failed models.
@@ -29,7 +41,7 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
         *_differences(hosts),
         *models,
     )
-    return {"nodes": [host.name for host in hosts], "findings": [asdict(finding) for finding in findings], "verdict": worst(findings)}
+    return Report([host.name for host in hosts], findings, worst(findings))
 
 
 def examined(
@@ -37,7 +49,7 @@ def examined(
     config: Config,
     views: Iterable[ModelView],
     unguarded: Iterable[Condition] = (),
-) -> dict[str, Any]:
+) -> Report:
     """The report of a running daemon: with the time-outs that it waits for, nodes that no memory guard watches, and its failed models."""
     start_s = {"health_check_timeout_s": config.health_check_timeout_s}
     start_s |= {f"models.{name}": config.start_deadline_s(model) for name, model in config.models.items() if model.health_check_timeout_s}

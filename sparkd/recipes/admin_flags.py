@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sparkd.errors import ConfigError
+from sparkd.nearest import nearest
+from sparkd.vllm.arg_check import flags_of_vllm
 from sparkd.vllm.flags import Flag, flags_in, shown
 
 # Flags without a value, also as --no-NAME.
@@ -86,6 +88,8 @@ def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) ->
         name = flag.name if flag.name.startswith("-") else f"--{flag.name}"
         if not _is_listed(flag.name):
             reason = "only flags that tune a model are let in there, written in full"
+            if (near := _meant(flag.name)) is not None:
+                raise ConfigError(f"{shown(name)} is refused {where}: {reason}. Did you mean --{near}?", param="extra_args")
             raise ConfigError(f"{shown(name)} is refused {where}: {reason}. {cure}", param="extra_args")
         if not _is_whole(flag):
             raise ConfigError(f"{shown(name)} needs one value that does not begin with '-': write {name[:48]}=VALUE.", param="extra_args")
@@ -100,6 +104,11 @@ def refuse_variables(names: Iterable[str], where: str = _WHERE, cure: str = _CUR
 
 def _is_listed(name: str) -> bool:
     return any(name in names for names in (SWITCHES, VALUES, MAPPINGS, LISTS))
+
+
+def _meant(name: str) -> str | None:
+    """The listed flag that a flag unknown to vLLM was most likely meant for."""
+    return None if name in flags_of_vllm() else nearest(name, SWITCHES | VALUES | MAPPINGS | LISTS)
 
 
 def _is_whole(flag: Flag) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import yaml_file
-from sparkd.config.engine_flags import arguments, with_flags_as_keys
+from sparkd.config.engine_flags import SWITCHES, arguments, with_flags_as_keys
 from sparkd.config.model import VLLM_ENTRYPOINTS
 from sparkd.config.overlay import dotted
 from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.vllm.arg_check import beginnings
+from sparkd.vllm.flags import flags_in
 
 # A key of the entry that says the same as these keys of the recipe in another way.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +44,12 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
     for index, message in beginnings(arguments(entry)) if entrypoint in VLLM_ENTRYPOINTS else ():
         argument = (*path, "extra_args", index)
         document.problems.append(document.place(argument).problem(f"{dotted(argument[:-1])}: {message}", key=argument))
+    for flag in flags_in(arguments(entry)):
+        # vLLM's server takes a word after a switch for a model tag and turns the switch on, so nothing here may read it as off.
+        if flag.name.replace("-", "_") in SWITCHES and not isinstance(flag.value, bool):
+            argument = (*path, "extra_args", flag.place)
+            message = f"{dotted(argument[:-1])}: --{flag.name} takes no value."
+            document.problems.append(document.place(argument).problem(message, key=argument))
 
 
 def _over_recipe(entry: Map, document: Document, path: yaml_file.Path, book: RecipeLibrary) -> Map:

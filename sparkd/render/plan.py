@@ -48,8 +48,9 @@ _WORDS = {
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
 _SURENESS = {
     EXACT: "vLLM's own answer, or what a start measured",
-    GUESS: "a rough estimate, because vLLM has not answered; in brackets the cache that a load reserves",
+    GUESS: "a rough estimate, because vLLM has not answered",
 }
+_BRACKETS = "in brackets the cache that a load reserves"
 BAR_CELLS = 64
 OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
 GENEROUS, NAMED = 12, 4
@@ -142,7 +143,7 @@ def _options(answer: Mapping[str, Any], console: Console, every: bool) -> None:
             _split(option),
             parts["sureness"],
             gib(parts["weights"]),
-            _at_most(parts["kv"], parts.get("upper_kv", parts["upper"])),
+            _cache(parts),
             gib(rest),
             gib(parts["free"]),
             f"{option['max_model_len']:,}",
@@ -169,15 +170,18 @@ def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else "<1s" if seconds < 1 else duration(seconds)
 
 
-def _at_most(size: int, upper: int) -> str:
+def _cache(parts: Mapping[str, Any]) -> str:
     """The formula's number, and the bound of a guess."""
+    size, upper = parts["kv"], parts.get("upper_kv", parts["upper"])
     return gib(size) if gib(size) == gib(size + upper) else f"{size / GIB:.1f} (< {gib(size + upper)})"
 
 
 def _sureness(options: Sequence[Mapping[str, Any]]) -> str:
     """The meaning of the column's words, those that are in it."""
-    words = {option["footprint"]["sureness"] for option in options if option["fits"]}
-    return " ".join(f"{word}: {meaning}." for word, meaning in _SURENESS.items() if word in words)
+    footprints = [option["footprint"] for option in options if option["fits"]]
+    words = {parts["sureness"] for parts in footprints}
+    brackets = f"; {_BRACKETS}" if any("(" in _cache(parts) for parts in footprints) else ""
+    return " ".join(f"{word}: {meaning}{brackets if word == GUESS else ''}." for word, meaning in _SURENESS.items() if word in words)
 
 
 def _answered(vllm: Mapping[str, Any] | None) -> str:
@@ -216,6 +220,8 @@ def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -
 
 def _bars(choice: Mapping[str, Any], console: Console) -> None:
     parts = choice["footprint"]
+    if gib(parts["upper"]) == gib(0):
+        parts = {**parts, "upper": 0}
     cells = min(BAR_CELLS, max(20, console.width - 20))
     widths = _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells)
     bar = [(letter * width, style) for (_, letter, style), width in zip(SEGMENTS, widths, strict=True)]

@@ -49,7 +49,7 @@ class RefusedArg:
 
 def beginnings(args: Sequence[str]) -> Iterator[tuple[int, str]]:
     """(index, message) of each flag that only begins one of vLLM 0.32, which an engine would complete and sparkd would not count."""
-    names = _names()
+    names = flags_of_vllm()
     for flag in flags_in(args):
         meant = [] if flag.name in names or not flag.name else sorted(full for full in names if full.startswith(flag.name))
         if meant:
@@ -57,5 +57,6 @@ def beginnings(args: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 @cache
-def _names() -> frozenset[str]:
+def flags_of_vllm() -> frozenset[str]:
+    """The names of vLLM 0.32's flags, without dashes."""
     return frozenset(word[2:] for word in FLAGS_FILE.read_text().split() if word.startswith("--"))

@@ -315,6 +315,7 @@ WRONG_WORDS = (
     "doctor --root /nowhere",
     "recipes show none",
     "incidents show ../x",
+    "recipes shwo x",
     "plan m --quantize {format:[}",
     "plan m --ctx 32q",
     "plan m --margin nan",

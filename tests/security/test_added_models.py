@@ -114,6 +114,15 @@ def test_what_tunes_a_model_passes(args: list[str]) -> None:
     assert passes(args)
 
 
+def test_a_mistyped_flag_is_refused_with_the_one_that_was_meant_and_a_flag_of_vllm_is_no_mistyped_one() -> None:
+    refusals = []
+    for flag in ("--max-modle-len", "--tokenizer"):
+        with pytest.raises(ConfigError) as caught:
+            parse_model("m", {"model": "o/m", "extra_args": [flag, "4096"]}, over_admin=True)
+        refusals.append("--max-model-len" in caught.value.message or "--tokenizer-mode" in caught.value.message)
+    assert refusals == [True, False]
+
+
 def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
     assert set(ModelConfig.model_fields) - KEYS == OF_THE_FILE, "a key is in TuningKeys of model.py or in OF_THE_FILE here"
     for key in OF_THE_FILE:
@@ -187,8 +196,9 @@ def test_the_model_that_serve_was_started_with_is_not_said_to_be_in_a_file(tmp_p
             with pytest.raises(Conflict) as changed:
                 registry.judged("given", {"model": "o/n"})
             origins.append(registry.find("given").origin)
-            told.append([("configuration file" in each.value.message) for each in (removed, changed)])
-        assert told == [[True, True], [False, False]]
+            told.append([("configuration file" in each.value.message, "--name" in each.value.message) for each in (removed, changed)])
+        # Another name cures no removal.
+        assert told == [[(True, False), (True, False)], [(False, False), (False, True)]]
         assert origins == ["file", "serve"]
 
 

@@ -293,7 +293,7 @@ def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, w
 
 
 def _known() -> str:
-    return f"known are {', '.join(SPELLINGS)}"
+    return f"known are {', '.join([*(name for name, family in FAMILIES.items() if family.sizes), *SPELLINGS])}"
 
 
 def _listed(sizes: Sequence[int], word: str) -> str:

@@ -531,9 +531,11 @@ async def test_a_refused_plan_names_its_key(tmp_path: Path, monkeypatch: pytest.
             ({"model": "known", "quantize": {"format": "fp3"}}, 422, "quantize"),
             ({"model": str(tmp_path / "gone")}, 422, "model"),
             ({"model": "owner/nothing"}, 422, "model"),
+            ({"model": "knwon"}, 404, "model"),
         ):
             error = await made.refused("POST", "/plan", status, json=body)
             assert error["param"] == param and ".." not in error["message"]
+        assert error["message"].endswith("known?")
 
 
 async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sparkd.bench.speed_bench import SpeedBench
 from sparkd.errors import BadRequest
 from tests.sparkd.gateway.fakes import view
 from tests.support.fakes import stage
-from tests.support.waiting import HUNG_S
+from tests.support.waiting import HUNG_S, eventually
 
 CELLS = tuple(Cell(depth=depth, concurrency=1, prompt_tokens=8, output_tokens=4) for depth in (0, 16))
 TEXT = text_label("moby.txt", "Call me Ishmael.")
@@ -80,6 +80,25 @@ async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
         may_end.set()
         await after
         assert [result.state for result in await benches.all()] == ([] if removes else ["running"])
+        running.cancel()
+
+
+async def test_the_program_reads_its_job_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage(tmp_path, models={}) as scene:
+        registry = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path), lent=())
+        jobs = Jobs(scene.supervisor.journal, scene.supervisor.boundary)
+        benches = Benches(scene.supervisor, cast(Any, registry), jobs, "http://127.0.0.1:9", ("", ""))
+        monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
+        benches.store.write(EARLIER)
+        running = asyncio.create_task(jobs.run())
+        await asyncio.sleep(0)
+        await benches.start("m", planned(), resume=EARLIER.id)
+
+        async def ended() -> BenchResult | None:
+            (result,) = await benches.all()
+            return None if result.state == "running" else result
+
+        assert "The daemon did not answer" in ((await eventually(ended)).error or "")
         running.cancel()
 
 

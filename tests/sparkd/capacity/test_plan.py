@@ -308,7 +308,7 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file, told = tmp_path / "theirs.yaml", {"status": 200, "gate": Event(), "ends": []}
     told["gate"].set()
     theirs = asdict(machine("cpu", 30 * GIB, 2 * GIB))
-    entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
+    entries = {"m": {"model": str(folder), "aliases": ["me/mine", "their-gemma-3"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
     entries |= {"qwen3-coder-next-fp8": {"model": str(folder), "max_model_len": 2048}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
     config = load_config(file, environ={})
@@ -373,6 +373,9 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
         found = plan(capsys, name, *argv)
         assert found["entry"] == {"name": "m", "origin": f"sparkd at {served['url']}"}
         assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096
+    for mistyped, meant in (("qwen3-coder-nxt-fp8", "qwen3-coder-next-fp8"), ("their-gemma", "their-gemma-3")):
+        assert exit_code(["plan", "--quick", mistyped]) == 2
+        assert lacking(capsys.readouterr().err, meant) == []
     # An entry goes before the recipe of its name, and a sparkd.yaml that is named before the daemon.
     assert plan(capsys, "qwen3-coder-next-fp8")["choice"]["max_model_len"] == 2048
     file = tmp_path / "mine.yaml"
@@ -384,7 +387,8 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
 def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its own models, and of those of a sparkd.yaml that is named; unless the machine is named."""
+    """Of its own models, of those of a sparkd.yaml that is named, a folder's and a hub id's; unless the machine is named."""
+    cached(hub, "owner/model", folder)
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
     whose = f"sparkd at {served['url']}"
@@ -394,6 +398,8 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     found = plan(capsys, "mine", "--config", file)
     assert (found["hardware"]["memory_bytes"], found["hardware"]["of"], found["asked"]["nodes"]) == (30 * GIB, whose, 2)
     assert "--enforce-eager" in found["choice"]["ranks"][0]["command"]  # as on a CPU
+    made = [plan(capsys, model) for model in (folder, "owner/model")]
+    assert [(found["hardware"]["of"], found["asked"]["nodes"]) for found in made] == [(whose, 2), (whose, 2)]
     assert found["hardware"]["bandwidth_bytes_s"] is None and found["choice"]["footprint"]["decode_tokens_s"] is None
     assert plan(capsys, "mine", "--config", file, "--nodes", 3)["asked"]["nodes"] == 3
     assert plan(capsys, "mine", "--config", file, "--hardware", "spark")["hardware"]["name"] == "spark"

@@ -55,6 +55,13 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name_before_vllm_is_started(
     assert unusable_of(entry, engine) is None
 
 
+def test_a_folder_of_models_is_told_from_one_of_other_files_and_no_folder_below_it_is_named(place: Path) -> None:
+    above, bare = (unusable(str(place / name), vllm=True) for name in ("above", "bare"))
+    assert above is not None and bare is not None
+    assert "own folder" in above.message and "own folder" not in bare.message
+    assert "inner" not in above.message
+
+
 def test_a_folder_with_a_model_in_it_can_be_one(place: Path) -> None:
     assert unusable(str(place / "above" / "inner"), vllm=True) is None
     assert unusable(str(place / "bare"), vllm=False) is None

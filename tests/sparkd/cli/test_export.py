@@ -15,6 +15,7 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.cli.export import chosen
 from tests.support.checkpoints import Tensor, normal, write_checkpoint
 from tests.support.facts import lacking
 from tests.support.waiting import HUNG_S
@@ -98,6 +99,13 @@ def test_what_cannot_be_exported(
 
     assert exit_code(["export", *argv]) in (1, 2)
     assert lacking(capsys.readouterr().err, *names) == []
+
+
+def test_a_name_that_only_the_daemon_knows_is_exported_by_its_entry(here: Path) -> None:
+    folder = checkpoint(here / "Tiny-A").folder
+    entry = {"model": folder, "revision": None, "quantize": NVFP4, "dtype": "float32"}
+    found = chosen("brought", None, None, os.environ, lambda _name: {"resolved": entry})
+    assert (found.folder, found.recipe.canonical()) == (folder, NVFP4)
 
 
 def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:

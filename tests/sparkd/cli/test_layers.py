@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sparkd.checkpoint import SourceQuantization
 from sparkd.checkpoint.source import snapshot_of
 from sparkd.cli import config_file
 from sparkd.cli.layers import listing_of
-from sparkd.errors import ConfigError, Unavailable
+from sparkd.errors import ConfigError, Unavailable, UnknownModel
 from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
 from tests.sparkd.capacity.test_evidence import FULL, answer
 from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
@@ -104,12 +104,17 @@ def test_columns_that_do_not_divide_are_told() -> None:
 # Where MODEL lies
 
 
-def nobody() -> list[dict[str, Any]]:
+def nobody(_name: str) -> dict[str, Any]:
     raise Unavailable("No sparkd answers.")
 
 
-def asked(*views: dict[str, Any]) -> Any:
-    return lambda: list(views)
+def daemon_with(alias: str, **resolved: Any) -> Callable[[str], dict[str, Any]]:
+    def settings(name: str) -> dict[str, Any]:
+        if name != alias:
+            raise UnknownModel(name, [alias])
+        return {"resolved": {"revision": None, "quantize": None, "dtype": None, **resolved}}
+
+    return settings
 
 
 def find(
@@ -164,14 +169,16 @@ def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkey
 
 
 def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
-    view = {"name": "brought", "aliases": ["b"], "source": str(model)}
+    plain, quantized = daemon_with("b", model=str(model)), daemon_with("b", model=str(model), quantize={"format": "nvfp4"})
 
-    assert find("b", ask=asked(view)).folder == str(model)
-    assert formats(find("b", ask=asked(view))) == {None}
-    assert formats(find("b", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"nvfp4"}
-    assert formats(find("b", "fp8", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"fp8"}
+    assert find("b", ask=plain).folder == str(model)
+    assert formats(find("b", ask=plain)) == {None}
+    assert formats(find("b", ask=quantized)) == {"nvfp4"}
+    assert formats(find("b", "fp8", ask=quantized)) == {"fp8"}
+    # An engine on a CPU is served in float32, of which vLLM is not asked.
+    assert find("b", ask=daemon_with("b", model=str(model), dtype="float32")).held.bytes == 2 * find("b", ask=plain).held.bytes
     with pytest.raises(ConfigError, match=r"called c\b"):
-        find("c", ask=asked(view))
+        find("c", ask=plain)
 
 
 def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
@@ -182,8 +189,7 @@ def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
     assert formats(find("small")) == {"nvfp4"}
     # As for another user; tests may run as root, who reads anything.
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
-    view = {"name": "small", "aliases": [], "source": str(model), "quantize": {"format": "fp8"}}
-    assert formats(find("small", ask=asked(view))) == {"fp8"}
+    assert formats(find("small", ask=daemon_with("small", model=str(model), quantize={"format": "fp8"}))) == {"fp8"}
     with pytest.raises(ConfigError, match=r"small .*sparkd\.yaml"):
         find("small")
 

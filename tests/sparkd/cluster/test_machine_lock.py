@@ -14,6 +14,7 @@ from sparkd.cluster.ray_node import run_node
 from sparkd.config.config import load_config
 from sparkd.daemon.daemon import Options, serve
 from sparkd.errors import StateError
+from sparkd.gateway.server import bind
 from tests.support.lone_sparkd import alone
 from tests.support.waiting import HUNG_S
 
@@ -57,11 +58,14 @@ def test_a_machine_is_free_again_after_it_was_held() -> None:
 
 def test_a_daemon_and_a_node_that_joins_another_head_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("x")
-    flags = {"listen": "127.0.0.1:0", "state_dir": str(tmp_path / "state"), "runtime_dir": str(tmp_path / "run")}
+    # A second daemon's port is most often the first one's too.
+    port = bind("127.0.0.1", 0)
+    listen = f"127.0.0.1:{port.getsockname()[1]}"
+    flags = {"listen": listen, "state_dir": str(tmp_path / "state"), "runtime_dir": str(tmp_path / "run")}
     joining = {"cluster.address": "192.0.2.1:6379", "cluster.node_ip": "192.0.2.2", "cluster.token_file": str(tmp_path / "token")}
     monkeypatch.setattr("sparkd.daemon.daemon.processes.hide", lambda: True)  # this process is not the daemon's
     monkeypatch.setattr("sparkd.daemon.daemon.memlock.lock", lambda: None)
-    with machine_lock.machine_lock():
+    with port, machine_lock.machine_lock():
         with pytest.raises(StateError, match="lends this machine's memory"):
             serve(load_config(None, flags=flags, environ={}), Options())
         with pytest.raises(StateError, match="lends this machine's memory"):

@@ -35,3 +35,13 @@ def test_a_key_and_its_flag_are_refused_with_both(key: str, value: Any, args: li
     assert key in problem.message and " and --" in problem.message
     with pytest.raises(ConfigError):
         parse_model("m", {"model": "o/m", key: value, "extra_args": args}, over_admin=False)
+
+
+@pytest.mark.parametrize("args", [["--trust-remote-code", "True"], ["--trust_remote_code=True"], ["--seed=1", "--enforce-eager", "no"]])
+def test_a_switch_with_a_value_is_refused(args: list[str], tmp_path: Path) -> None:
+    """vLLM's server ignores the word and turns the switch on: trust_remote_code would be on without a pinned commit."""
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models:\n  m:\n    model: o/m\n    extra_args: {json.dumps(args)}\n")
+
+    (problem,) = read(file, {}, {}).document.problems
+    assert (problem.severity, problem.line) == ("error", 4) and "takes no value" in problem.message

@@ -8,9 +8,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,9 @@ from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.fixes import fixes_of
-from sparkd.doctor.report import examined, report
+from sparkd.doctor.report import Report, examined, report
 from sparkd.errors import Unavailable
+from sparkd.fabric.checks import Finding
 from sparkd.fabric.report import report as fabric_report
 from sparkd.state.nouns import ModelState
 from tests.sparkd.gateway.fakes import view
@@ -89,35 +89,35 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
 }  # fmt: skip
 
 
-def found_in(root: Path) -> dict[str, Any]:
+def found_in(root: Path) -> Report:
     raw = inspection.sample(root)
     return report({raw["host"]: raw})
 
 
-def of_check(found: Mapping[str, Any], check: str) -> list[dict[str, Any]]:
-    return [one for one in found["findings"] if one["check"] == check]
+def of_check(found: Report, check: str) -> list[Finding]:
+    return [one for one in found.findings if one.check == check]
 
 
 def test_nothing_is_wrong_with_a_prepared_spark(tmp_path: Path) -> None:
     found = found_in(write(tmp_path))
 
-    assert [one for one in found["findings"] if one["verdict"] != "ok" or one["cure"]] == []
-    assert (found["nodes"], found["verdict"]) == (["spark-1"], "ok")
-    assert of_check(found, "platform")[0]["evidence"] == "GX10, DGX OS 7.6.0, 121.6 GiB"
-    assert "hf_" not in json.dumps(found)
+    assert [one for one in found.findings if one.verdict != "ok" or one.cure] == []
+    assert (found.nodes, found.verdict) == (["spark-1"], "ok")
+    assert of_check(found, "platform")[0].evidence == "GX10, DGX OS 7.6.0, 121.6 GiB"
+    assert "hf_" not in json.dumps(asdict(found))
 
 
 @pytest.mark.parametrize(("changes", "check", "verdict", "cure"), FAULTS.values(), ids=FAULTS)
 def test_one_fault_at_a_time(tmp_path: Path, changes: Mapping[str, str | None], check: str, verdict: str, cure: str) -> None:
     found = found_in(write(tmp_path, changes))
-    wrong = [one for one in found["findings"] if one["verdict"] != "ok" or one["cure"]]
+    wrong = [one for one in found.findings if one.verdict != "ok" or one.cure]
 
-    assert [(one["check"], one["verdict"]) for one in wrong if one["check"] == check] == [(check, verdict)]
-    assert any(cure in one["cure"] for one in wrong), wrong
-    assert {one["check"] for one in wrong} <= {check, "nvidia-smi", "kho"}
+    assert [(one.check, one.verdict) for one in wrong if one.check == check] == [(check, verdict)]
+    assert any(cure in one.cure for one in wrong), wrong
+    assert {one.check for one in wrong} <= {check, "nvidia-smi", "kho"}
     # A cure in words has no command.
-    assert all(one["command"] is None or f"`{one['command']}`" in one["cure"] for one in found["findings"])
-    assert all(one["command"] for one in wrong if one["cure"].startswith("`") and one["check"] != "kernel-log")
+    assert all(one.command is None or f"`{one.command}`" in one.cure for one in found.findings)
+    assert all(one.command for one in wrong if one.cure.startswith("`") and one.check != "kernel-log")
 
 
 # Checks whose fault is no text in a file: each has a test of its own below.
@@ -134,9 +134,9 @@ def test_every_check_of_a_node_has_a_fault() -> None:
 
 @pytest.mark.parametrize("answer", ["No devices were found\n", "\n"])
 def test_no_gpu_is_not_well(tmp_path: Path, answer: str) -> None:
-    found = [one for one in found_in(write(tmp_path, {SMI: answer}))["findings"] if one["about"] == "GPU"]
+    found = [one for one in found_in(write(tmp_path, {SMI: answer})).findings if one.about == "GPU"]
 
-    assert [(one["check"], one["verdict"]) for one in found] == [("nvidia-smi", "fail")]
+    assert [(one.check, one.verdict) for one in found] == [("nvidia-smi", "fail")]
 
 
 def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> No
         "etc/systemd/system/user.slice.d/50-sparkd.conf",
     )
     found = found_in(write(tmp_path, dict.fromkeys(gone) | {"proc/sys/kernel/osrelease": "6.1.0-20-amd64\n"}))
-    assert found["verdict"] == "ok"
+    assert found.verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> No
     ],
 )
 def test_what_was_not_seen_is_not_well(tmp_path: Path, changes: Mapping[str, str | None], check: str, evidence: list[str]) -> None:
-    found = [one["evidence"] for one in of_check(found_in(write(tmp_path, changes)), check)]
+    found = [one.evidence for one in of_check(found_in(write(tmp_path, changes)), check)]
     assert len(found) == len(evidence) and all(map(str.startswith, found, evidence)), found
 
 
 def test_this_machine_can_be_looked_at() -> None:
     raw = inspection.sample()
     found = report({raw["host"]: raw})
-    assert {"platform", "kernel", "memlock", "disk"} <= {one["check"] for one in found["findings"]}
+    assert {"platform", "kernel", "memlock", "disk"} <= {one.check for one in found.findings}
     json.dumps(raw)
 
 
@@ -179,10 +179,10 @@ def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
     raw["hubs"][0] |= {"foreign": ["models--a--b", "models--c--d"], "incomplete_bytes": 1 << 30}
     found = report({"n": raw})
 
-    assert "rm -rf" in of_check(found, "compiled")[0]["cure"]
+    assert "rm -rf" in of_check(found, "compiled")[0].cure
     owner, broken = of_check(found, "hub-cache")
-    assert owner["evidence"].startswith("a/b, c/d ") and "chown -R" in owner["cure"]
-    assert broken["evidence"].startswith("1.0 GiB of ")
+    assert owner.evidence.startswith("a/b, c/d ") and "chown -R" in owner.cure
+    assert broken.evidence.startswith("1.0 GiB of ")
 
 
 def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None:
@@ -190,11 +190,11 @@ def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None
     b = inspection.sample(write(tmp_path / "b", {"proc/sys/kernel/osrelease": "6.17.0-1031-nvidia\n"}))
     found = report({"a": a | {"plugin": "1"}, "b": b | {"plugin": "2"}, "c": None})
 
-    told = {one["about"]: (one["verdict"], one["evidence"]) for one in of_check(found, "equal")}
+    told = {one.about: (one.verdict, one.evidence) for one in of_check(found, "equal")}
     assert told["kernel"] == ("warn", "a 6.17.0-1032-nvidia, b 6.17.0-1031-nvidia")
     assert told["sparkd"] == ("fail", "a 1, b 2")
     assert told["driver"][0] == "ok"
-    assert of_check(found, "agent")[0]["node"] == "c"
+    assert of_check(found, "agent")[0].node == "c"
 
 
 def test_a_running_daemon_adds_its_time_outs_nodes_without_a_guard_and_failed_models(tmp_path: Path) -> None:
@@ -204,14 +204,12 @@ def test_a_running_daemon_adds_its_time_outs_nodes_without_a_guard_and_failed_mo
     readings = {"n": inspection.sample(write(tmp_path))}
     found = examined(readings, load_config(None, flags=flags, environ={}), [failed, view("fine")], [unguarded])
 
-    assert [(one["about"], one["evidence"]) for one in of_check(found, "time-outs")] == [
+    assert [(one.about, one.evidence) for one in of_check(found, "time-outs")] == [
         ("health_check_timeout_s", "health_check_timeout_s is 120"),
         ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30 s"),
     ]
-    assert [(one["verdict"], one["node"], one["evidence"]) for one in of_check(found, "guard")] == [("fail", "n", "No guard watches.")]
-    assert of_check(found, "model") == [
-        {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out.", "command": None}
-    ]
+    assert [(one.verdict, one.node, one.evidence) for one in of_check(found, "guard")] == [("fail", "n", "No guard watches.")]
+    assert of_check(found, "model") == [Finding("model", "fail", "n", "m", "ServeTwice", "Take it out.")]
 
 
 # Programs that hang, and disks
@@ -251,13 +249,13 @@ def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monk
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (10.0, "warn")])
 def test_a_slow_disk_is_told(tmp_path: Path, seconds: float, verdict: str) -> None:
     raw = inspection.sample(write(tmp_path)) | {"disk_rate": {"path": "/m", "bytes": 2 << 30, "seconds": seconds, "direct": True}}
-    assert of_check(report({"n": raw}), "disk-rate")[0]["verdict"] == verdict
+    assert of_check(report({"n": raw}), "disk-rate")[0].verdict == verdict
 
 
 @pytest.mark.parametrize(("free_bytes", "verdict"), [(1 << 40, "ok"), (1 << 30, "warn")])
 def test_a_disk_without_room_is_a_finding(tmp_path: Path, free_bytes: int, verdict: str) -> None:
     raw = inspection.sample(write(tmp_path)) | {"disks": [{"path": "/", "free_bytes": free_bytes, "total_bytes": 4 << 40}]}
-    assert [(one["about"], one["verdict"]) for one in of_check(report({"n": raw}), "disk")] == [("/", verdict)]
+    assert [(one.about, one.verdict) for one in of_check(report({"n": raw}), "disk")] == [("/", verdict)]
 
 
 def test_shared_memory_of_ended_engines_is_a_finding_once_it_is_old(tmp_path: Path) -> None:
@@ -265,7 +263,7 @@ def test_shared_memory_of_ended_engines_is_a_finding_once_it_is_old(tmp_path: Pa
     raw = inspection.sample(write(tmp_path)) | {"shared": files}
 
     (finding,) = of_check(report({"n": raw}), "shared-memory")
-    assert finding["verdict"] == "warn" and "/dev/shm/psm_1`" in finding["cure"]
+    assert finding.verdict == "warn" and "/dev/shm/psm_1`" in finding.cure
     assert of_check(report({"n": raw | {"shared": files[1:]}}), "shared-memory") == []
 
 
@@ -345,10 +343,10 @@ def test_what_is_never_mended_without_a_person(tmp_path: Path) -> None:
     faults = {name: text for changes, *_ in FAULTS.values() for name, text in changes.items() if text is not None}
     raw = inspection.sample(write(tmp_path, faults | {"run/sparkd-dropcache.sock": None} | FAULTS["nothing kept for a shell"][0]))
     found = report({"n": raw})
-    made = {one.check: one for one in fixes_of(found["findings"], raw)}
+    made = {one.check: one for one in fixes_of(map(asdict, found.findings), raw)}
 
     assert set(made) == {"swappiness", "dirty", "page-cache", "operator"}
     assert made["dirty"].undo.endswith("sysctl vm.dirty_ratio=20")
     assert made["page-cache"].undo == "systemctl disable --now sparkd-dropcache.socket"
-    assert fixes_of(found_in(write(tmp_path / "good"))["findings"], inspection.sample(tmp_path / "good")) == []
+    assert fixes_of(map(asdict, found_in(write(tmp_path / "good")).findings), inspection.sample(tmp_path / "good")) == []
     assert GOOD["proc/sys/vm/swappiness"] == "10\n"

@@ -63,10 +63,11 @@ export function Fabric() {
         </li>`)}</ul>
       </section>
       <section><h2>Rates</h2>
-        <div class="actions"><button type="button" class="main" disabled=${!!running || nodes.keys.value.length < 2} onClick=${measure}>Measure</button>
-          <${Check} label="Although a model uses the nodes" checked=${force} onChange=${setForce} /><span role="status">${running ? running.message || "Measuring…" : nodes.keys.value.length < 2 ? "A rate is measured between two nodes; this cluster has one." : ""}</span></div>
-        <${Table} label="Rates" rows=${answer.rates} columns=${RATES} rowKey=${(/** @type {any} */ one) => `${one.a} ${one.b} ${one.network}`} empty="Nothing was measured yet." />
-        <p>${answer.tensor_parallel.all ? "All nodes may share a model." : `Not all nodes may share a model: ${answer.tensor_parallel.reason}`}</p>
+        ${nodes.keys.value.length < 2 ? html`<p class="quiet-text">A rate is measured between two nodes; this cluster has one.</p>` : html`
+          <div class="actions"><button type="button" class="main" disabled=${!!running} onClick=${measure}>Measure</button>
+            <${Check} label="Even if a model uses the nodes" checked=${force} onChange=${setForce} /><span role="status">${running ? running.message || "Measuring…" : ""}</span></div>
+          <${Table} label="Rates" rows=${answer.rates} columns=${RATES} rowKey=${(/** @type {any} */ one) => `${one.a} ${one.b} ${one.network}`} empty="Nothing was measured yet." />
+          <p>${answer.tensor_parallel.all ? "All nodes may share a model." : `Not all nodes may share a model: ${answer.tensor_parallel.reason}`}</p>`}
       </section>
       ${answer.offered.length > 0 && html`<section><h2>Could join</h2><ul class="notes">${answer.offered.map((/** @type {any} */ one) => html`<li key=${one.node + one.cage}>${one.told}</li>`)}</ul></section>`}
       ${answer.nodes.map((/** @type {any} */ node) => html`<section key=${node.node}><h2>${node.node}${node.host !== node.node && html` <span class="quiet-text">${node.host}</span>`}</h2>

@@ -23,7 +23,7 @@ const TABS = [
 ];
 
 /** @type {Record<string, string>} */
-const ORIGINS = { api: "the admin API", file: "the configuration file", serve: "the command sparkd serve" };
+const ORIGINS = { api: "the admin API", file: "the configuration file", serve: "sparkd serve" };
 
 /** @param {{name: string}} props */
 export function Model({ name }) {
@@ -50,7 +50,7 @@ function Head({ name }) {
     ${model.doubt && html`<p class="error">${model.doubt}</p>`}
     ${isStarting(model) && html`<div class="stack"><${Start} name=${name} model=${model} /></div>`}
     <dl class="figures wide-figures">
-      <div><dt>source</dt><dd title=${model.source}>${model.source}</dd></div>
+      <div><dt>source</dt><dd>${model.source}</dd></div>
       <div><dt>in this state for</dt><dd><${Since} atS=${model.since_s} /></dd></div>
       <div><dt>context</dt><dd class="figure">${count(model.max_model_len)}</dd></div>
       <div><dt>memory</dt><dd class="figure">${model.memory_gib == null ? UNKNOWN : `${model.memory_gib} GiB`}</dd></div>

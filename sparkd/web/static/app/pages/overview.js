@@ -66,13 +66,14 @@ function NodeCard({ address }) {
       <${Pair} name="slope" value=${slope(reading?.level === "ok" ? overMinute : slopeOf(node))} />
       <${Pair} name="to the floor" value=${reading?.level === "ok" || reading?.floor_in_s == null ? UNKNOWN : duration(reading.floor_in_s)} />
       <${Pair} name="PSI some / full" value=${`${psi(reading?.psi_some_avg10)} / ${psi(reading?.psi_full_avg10)}`} />
-      <${Pair} name="GPU" value=${percent(fractionOf(reading?.gpu_busy_percent))} />
-      <${Pair} name="power" value=${watts(reading?.gpu_power_w)} />
-      <${Pair} name="temperature" value=${celsius(reading?.gpu_celsius)} />
-      <${Pair} name="clock" value=${megahertz(reading?.gpu_clock_mhz)} />
+      <${Pair} name="GPU" value=${reading?.gpu_name ?? "none seen"} />
+      ${reading?.gpu_name && html`
+        <${Pair} name="busy" value=${percent(fractionOf(reading.gpu_busy_percent))} />
+        <${Pair} name="power" value=${watts(reading.gpu_power_w)} />
+        <${Pair} name="temperature" value=${celsius(reading.gpu_celsius)} />
+        <${Pair} name="clock" value=${megahertz(reading.gpu_clock_mhz)} />`}
       <${Pair} name="disk free" value=${diskOf(node.machine)} />
       <${Pair} name="up" value=${duration(node.machine?.uptime_s)} />
-      ${reading?.gpu_name && html`<${Pair} name="device" value=${reading.gpu_name} />`}
     </dl>
     ${reading?.gpu_throttled?.length ? html`<p class="error">The GPU is throttled: ${reading.gpu_throttled.join(", ")}.</p>` : null}
     ${reading?.device_trouble && html`<p class="error">${reading.device_trouble}</p>`}

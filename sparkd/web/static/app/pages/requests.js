@@ -21,8 +21,8 @@ const YEAR = 5;
 const MODEL = { head: "Model", value: (one) => one.model, cell: (one) => (one.model && models.keys.value.includes(one.model) ? html`<a href=${to("models", one.model)}>${one.model}</a>` : one.model ?? UNKNOWN) };
 /** @type {RequestColumn} */
 const KEY = { head: "Key", value: (one) => one.key, cell: (one) => one.key ?? UNKNOWN };
-/** @type {RequestColumn} */
-const ROUTE = { head: "Route", value: (one) => one.route, cell: (one) => one.route.replace(/^\/v1\//, "") };
+/** @param {{route: string}} one */
+const routeOf = (one) => one.route.replace(/^\/v1\//, "");
 
 /** @type {RequestColumn[]} */
 const IN_FLIGHT = [
@@ -34,7 +34,7 @@ const IN_FLIGHT = [
   { head: "Tokens", end: true, hint: "about: the pieces of the stream so far", value: (one) => one.pieces, cell: (one) => html`<span class="figure">${count(one.pieces)}</span>` },
   { head: "Sent", end: true, value: (one) => one.bytes_out, cell: (one) => html`<span class="figure">${size(one.bytes_out)}</span>` },
   { head: "First token", end: true, value: (one) => one.ttft_s, cell: (one) => seconds(one.ttft_s) },
-  ROUTE,
+  { head: "Route", value: (one) => one.route, cell: routeOf },
   { head: "", cell: (one) => html`<button type="button" aria-label="Cancel ${one.request_id}" onClick=${() => act(() => remove(`${ADMIN}/requests/${encodeURIComponent(one.request_id)}`), `${one.request_id} was cancelled.`)}>Cancel</button>` },
 ];
 
@@ -51,8 +51,7 @@ const FINISHED = [
   { head: "Tokens/s", end: true, value: (one) => one.tokens_per_s, cell: (one) => rate(one.tokens_per_s) },
   { head: "Queued", end: true, value: (one) => one.queued_s, cell: (one) => seconds(one.queued_s) },
   { head: "Took", end: true, value: (one) => one.seconds, cell: (one) => seconds(one.seconds) },
-  ROUTE,
-  { head: "Request", value: (one) => one.request_id, cell: (one) => html`<code class="nowrap">${one.request_id}</code>` },
+  { head: "Request", value: (one) => `${one.route} ${one.request_id}`, cell: (one) => html`${routeOf(one)}<br /><code class="nowrap">${one.request_id}</code>` },
 ];
 
 /** @param {string} model */
