@@ -58,7 +58,7 @@ class Operator:
             raise Conflict(f"A model called {found} exists already, with the source {config.models[found].model}. Choose another --name.")
         if changes:
             self._registry.check_added(found, "change its entry there and reload sparkd, or choose another --name")
-            if self._registry.failed_for_good(found):
+            if self._registry.records[found].attempt.lasts:
                 return None
             raise Conflict(f"{found} exists already, with other keys. Run `sparkd rm {found}` first, or choose another --name.")
         return found

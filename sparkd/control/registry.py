@@ -138,7 +138,8 @@ class Registry:
             raise Conflict(f"{MOST_ADDED} models were added already, and sparkd keeps no more: {cure}.", param="name")
         if standing is not None and _text(standing) == _text(raw):
             return None
-        if standing is not None and not replace and not self.failed_for_good(name):
+        record = self.records.get(name)
+        if standing is not None and not replace and not (record and record.attempt.lasts):
             raise Conflict(
                 f"A model {name} was added already, with other keys: PUT /admin/v1/models/{name} changes it, `sparkd rm {name}` ends it."
             )
@@ -147,10 +148,6 @@ class Registry:
         self._left_out.pop(name, None)
         self._take(self.config.with_model(spec))
         return "added" if standing is None else "changed"
-
-    def failed_for_good(self, name: str) -> bool:
-        """Whether only another entry, or another cause mended, would have the model run."""
-        return name in self.records and self.records[name].attempt.lasts
 
     def lend(self, name: str, spec: ModelConfig | None) -> None:
         """Have a bench's model until this daemon ends, or forget it where spec is None. Raises Conflict for a taken name, ConfigError."""
