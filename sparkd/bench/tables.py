@@ -116,7 +116,7 @@ def tables(result: BenchResult) -> Iterator[Table]:
 def _tables(result: BenchResult) -> Iterator[Table]:
     if cells := measured(result):
         idle = "" if result.idle_w is None else f"; {number(result.idle_w)} W idle are subtracted from J"
-        yield f"Cells{idle}", _CELL_HEAD, [_cell_row(result, cell) for cell in cells]
+        yield f"Figures of each cell{idle}", _CELL_HEAD, [_cell_row(result, cell) for cell in cells]
     if missing := unmeasured(result):
         yield "Cells without figures", ["cell", "why"], [[each.cell.name, why_unmeasured(each)] for each in missing]
     if result.loads:

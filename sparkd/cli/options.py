@@ -74,18 +74,17 @@ def options(
         sys.stdout.write(ctx.get_help() + "\n")
 
 
-def key_values(pairs: Iterable[str], example: str, key: str = r"[A-Za-z_]\w*") -> dict[str, Any]:
+def key_values(pairs: Iterable[str], example: str) -> dict[str, Any]:
     """The pairs of `-o KEY=VALUE`. Values are read as YAML, so `true`, `5` and `[a, b]` are what they look like. Raises ConfigError.
 
     example: of a pair, for the error.
-    key: the pattern of a key.
     """
     import yaml
 
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
-        if not equals or not re.fullmatch(key, name):
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
             raise ConfigError(f"-o {name}: KEY=VALUE is expected, such as -o {example}.")
         try:
             value = yaml.safe_load(text)

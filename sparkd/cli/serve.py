@@ -184,7 +184,7 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
 
     Raises ConfigError for what is no pair, and for secrets: every user of a machine can read every command line.
     """
-    flags = key_values(pairs, "engine.platform=cpu", r"[A-Za-z_][\w.-]*")
+    flags = key_values(pairs, "engine.platform=cpu")
     for key in flags:
         if _SECRET.fullmatch(key):
             raise ConfigError(f"-o {key}: every user can read command lines; put secrets into sparkd.yaml, a key file or the environment.")

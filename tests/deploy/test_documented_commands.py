@@ -13,6 +13,7 @@ import typer
 from typer.main import get_command
 
 from sparkd.__main__ import command_line
+from sparkd.cli.options import DefaultVerb
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").glob("*.md"))]
@@ -42,8 +43,8 @@ def complaint(text: str) -> str | None:
     while words and (verbs := getattr(command, "commands", None)):
         if words[0] in verbs:
             verb, *words = words
-        elif command is not COMMAND_LINE and "run" in verbs:
-            verb = "run"  # of bench, whose default it is
+        elif isinstance(command, DefaultVerb):
+            verb = next(iter(verbs))
         else:
             break
         command = verbs[verb]

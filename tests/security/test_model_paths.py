@@ -106,7 +106,9 @@ async def test_no_name_of_a_model_is_an_error_of_ours_and_none_leads_to_a_folder
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir("/")
     async with admin_of(tmp_path) as made:
-        error = await made.refused("POST", "/plan", 422, json={"model": model})
-        assert error["code"] in ("invalid_config", "checkpoint_unusable")
+        # A bare name is one that the daemon does not know.
+        is_name = "/" not in model and not model.startswith("~")
+        error = await made.refused("POST", "/plan", 404 if is_name else 422, json={"model": model})
+        assert error["code"] in (("model_not_found",) if is_name else ("invalid_config", "checkpoint_unusable"))
         for private in (str(Path.home()), os.getcwd() + "x", "config.json"):
             assert private not in error["message"].replace(model, "")

@@ -33,14 +33,14 @@ _FACTS = [
         ("loading", r"^Starting to load model "),
         # vLLM's own bar with a line end (weight_utils._BAR_FORMAT), for every loader it has.
         ("loading", rf"^(?:Loading|Multi-thread loading)\b[^|]*:\s+\d+% Completed {_COUNTS}"),
-        ("warming", rf"^Model loading took (?P<weights_gib>{_NUMBER}) GiB memory and (?P<weights_s>{_NUMBER}) seconds"),
+        ("warming", rf"^Model loading took (?P<weights_gib>{_NUMBER}) GiB memory and "),
         ("warming", r"^Warming up model for the compilation"),
         ("sizing", rf"\bAvailable KV cache memory: (?P<kv_gib>{_NUMBER}) GiB"),
         ("sizing", rf"\b(?:Explicitly|Auto) set \((?P<kv_gib>{_NUMBER})/[\d.,]+\) GiB for KV cache"),
         ("sizing", rf"\breserved (?P<kv_gib>{_NUMBER}) GiB memory for KV Cache as specified"),
         ("sizing", rf"\bKV cache size: (?P<kv_tokens>{_NUMBER}) tokens(?:, {_CONCURRENCY})?"),
         ("sizing", rf"^Capturing\b.*?\bCUDA graph[^|]*:\s+\d+%\|[^|]*{_COUNTS}"),
-        ("sizing", rf"^init engine \(profile, create kv cache, warmup model\) took (?P<init_s>{_NUMBER}) s"),
+        ("sizing", r"^init engine \(profile, create kv cache, warmup model\) took "),
     )
 ]
 # The size of the cache that was logged before does not hold then.
@@ -75,16 +75,15 @@ _ERROR_HINTS = (
 _INSIDE_ENGINE = re.compile(r"^(?:EngineCore|Worker|VllmWorker|RayWorker|MainProcess)")
 _REMARKS = ("DEBUG", "INFO", "WARNING")
 _INPUT_VALUE = re.compile(r"\s*\[type=.*$")
-# In the order of sparkd.state.nouns.Progress, where bytes and the time left are the loader's.
+# Bytes and the time left are the loader's.
 _FIELDS = (
-    "fraction", "shards_done", "shards_total", "bytes_done", "bytes_total", "eta_s", "weights_gib", "weights_s", "kv_tokens", "kv_gib",
-    "kv_requests", "init_s",
+    "fraction", "bytes_done", "bytes_total", "eta_s", "weights_gib", "kv_tokens", "kv_gib", "kv_requests",
 )  # fmt: skip
 _ERROR_FIELDS = ("last_error", "lost", "error_at_s")
 
 
 class Parser:
-    """Feed it every line of a rank's log in order; `progress` has the fields of sparkd.state.nouns.Progress.
+    """Feed it every line of a rank's log in order; `progress` has fields of sparkd.state.nouns.Progress, and kv_requests.
 
     fraction belongs to the current phase: shards while loading, graphs while sizing. weights_gib and kv_gib are this rank's. phase moves
     forward only; began_s is when each began. kv_requests is requests of full length at once, where vLLM says it. diagnosis is what the
@@ -149,11 +148,8 @@ class Parser:
         return False
 
     def _take_counts(self, phase: str, done: int, total: int) -> None:
-        if phase != self._known["phase"] or not total:
-            return
-        self._known["fraction"] = done / total
-        if phase == "loading":
-            self._known.update(shards_done=done, shards_total=total)
+        if phase == self._known["phase"] and total:
+            self._known["fraction"] = done / total
 
     def _enter(self, phase: str) -> None:
         if PHASES.index(phase) > PHASES.index(self._known["phase"]):

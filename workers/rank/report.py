@@ -74,7 +74,6 @@ def load_of(path: Path, now_s: float) -> dict[str, Any]:
         "eta_s": max(etas) if is_fresh and etas and None not in etas and not failed else None,
         "source": loads[0]["source"],
         "format": loads[0]["format"],
-        "direct": all(load["direct"] for load in loads),
         "cache_state": max((load["cache_state"] for load in loads), key=CACHE_STATES.index),
         "cache_why": next((load["cache_why"] for load in loads if load["cache_why"]), None),
         "failure": failed["failure"] if failed else None,

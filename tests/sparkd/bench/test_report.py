@@ -38,7 +38,7 @@ def test_the_figures_are_those_of_the_results_and_two_are_compared(results: list
 
 def test_tables_that_the_page_lacks_stand_below() -> None:
     (bench,) = figures(html([FULL]))["benches"]
-    assert [table["title"].split(";")[0] for table in bench["tables"]] == ["Cells", "Published figures"]
+    assert [table["title"].split(";")[0] for table in bench["tables"]] == ["Figures of each cell", "Published figures"]
 
 
 def test_every_module_has_what_it_imports() -> None:
