@@ -38,6 +38,7 @@ from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
+from workers.quantization.recipe import QuantizationRecipe
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -292,7 +293,8 @@ def _published(config: Config) -> Iterator[str]:
 
 
 def _quality(need: Requirement) -> int:
-    return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
+    recipe = need.spec.quantize
+    return quality_of(recipe.default.spelling if isinstance(recipe, QuantizationRecipe) else AS_STORED)
 
 
 def _ways(config: Config, spec: ModelConfig, facts: Mapping[str, Any], nodes: int) -> Sequence[Ways]:

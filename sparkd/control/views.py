@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import canonical
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
@@ -70,7 +71,7 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         metadata=spec.metadata if spec else {},
         max_model_len=record.abilities.max_model_len if record.abilities else configured,
         source=spec.model if spec else "",
-        quantize=spec.quantize if spec else None,
+        quantize=canonical(spec.quantize) if spec else None,
         kv_cache=spec.kv_cache if spec else None,
         state=record.state,
         want=record.desired.want,

@@ -47,6 +47,7 @@ from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 
@@ -507,7 +508,7 @@ def test_auto_is_what_the_daemon_decides(
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
-        spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
+        spelling = decided.quantize.default.spelling if isinstance(decided.quantize, QuantizationRecipe) else "as stored"
         assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 
