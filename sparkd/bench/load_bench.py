@@ -217,7 +217,7 @@ class _Loads:
     async def _forget_quantized(self) -> None:
         """Remove what is kept of the model's weights in its format, on every node. Raises RankError while a model is loaded."""
         for entry in await self._quantized():
-            await self._client.delete(f"/disk/{entry['kind']}/{quote(entry['id'], safe='')}", node=entry["node"])
+            await self._client.finished(await self._client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"]))
 
     async def _quantized(self) -> list[dict[str, Any]]:
         return quantized_of(self._model, self._quantize, (await self._client.get("/disk"))["entries"])

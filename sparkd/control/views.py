@@ -78,7 +78,6 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         wanted_by=record.desired.by,
         generation=record.desired.generation,
         since_s=since_s,
-        created_at_s=record.created_wall_s,
         origin=record.origin,
         reason=record.attempt.reason,
         message=_message(record),
