@@ -17,7 +17,7 @@ from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware, machine
@@ -135,7 +135,7 @@ def requirement_of(
     option = None if headers is None else choose(candidates_of(args, headers, node, evidence, beside=beside), node, ways)
     args, known = (args.undecided(), None) if option is None else (option.args, option.known)
     gib = reserved_gib(args, hardware, offered_gib, known)
-    return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
+    return Requirement(args.spec, args, hardware, entrypoint, gib, option, facts.get("vllm"))
 
 
 def reserved_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Footprint | None = None) -> int:
@@ -187,7 +187,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     """
     args, platform = engine_args(spec, spec.environment(config.engine)), platform_of(facts, config)
     is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
-    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):
+    if not (is_reserved or is_open(args.spec.quantize) or args.spec.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):
         return
     headers = headers_here(args)
     if headers is None:
@@ -195,7 +195,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
     consultation = evidence.consultation(args, headers, this_node(platform))
     try:
-        consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
+        consultation.ask_formats(headers.model, None if is_open(args.spec.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
         log.warning("%s is placed by an estimate, because vLLM could not be asked about it: %s", spec.name, error)
 
