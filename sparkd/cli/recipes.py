@@ -86,35 +86,26 @@ def show_(
 def check(
     session: Session,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
-    parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
 ) -> None:
     """Check recipes.
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
-    from sparkd.config.model import ModelConfig
-    from sparkd.config.recipe_check import checked, load, refused_by_parser
+    from sparkd.config.recipe_check import checked, load
     from sparkd.recipes.library import AsWritten
 
     book = _book()
     problems: list[ConfigProblem] = []
-    models, count = dict[str, ModelConfig](), 0
-    for path in files or list(book.names().values()):
+    paths = files or list(book.names().values())
+    for path in paths:
         file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
-        count += 1
         if file is not None:
             book.keep(file)
-            model, wrong = checked(file, book)
-            problems += wrong
-            models |= {file.path: model} if model is not None else {}
-    if parser is not None:
-        sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
-        sys.stderr.flush()
-        problems += refused_by_parser(models, parser)
+            problems += checked(file, book)
     wrong = [problem for problem in problems if problem.severity == "error"]
-    summary = f"{count} recipe{'s' if count != 1 else ''}: {verdict(len(wrong), len(problems) - len(wrong))}"
-    value = {"ok": not wrong, "recipes": count, "problems": [problem.to_json() for problem in problems]}
+    summary = f"{len(paths)} recipe{'s' if len(paths) != 1 else ''}: {verdict(len(wrong), len(problems) - len(wrong))}"
+    value = {"ok": not wrong, "recipes": len(paths), "problems": [problem.to_json() for problem in problems]}
     session.answer(value, "\n".join([*map(str, problems), summary]))
     if wrong:
         raise typer.Exit(ConfigError.exit_code)

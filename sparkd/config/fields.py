@@ -28,8 +28,6 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELLS_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)")
 _FOUR_NUMBERS = "an IPv4 address has four numbers up to 255, such as 10.0.0.1"
-# PATH_MAX and NAME_MAX (limits.h), with room for the working folder and for names of ours below a folder.
-_PATH_BYTES, _NAME_BYTES = 3072, 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # RFC 6454 6.2 with a scheme of RFC 3986 3.1: programs of the desktop have their own, such as app://obsidian.md.
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
@@ -81,8 +79,6 @@ def absolute(path: Path, info: ValidationInfo) -> Path:
         raise ValueError("a path is expected, without control characters")
     if variable := _SHELLS_VARIABLE.search(text):
         raise ValueError(f"no shell expands {variable[0]}: write ${{env.{variable[1] or variable[2]}}}, or the whole path")
-    if len(os.fsencode(text)) > _PATH_BYTES or any(len(os.fsencode(part)) > _NAME_BYTES for part in path.parts):
-        raise ValueError(f"the kernel takes {_PATH_BYTES} bytes at most, and {_NAME_BYTES} for each name in it")
     try:
         expanded = path.expanduser()
     except RuntimeError as error:

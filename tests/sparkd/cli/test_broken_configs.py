@@ -106,9 +106,8 @@ def _of_files(models: Folders) -> Rows:
 
 
 def _of_the_machine(models: Folders) -> Rows:
-    """A file where a folder or a program is expected, and addresses that are none."""
+    """A file where a program is expected, and addresses that are none."""
     file = models.sound / "config.json"
-    yield f"log_level: info\nstate_dir: {file}\n", ("state_dir", "folder"), 2
     yield f"log_level: info\nengine: {{runtime: {file}}}\n", ("engine.runtime", "run"), 2
     yield "log_level: info\ncluster: {address: 999.1.1.1:6379}\n", ("cluster.address", "IPv4"), 2
     yield "log_level: info\nlisten: 0.0.0.0:4000\n", ("listen", "no key"), 2
