@@ -122,7 +122,7 @@ def import_(
     Prints risks first (code that the recipe trusts, folders that it names), then what is missing, then what was left out, on stderr and at
     the head of the recipe. Shell hooks are always left out. A recipe that cannot be used is not written, and the exit code is 2.
     """
-    from sparkd.config.recipe_check import unusable, with_risks
+    from sparkd.config.recipe_check import validated
     from sparkd.config.yaml_file import parse
     from sparkd.recipes.file import is_foreign
     from sparkd.recipes.importer import Imported, imported
@@ -135,10 +135,9 @@ def import_(
     else:
         converted = imported(raw, shown, key_values(settings or [], "max_model_len=8192"), _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
-    converted = with_risks(converted, recipe)
+    converted, problems = validated(converted, recipe, f"{file} (imported)")
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)")
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:

@@ -41,25 +41,17 @@ def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> 
     return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*recipe.missing, *recipe.notes)), *problems]
 
 
-def unusable(recipe: Imported, name: str, shown: str) -> list[ConfigProblem]:
-    """Why what was imported cannot be used: its file is refused, or it comes to no model. Empty where it can."""
+def validated(recipe: Imported, name: str, shown: str) -> tuple[Imported, list[ConfigProblem]]:
+    """(the recipe with its risks, which its text then begins with; why it cannot be used: its file is refused, or comes to no model)."""
     file, problems = parse_recipe(name, recipe.text.encode(), shown, AsWritten())
     if file is None:
-        return problems
-    book = RecipeLibrary(None, AsWritten())
-    book.keep(file)
-    return checked(file, book)
-
-
-def with_risks(recipe: Imported, name: str) -> Imported:
-    """The recipe with its risks, which its text then begins with. name: the recipe's."""
-    file, _ = parse_recipe(name, recipe.text.encode(), name, AsWritten())
-    if file is None:
-        return recipe
+        return recipe, problems
     risks = [_TRUSTS.format(file.recipe.model)] if file.trusting() else []
     risks += [_FOLDER_RISK.format(path) for path in file.repositories() if not is_hub_id(path)]
     head = "".join(f"# {line}\n" for line in ("RISKS:", *risks, "")) if risks else ""
-    return replace(recipe, text=head + recipe.text, risks=tuple(risks))
+    book = RecipeLibrary(None, AsWritten())
+    book.keep(file)
+    return replace(recipe, text=head + recipe.text, risks=tuple(risks)), checked(file, book)
 
 
 def resolve(name: str, book: RecipeLibrary) -> ModelConfig:

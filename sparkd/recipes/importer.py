@@ -66,7 +66,7 @@ class Imported:
     recipe: plain values; text: the same as a file.
     notes: a sentence for each difference from the source.
     missing: a sentence for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes.
-    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.with_risks).
+    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.validated).
     """
 
     recipe: Mapping[str, Any]

@@ -77,6 +77,8 @@ def test_show_writes_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert entry == {"mine": {"recipe": "mine"}}
     assert "\n  tensor_parallel: 4\n" in out and "nodes        4 or more\n" in out
     assert "\n  kv_cache: {sequences: 2}\n" in out and "\n  quantize: nvfp4\n" in out
+    (folder / "mine.yaml").write_text(json.dumps(recipe | {"settings": {"quantize": "auto"}}))
+    assert "\n  quantize: auto\n" in run(capsys, "show", "mine")[0]
     assert "thinking: max_tokens 64, chat_template_kwargs {enable_thinking: true, effort: null, word: 'yes'}\n" in out
 
 

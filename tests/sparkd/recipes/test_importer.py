@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.recipe_check import checked, load, resolve, summary, unusable
+from sparkd.config.recipe_check import checked, load, resolve, summary, validated
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
@@ -234,7 +234,7 @@ def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | N
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python3 -m vllm.entrypoints.openai.api_server --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
+        ("exec /usr/local/bin/vllm serve --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
         ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE -cc.mode 3 -O2 -ep",
          {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "--optimization-level", "2", "--enable-expert-parallel",
                          "--compilation-config", '{"cudagraph_mode": "PIECEWISE", "mode": 3}']}),
@@ -320,7 +320,7 @@ def test_a_parser_that_this_vllm_does_not_have() -> None:
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
         found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
         assert len(found.missing) == 1 and near in found.missing[0]
-        assert unusable(found, "r", "r.yaml") == []
+        assert validated(found, "r", "r.yaml")[1] == []
 
 
 @pytest.mark.parametrize(
