@@ -206,14 +206,14 @@ class Proxy:
 
     async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
-        pool, scope = lease.upstream.pool, exchange.scope
+        upstream, scope = lease.upstream, exchange.scope
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
-        connection = await pool.connection()
+        connection = await upstream.connection()
         relay = exchange.relay = Relay(connection, exchange)
         try:
-            head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            head = request_head(scope["method"], target, upstream.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await connection.ask(head, exchange.body, relay)
             self.release(exchange)
             error = await relay.over
@@ -278,7 +278,7 @@ class Proxy:
         try:
             # A probe is no use of the model, and starts none.
             async with self._supervisor.lease(model, probe=True) as lease:
-                await lease.upstream.get(f"{_RESPONSES}/{response_id}", 0, _FIND_RESPONSE_S)
+                await lease.upstream.get(f"{_RESPONSES}/{response_id}", _FIND_RESPONSE_S)
         except SparkdError:
             return False
         return True

@@ -23,7 +23,6 @@ EVERY_S = 5.0
 # The interval while a client shows the page, for the rates alone.
 WATCHED_EVERY_S = 1.0
 TIMEOUT_S = 2.0
-MAX_BYTES = 4 << 20
 KEEP_S = 30.0
 
 _OWN_LINE = re.compile(r"^(?:# (?:HELP|TYPE) )?vllm:.*", re.MULTILINE)
@@ -153,12 +152,11 @@ def merge(pages: Iterable[Sequence[Metric]]) -> bytes:
 
 
 async def page_of(upstream: Upstream) -> str | None:
-    """An engine's metrics page; None where it has none of at most MAX_BYTES to give within TIMEOUT_S."""
+    """An engine's metrics page; None where it has none to give within TIMEOUT_S."""
     try:
-        page = await upstream.get("/metrics", MAX_BYTES, TIMEOUT_S)
+        return (await upstream.get("/metrics", TIMEOUT_S)).decode()
     except EngineError:
         return None
-    return page.decode("utf-8", "replace") if len(page) <= MAX_BYTES else None
 
 
 class _Merged:
