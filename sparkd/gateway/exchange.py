@@ -143,13 +143,13 @@ class Exchange:
         seconds = perf_counter() - self.started_s
         if self.gone:
             self.status = CLIENT_GONE
-        _requests(self.model, self.route, self.status).inc()
+        series(metrics.REQUESTS, self.model, self.route, str(self.status)).inc()
         if self.model:
-            _seconds(self.model, self.route).observe(seconds)
+            series(metrics.REQUEST_SECONDS, self.model, self.route).observe(seconds)
             if self.first_s is not None:
-                _first(self.model).observe(self.first_s - self.started_s)
+                series(metrics.TIME_TO_FIRST_TOKEN_SECONDS, self.model).observe(self.first_s - self.started_s)
             if self.queued_s is not None:
-                _queue(self.model).observe(self.queued_s)
+                series(metrics.QUEUE_SECONDS, self.model).observe(self.queued_s)
         level = logging.DEBUG if self.route in _POLLED and self.status < 400 else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(
@@ -184,31 +184,11 @@ def _date_of(second: int) -> bytes:
 
 def count_refused(status: int) -> None:
     """Count a request that was refused before it had a route: malformed, too slow, or with headers too large."""
-    _requests("", "none", status).inc()
+    series(metrics.REQUESTS, "", "none", str(status)).inc()
 
 
 # prometheus_client looks a child up under a lock and builds a tuple of strings each time. There are few, and every request needs some.
 @lru_cache(maxsize=4096)
-def _requests(model: str, route: str, code: int) -> Any:
-    return metrics.REQUESTS.labels(model, route, str(code))
-
-
-@lru_cache(maxsize=1024)
-def _seconds(model: str, route: str) -> Any:
-    return metrics.REQUEST_SECONDS.labels(model, route)
-
-
-@lru_cache(maxsize=256)
-def _first(model: str) -> Any:
-    return metrics.TIME_TO_FIRST_TOKEN_SECONDS.labels(model)
-
-
-@lru_cache(maxsize=256)
-def _queue(model: str) -> Any:
-    return metrics.QUEUE_SECONDS.labels(model)
-
-
-@lru_cache(maxsize=256)
-def in_flight(model: str) -> Any:
-    """The gauge of requests that an engine is working on."""
-    return metrics.IN_FLIGHT.labels(model)
+def series(metric: Any, *labels: str) -> Any:
+    """The series of a metric with these values of its labels."""
+    return metric.labels(*labels)

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
+from sparkd import metrics
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -23,7 +24,7 @@ from sparkd.errors import (
     UnsupportedMediaType,
 )
 from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_members, unpacked
-from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
+from sparkd.gateway.exchange import ClientGone, Exchange, series
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits, too_large
@@ -175,7 +176,7 @@ class Proxy:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
                     exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s)
-                gauge = in_flight(lease.model)
+                gauge = series(metrics.IN_FLIGHT, lease.model)
                 gauge.inc()
                 try:
                     await self._relay(lease, route, exchange)

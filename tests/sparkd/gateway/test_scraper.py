@@ -88,7 +88,6 @@ def test_help_and_type_stand_once_before_their_family_whose_samples_stand_togeth
         ("vllm:up{} 1", 'vllm:up{model="m",node="n"} 1.0'),
         ('vllm:up{a="1",} 1e+06', 'vllm:up{a="1",model="m",node="n"} 1e+06'),
         ('vllm:up{a="}{,\\" \\\\"} NaN', 'vllm:up{a="}{,\\" \\\\",model="m",node="n"} NaN'),
-        ('vllm:up{model="x",node="y",name="z"} 1', 'vllm:up{exported_model="x",exported_node="y",model="m",name="z",node="n"} 1.0'),
         ("process_cpu_seconds_total 1", ""),
         ("sparkd_requests_total 1", ""),
         ("what is this", ""),
@@ -151,21 +150,6 @@ async def test_pages_come_from_every_engine_with_its_key() -> None:
         assert running(scraper.text()) == {"a": 1.0, "b": 2.0}
         assert made["a"].heard[0].head.startswith(b"GET /metrics HTTP/1.1")
         assert made["a"].heard[0].headers["authorization"] == f"Bearer {'k' * 32}"
-
-
-async def test_a_page_in_another_format_costs_its_own_series_only_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async with engines("a", "b") as (made, targets):
-        made["a"].replies(http("vllm:num_requests_running 1"))
-        scraper = Scraper(lambda: targets, FakeClock())
-        for page in ("vllm:x one", 'vllm:x{a="1} 1', "# TYPE vllm:x\nvllm:x 1"):
-            made["b"].replies(http(page))
-            await scraper.once()
-            assert running(scraper.text()) == {"a": 1.0}
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-        made["b"].replies(http("vllm:num_requests_running 2"))
-        await scraper.once()
-        assert running(scraper.text()) == {"a": 1.0, "b": 2.0}
 
 
 async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
