@@ -72,7 +72,7 @@ class Client:
 
         return httpx.Client(
             base_url=self.base_url,
-            # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+            # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.pages).
             headers={"x-sparkd-client": "cli"} | ({"authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,

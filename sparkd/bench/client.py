@@ -29,7 +29,7 @@ class Client:
     """key: an admin key, empty where the daemon is open. Nothing of the environment's proxies is used."""
 
     def __init__(self, base_url: str, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+        # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.pages).
         headers = {"x-sparkd-client": "bench"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None, transport=transport)
 

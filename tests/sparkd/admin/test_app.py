@@ -28,7 +28,7 @@ from sparkd.config.model import ModelConfig
 from sparkd.control.journal import SLICE
 from sparkd.errors import AgentLost, DoesNotFit, ModelUnusable, SparkdError
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.responses import CONNECTION
+from sparkd.gateway.exchange import CONNECTION
 from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
