@@ -25,7 +25,6 @@ from sparkd.units import GIB
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
-from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import READ_OFF, full_version_in
 from sparkd.vllm.parsers import Parsers
 from workers.host.meminfo import mem_total_bytes
@@ -235,16 +234,17 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
-def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
+def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[str, ...]:
+    """A message for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has it.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not _is_ours(spec, config, vllm):
+    if vllm is None or not _is_ours(spec, config, vllm):
         return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
-    return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    refusals = refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    return tuple(refusal.note(vllm) for refusal in refusals)
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:
