@@ -239,7 +239,7 @@ class LeaseQueue:
         model was evicted for it: otherwise neither would be loaded.
         """
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
-        if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
+        if record.queue.in_use or record.queue.promised_at_s is not None or not by_request:
             return
         if any(_is_owed(other, record) for other in self._registry.records.values()):
             return

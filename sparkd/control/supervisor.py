@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,7 @@ from sparkd.config.config import Config
 from sparkd.control import gauges
 from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
 from sparkd.control.endings import Endings
-from sparkd.control.facts import ModelFacts
+from sparkd.control.evictions import Evictions
 from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
@@ -27,15 +27,14 @@ from sparkd.control.looks import ModelLooks
 from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.registry import Registry
-from sparkd.control.scheduler import Schedule
-from sparkd.control.swap import Swap
+from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Wait, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -44,6 +43,7 @@ TICK_S = 1.0
 BUSY_TICK_S = 0.25
 # Stands for an observation that failed.
 UNSEEN = Observation(None, None, False)
+GATE_FAILED = Wait("InternalError", "It waits: sparkd made an error, and does not know where a load may begin. Its log says more.")
 
 
 class Supervisor:
@@ -86,7 +86,7 @@ class Supervisor:
         self._wishes = Wishes(means)
         self._queue = LeaseQueue(means, self._wishes, self._looks)
         self._gate = LoadGate(means, self._queue, self._wishes)
-        self._swap = Swap(means, self._wishes)
+        self._evictions = Evictions(means, self._wishes)
         self._endings = Endings(means)
         self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
@@ -270,18 +270,24 @@ class Supervisor:
             self._gate.look(observation, records)
             self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib, self._gate.release.leaked_gib)
             is_open = True
-        for record in records.values():
-            with around("observed", record.name):
-                is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
-                record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
+        for name, record in records.items():
+            with around("observed", name):
+                is_steady = name in steady and steady[name] == record.attempt.rank_id
+                attempt = record.attempt
+                record.observed.take_in(observation, name, attempt.rank_id, attempt.nodes, self._clock(), is_steady=is_steady)
+                record.observed.hang = self._watchdog.frozen(record)
         with around("wishes"):
             self._wishes.end_removed()
             self._queue.forget_clients()
-            self._swap.settle()
+            self._evictions.settle()
         with around("plan"):
-            actions, schedule = self._plan(observation, is_open)
-            with around("swap"):
-                self._swap.show(schedule)
+            strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in records)
+            schedule = Schedule()
+            with around("schedule"):
+                schedule = self._schedule(observation, strangers, is_open)
+            actions = plan(self.registry, strangers, schedule, self._clock())
+            with around("schedule"):
+                self._note_schedule(schedule)
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
@@ -303,23 +309,27 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
-    def _plan(self, observation: Observation, is_open: bool) -> tuple[list[Action], Schedule]:
-        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing.
+    def _schedule(self, observation: Observation, strangers: Sequence[RankFact], is_open: bool) -> Schedule:
+        """May a model start now, and why not? Changes nothing.
 
+        strangers: ranks of models that are not configured.
         is_open: the gate and the cluster know on which nodes a load may begin.
         """
-        now_s, around = self._clock(), self.boundary.around
-        strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in self.registry.records)
-        facts: dict[str, ModelFacts] = {}
-        for name, record in self.registry.records.items():
-            with around("facts", name):
-                facts[name] = ModelFacts.of(record, self.registry.config, now_s, self._watchdog.frozen(record))
-        can_place, schedule = False, Schedule()
-        with around("schedule"):
-            bar = self._gate.block_reason(observation, strangers)
-            schedule = self._swap.schedule(facts, bar)
-            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, strangers, can_place, schedule), schedule
+        block_reason = self._gate.block_reason(observation) if is_open else GATE_FAILED
+        return make_schedule(self.registry, strangers, self._cluster.reservations.book(), self._clock(), block_reason)
+
+    def _note_schedule(self, schedule: Schedule) -> None:
+        """Note for each waiting model its queue position and reason."""
+        for record in self.registry.records.values():
+            place = schedule.queue.index(record.name) + 1 if record.name in schedule.queue else None
+            record.turn = place if record.name in schedule.waits else None
+            if place is not None:
+                record.queue.ask(self._clock())
+            before, record.wait = record.wait, schedule.waits.get(record.name)
+            # Seconds that are left change with every look.
+            if record.wait is not None and not record.wait.is_as(before):
+                self.journal.say("waits", record.name, record.wait.message)
+        self._evictions.withdraw(schedule.victims)
 
     def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
@@ -349,13 +359,10 @@ class Supervisor:
             case Ask():
                 self._effects.start(record, "ask", self._effects.ask(record))
             case Expire(idle_s=idle_s):
-                ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
-                if self._swap.is_used(record.name, self._clock() - ttl_s):
-                    return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self._wishes.want(record.name, Want.STOPPED, "ttl")
             case Evict(to=to):
-                self._swap.evict(record, self.registry.records[to])
+                self._evictions.evict(record, self.registry.records[to])
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)

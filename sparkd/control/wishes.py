@@ -67,7 +67,7 @@ class Wishes:
             record = self._registry.records.get(other)
             if record is None or record.desired.want is want:
                 continue
-            unused = record.desired.by == "group" and not (record.queue.in_flight or record.queue.waiters)
+            unused = record.desired.by == "group" and not record.queue.in_use
             if want is Want.RUNNING or by == "admin" or unused:
                 self.want(other, want, "group")
 
