@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from sparkd import metrics
 from sparkd.config.config import Config
-from sparkd.control.means import Means
+from sparkd.control.context import Context
+from sparkd.control.desired_states import DesiredStates
 from sparkd.control.record import Evicted, Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
-from sparkd.control.wishes import Wishes
 from sparkd.state.memory_book import MemoryBook
 from sparkd.state.nouns import ModelState, Wait, Want
 
@@ -30,10 +30,10 @@ IDLE_S = 30.0
 class Evictions:
     """Evicts models for others, and brings them back."""
 
-    def __init__(self, means: Means, wishes: Wishes) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
-        self._wishes = wishes
+    def __init__(self, context: Context, desired: DesiredStates) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
+        self._desired = desired
 
     def evict(self, record: Record, other: Record) -> None:
         """Evict the model for another one. A request for it waits behind that one meanwhile."""
@@ -44,7 +44,7 @@ class Evictions:
         record.evicted = Evicted(to, record.desired.by)
         self._journal.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
-        self._wishes.want(record.name, Want.STOPPED, "swap")
+        self._desired.want(record.name, Want.STOPPED, "swap")
 
     def withdraw(self, victims: Collection[str]) -> None:
         """Let the models go on that are being evicted and are not among these any more."""
@@ -70,7 +70,7 @@ class Evictions:
             if has_ended and owed:
                 message = f"sparkd loads it again: {evicted.to}, for which it was evicted, was not loaded."
                 self._journal.say("swap", record.name, message, to=evicted.to)
-                self._wishes.want(record.name, Want.RUNNING, evicted.by)
+                self._desired.want(record.name, Want.RUNNING, evicted.by)
 
 
 def idle_victim(records: Iterable[Record], nodes: Collection[str], now_s: float) -> Record | None:

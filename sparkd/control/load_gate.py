@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
+from sparkd.control.context import Context
+from sparkd.control.desired_states import DesiredStates
 from sparkd.control.evictions import AWAY, idle_victim
 from sparkd.control.lease import LeaseQueue
-from sparkd.control.means import Means
 from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
-from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Reading, Wait, Want
 from sparkd.units import GIB
@@ -52,13 +52,13 @@ class LoadGate:
     release: the gate for memory of engines that ended.
     """
 
-    def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
+    def __init__(self, context: Context, queue: LeaseQueue, desired: DesiredStates) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
         self._queue = queue
-        self._wishes = wishes
-        self._clock = means.clock
-        self.release = MemoryRelease(means.journal, means.clock, lambda total: means.registry.config.memory.limits(total))
+        self._desired = desired
+        self._clock = context.clock
+        self.release = MemoryRelease(context.journal, context.clock, lambda total: context.registry.config.memory.limits(total))
         self.cordoned: frozenset[str] = frozenset()
         self.allows = True
         # By node.
@@ -131,7 +131,7 @@ class LoadGate:
         node = next(node for node in victim.attempt.nodes if node in pressed)
         reason = short[node].level_why or self._short[node].message
         self._journal.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
-        self._wishes.want(victim.name, Want.STOPPED, "guard")
+        self._desired.want(victim.name, Want.STOPPED, "guard")
 
     def _send_away(self, record: Record) -> None:
         held_by = holders(self._registry, record, self._clock())
@@ -141,7 +141,7 @@ class LoadGate:
         problem = f"{record.name} cannot be loaded now: {self._shortage}.{held}"
         self._queue.turn_away(record, Unavailable(problem, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
-            self._wishes.want(record.name, Want.STOPPED, "request")
+            self._desired.want(record.name, Want.STOPPED, "request")
 
 
 def _may_live(record: Record, observation: Observation) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.config.config import ModelConfig
-from sparkd.control.observed import Observed
+from sparkd.control.observed_ranks import ObservedRanks
 from sparkd.control.request_queue import RequestQueue
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
@@ -65,7 +65,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class KnownAbilities:
     """The abilities of a model, read from the files of the entry with this hash or from its engine."""
 
     hash: str | None
@@ -96,7 +96,7 @@ class Record:
         self.hash: str | None = None
         # The source of its entry: `file` is the configuration, `api` the models that were added.
         self.origin = "file"
-        self.looked: Looked | None = None
+        self.known_abilities: KnownAbilities | None = None
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s
@@ -105,7 +105,7 @@ class Record:
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.attempt = Attempt(now_s)
-        self.observed = Observed(now_s)
+        self.observed = ObservedRanks(now_s)
         self.upstream: Upstream | None = None
         self.queue = RequestQueue(now_s)
         # Its position in the queue of waiting models, 1 for the first.
@@ -131,7 +131,7 @@ class Record:
     @property
     def abilities(self) -> Abilities | None:
         """None until the files of its present entry were looked at; its engine knows better."""
-        return self.looked.abilities if self.looked is not None and self.looked.hash == self.hash else None
+        return self.known_abilities.abilities if self.known_abilities is not None and self.known_abilities.hash == self.hash else None
 
     @property
     def ranks(self) -> tuple[RankFact, ...] | None:
@@ -177,11 +177,6 @@ class Record:
         self.attempt = Attempt(now_s, self.hash)
         self.last_asked_s = float("-inf")
         self.observed.begin(now_s)
-
-    def count_hang(self, now_s: float, window_s: float) -> int:
-        """Count a hang. Returns how many there were within the last window_s."""
-        self.hang_times_s = (*(at_s for at_s in self.hang_times_s if now_s - at_s < window_s), now_s)
-        return len(self.hang_times_s)
 
     def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Note a failure. lasts: another try does not help until its cause is fixed. client_message: the text for clients."""

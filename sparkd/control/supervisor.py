@@ -17,20 +17,21 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.control import gauges
-from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
-from sparkd.control.endings import Endings
+from sparkd.control.ability_lookup import AbilityLookup
+from sparkd.control.backoff import FOR_ITS_OWNER, end_backoffs
+from sparkd.control.context import Context, Tasks
+from sparkd.control.desired_states import DesiredStates
+from sparkd.control.effects import AskFunction, Effects
 from sparkd.control.evictions import Evictions
 from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
-from sparkd.control.looks import ModelLooks
-from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
+from sparkd.control.rank_stopper import RankStopper
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
-from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
@@ -81,14 +82,14 @@ class Supervisor:
         self.registry = registry
         self.journal = journal
         self.tasks = Tasks(self.boundary)
-        means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
-        self._looks = ModelLooks(means)
-        self._wishes = Wishes(means)
-        self._queue = LeaseQueue(means, self._wishes, self._looks)
-        self._gate = LoadGate(means, self._queue, self._wishes)
-        self._evictions = Evictions(means, self._wishes)
-        self._endings = Endings(means)
-        self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
+        context = Context(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
+        self._abilities = AbilityLookup(context)
+        self._desired = DesiredStates(context)
+        self._queue = LeaseQueue(context, self._desired, self._abilities)
+        self._gate = LoadGate(context, self._queue, self._desired)
+        self._evictions = Evictions(context, self._desired)
+        self._rank_stopper = RankStopper(context)
+        self._effects = Effects(context, self._queue, self._desired, self._rank_stopper, self._abilities, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
@@ -115,7 +116,7 @@ class Supervisor:
 
         by: who wants it: admin, config, request, ttl, guard, swap or group.
         """
-        operation = self._wishes.want(name, want, by)
+        operation = self._desired.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
             end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
         return operation
@@ -155,7 +156,7 @@ class Supervisor:
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
-        self._wishes.end_removed()
+        self._desired.end_removed()
         for name in before.keys() - self.registry.records.keys():
             self._queue.turn_away(before[name])
         for name in changes.pop("preload"):
@@ -197,7 +198,7 @@ class Supervisor:
     async def stop_everything(self, *, at_once: bool = False) -> None:
         """Stop every rank that can be found. The desired states stay for the daemon's next start."""
         observation = await self._cluster.observe()
-        for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
+        for error in await self._rank_stopper.stop_all(observation.ranks or (), hangs=at_once):
             log.error("a rank was not stopped: %s", error)
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
@@ -236,7 +237,7 @@ class Supervisor:
             observation = await self._cluster.observe()
         self._observation = observation
         if before.unseen - observation.unseen or observation.connected > before.connected:
-            self._endings.try_again()
+            self._rank_stopper.retry_now()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.journal.say("settled", None, f"The first reading and adoption scan are complete; ranks: {len(observation.ranks)}.")
@@ -245,7 +246,7 @@ class Supervisor:
         with around("nodes"):
             self._note_nodes(observation)
         with around("abilities"):
-            self._looks.look_at_new()
+            self._abilities.look_at_new()
         with around("watchdog"):
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
@@ -277,7 +278,7 @@ class Supervisor:
                 record.observed.take_in(observation, name, attempt.rank_id, attempt.nodes, self._clock(), is_steady=is_steady)
                 record.observed.hang = self._watchdog.frozen(record)
         with around("wishes"):
-            self._wishes.end_removed()
+            self._desired.end_removed()
             self._queue.forget_clients()
             self._evictions.settle()
         with around("plan"):
@@ -337,7 +338,7 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id):
+            if self._rank_stopper.is_waiting(action.rank_id):
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
@@ -360,13 +361,13 @@ class Supervisor:
                 self._effects.start(record, "ask", self._effects.ask(record))
             case Expire(idle_s=idle_s):
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
-                self._wishes.want(record.name, Want.STOPPED, "ttl")
+                self._desired.want(record.name, Want.STOPPED, "ttl")
             case Evict(to=to):
                 self._evictions.evict(record, self.registry.records[to])
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)
-                elif self._endings.rests(record.name):
+                elif self._rank_stopper.is_waiting(record.name):
                     return
                 self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
             case MarkStopped():

@@ -14,7 +14,7 @@ BUSY_SHARE = 0.1
 BUSY_LEAST_S = 5.0
 
 
-class Observed:
+class ObservedRanks:
     """Times are monotonic seconds.
 
     ranks: of the last observation that showed them; None before the first.
