@@ -17,7 +17,7 @@ from sparkd.gateway.rates import Sample as Counters
 from sparkd.gateway.rates import sample_of
 from sparkd.gateway.routes import ADMIN_ROOT, model_path
 
-ANSWER_S = 120.0
+ANSWER_S, WAIT_S = 120.0, 60.0
 # Series of /metrics: the used share of a model's KV cache, and its engine's memory.
 _SERIES = re.compile(r"^(vllm:kv_cache_usage_perc|sparkd_engine_(?:host|device)_bytes)\{(.*)\} (\S+)$", re.MULTILINE)
 _MODEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
@@ -48,6 +48,13 @@ class Client:
 
     async def delete(self, path: str, **parameters: Any) -> dict[str, Any]:
         return await self._asked("DELETE", path, params=parameters)
+
+    async def finished(self, operation: dict[str, Any]) -> None:
+        """Wait for the end of a long action. Raises RankError with its message where it did not succeed."""
+        while operation["state"] == "RUNNING":
+            operation = await self.get(f"/operations/{operation['id']}", wait_s=WAIT_S)
+        if operation["state"] != "SUCCEEDED":
+            raise RankError(operation["message"])
 
     async def models(self) -> dict[str, Model]:
         return {model["name"]: model for model in (await self.get("/models"))["models"]}

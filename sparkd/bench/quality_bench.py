@@ -34,7 +34,7 @@ from sparkd.bench.passages import (
 )
 from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.bench.running_bench import RunningBench
-from sparkd.config.quantize import recipe
+from sparkd.config.quantize import canonical, parse
 from sparkd.errors import BadRequest, EngineError, RankError, SparkdError
 from sparkd.gateway.routes import model_path
 from workers.quantization.formats import Format
@@ -151,7 +151,7 @@ def _formats_of(quantize: Mapping[str, Any] | str | None) -> tuple[str, ...]:
     if not isinstance(quantize, Mapping):
         return FORMATS
     form = quantize.get("format")
-    return (form,) if isinstance(form, str) and recipe(form) == quantize else (ENTRY,)
+    return (form,) if isinstance(form, str) and canonical(parse(form)) == quantize else (ENTRY,)
 
 
 async def _answer(client: Client, model: str, question: Mapping[str, Any]) -> bytes:

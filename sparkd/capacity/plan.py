@@ -226,7 +226,6 @@ def to_json(
             "nodes": nodes,
             "requests": int(cache.get("sequences", 1)),
             "max_model_len": None if args.max_model_len == AUTO else serving_of(args, headers, hardware).max_model_len,
-            "eager": args.enforce_eager,
             "speculative": headers.drafting.method if headers.drafting is not None else None,
         },
         "options": [option_json(option) for option in options],

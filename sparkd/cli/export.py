@@ -93,7 +93,6 @@ def chosen(
     from sparkd.checkpoint.source import snapshot_of, source_of
     from sparkd.cli.config_file import config_of
     from sparkd.cli.named_entry import of_daemon, value_of
-    from sparkd.config.quantize import is_open
     from workers.quantization.recipe import QuantizationRecipe
 
     config = config_of(config_file, environ)
@@ -109,10 +108,9 @@ def chosen(
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
         source = str(snapshot)
     refuse_unusable(source, vllm=True)
-    own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
-    value = value_of(quantize) if quantize is not None else own
-    recipe = QuantizationRecipe.parse(value)
-    if not recipe.quantizes:
+    own = configured.quantize if configured is not None else None
+    recipe = own if quantize is None else QuantizationRecipe.parse(value_of(quantize))
+    if not isinstance(recipe, QuantizationRecipe) or not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
-from sparkd.config.quantize import AUTO, is_open
+from sparkd.config.quantize import Quantize, is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
 from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, parsed, speculative_config
@@ -28,7 +28,7 @@ from sparkd.vllm.unaccounted_args import (
     unsized,
 )
 from workers.kv.settings import MARGIN_VARIABLE
-from workers.quantization.best_wish import BestWish, best_of
+from workers.quantization.best_wish import BestWish
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ _OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format"})
 class EngineArgs:
     """A parsed entry.
 
-    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored.
-    recipe: the same parsed, as stored for `auto` and `best`.
-    wish: `best` parsed; None for anything else.
     own_quantization: vLLM quantizes by itself.
     max_model_len: tokens, `auto` for as many as fit, None for the model's own.
     wide: vLLM converts other floats to float32.
@@ -64,9 +61,7 @@ class EngineArgs:
     model: str
     revision: str | None
     env: Mapping[str, str]
-    quantize: dict[str, Any] | str | None
-    recipe: QuantizationRecipe
-    wish: BestWish | None
+    quantize: Quantize
     own_quantization: bool
     tensor_parallel: int | None
     max_model_len: int | str | None
@@ -105,6 +100,16 @@ class EngineArgs:
         return [*flags, *self.rest]
 
     @property
+    def recipe(self) -> QuantizationRecipe:
+        """The formats of the weights; the checkpoint as stored where they are still to be chosen."""
+        return self.quantize if isinstance(self.quantize, QuantizationRecipe) else AS_IT_IS
+
+    @property
+    def wish(self) -> BestWish | None:
+        """`quantize: best`; None for anything else."""
+        return self.quantize if isinstance(self.quantize, BestWish) else None
+
+    @property
     def blocks(self) -> int | None:
         return self.cache.get("blocks") if isinstance(self.cache, Mapping) else None
 
@@ -121,11 +126,11 @@ class EngineArgs:
         return {"bytes": own} if own else None
 
     def quantized(self, recipe: QuantizationRecipe) -> EngineArgs:
-        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe, wish=None)
+        return replace(self, quantize=recipe if recipe.quantizes else None)
 
     def undecided(self) -> EngineArgs:
         """The entry with the checkpoint as stored in place of `quantize: auto` and `best`."""
-        return replace(self, quantize=None, wish=None) if is_open(self.quantize) else self
+        return replace(self, quantize=None) if is_open(self.quantize) else self
 
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
@@ -147,16 +152,12 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
     cache_words = kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else ""
     vllm_sizes = kv_sizing.vllm_sizes(spec)
-    wish = best_of(spec.quantize)
-    recipe = AS_IT_IS if wish is not None or spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize)
     return EngineArgs(
         name=spec.name,
         model=spec.model,
         revision=spec.revision,
         env=env,
         quantize=spec.quantize,
-        recipe=recipe,
-        wish=wish,
         own_quantization=spec.quantization is not None,
         tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
         max_model_len=spec.max_model_len,

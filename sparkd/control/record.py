@@ -100,7 +100,6 @@ class Record:
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s
-        self.created_wall_s = wall_s
         self.operation: str | None = None
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None

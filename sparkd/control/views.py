@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import canonical
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
@@ -70,14 +71,13 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         metadata=spec.metadata if spec else {},
         max_model_len=record.abilities.max_model_len if record.abilities else configured,
         source=spec.model if spec else "",
-        quantize=spec.quantize if spec else None,
+        quantize=canonical(spec.quantize) if spec else None,
         kv_cache=spec.kv_cache if spec else None,
         state=record.state,
         want=record.desired.want,
         wanted_by=record.desired.by,
         generation=record.desired.generation,
         since_s=since_s,
-        created_at_s=record.created_wall_s,
         origin=record.origin,
         reason=record.attempt.reason,
         message=_message(record),

@@ -14,7 +14,6 @@ from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Opera
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds.
 
-    created_at_s: when this daemon first had its entry
     since_s: start of the present state, under whichever daemon; for a model that waits, start of the wait
     retry_in_s: counts down to the next try of a failed model; None where another try does not help until the cause is fixed
     load_s: of an adopted engine the duration of its start, None if not recorded
@@ -43,7 +42,6 @@ class ModelView:
     wanted_by: str
     generation: int
     since_s: float
-    created_at_s: float
     reason: str | None
     message: str | None
     progress: Progress | None

@@ -35,7 +35,7 @@ def candidates(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Eviden
 
 def option(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, ways: Ways = (1, 1)) -> Option | None:
     """In its own format, as stored for `auto`."""
-    spec = spec if spec.quantize not in ("auto", "best") else spec.model_copy(update={"quantize": None})
+    spec = spec if spec.quantize != "auto" else spec.model_copy(update={"quantize": None})
     found = candidates(spec, hardware, env, evidence)
     return fitted(found[0], hardware, ways) if found else None
 

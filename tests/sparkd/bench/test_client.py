@@ -51,6 +51,18 @@ async def test_a_refusal_is_the_daemons_sentence(answer: httpx.Response | Except
     assert sentence in error.value.message and KEY not in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"), [("SUCCEEDED", None), ("FAILED", "Read-only file system."), ("CANCELLED", "It was cancelled.")]
+)
+async def test_a_long_action_is_followed_to_its_end(state: str, reason: str | None) -> None:
+    ended = client(httpx.Response(200, json={"id": "7", "state": state, "message": reason})).finished({"id": "7", "state": "RUNNING"})
+    if reason is None:
+        await ended
+    else:
+        with pytest.raises(RankError, match=reason):
+            await ended
+
+
 async def test_an_engine_without_an_answer_has_no_counters() -> None:
     assert await client(httpx.Response(503, json={"error": {"message": "Not READY."}})).counters("m") is None
     counters = await client(httpx.Response(200, json={"text": "vllm:prompt_tokens_total 7\n"})).counters("m")

@@ -63,7 +63,6 @@ def view(name: str, **changes: Any) -> ModelView:
         "wanted_by": "config",
         "generation": 1,
         "since_s": 1000.0,
-        "created_at_s": 1000.0,
         "ranks": (),
         "in_flight": 0,
         "queued": 0,
