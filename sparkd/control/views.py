@@ -96,7 +96,7 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         transport=record.attempt.transport,
         turn=record.turn,
         doubt=doubt,
-        wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
+        wait=record.wait,
         adopted=record.attempt.adopted,
         parsers=None if gone or record.attempt.handle is None else record.attempt.handle.parsers,
         stores_responses=_stores_responses(spec, registry.config) if spec else False,
@@ -110,7 +110,7 @@ def _stores_responses(spec: ModelConfig, config: Config) -> bool:
 
 
 def _idle_s(queue: RequestQueue, now_s: float) -> float:
-    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
+    return 0.0 if queue.in_use else max(0.0, now_s - queue.last_used_s)
 
 
 def _message(record: Record) -> str | None:
