@@ -134,10 +134,10 @@ def copies_of(own: Source, node: Hardware) -> list[Source]:
     """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
     with it there is none."""
     args = own.args
-    if args.trusts_code:
+    if args.spec.trust_remote_code:
         return []
-    found = prequantized(args.model, own.headers.model.checkpoint, {**os.environ, **args.env})
-    others = (replace(args, model=name, revision=None, quantize=None) for name, _ in found)
+    found = prequantized(args.spec.model, own.headers.model.checkpoint, {**os.environ, **args.env})
+    others = (args.with_keys(model=name, revision=None, quantize=None) for name, _ in found)
     return [source_of(other, there, node, own.evidence) for other in others if (there := headers_here(other)) is not None]
 
 
@@ -148,12 +148,12 @@ def candidates_of(own: Source, copies: Sequence[Source] = ()) -> list[Candidate]
     copies: of the model, for `quantize: auto`. Raises ConfigError where no mix is as small as the entry asks for.
     """
     args = own.args
-    if not is_open(args.quantize):
+    if not is_open(args.spec.quantize):
         return _formatted(own, [args.recipe])
     choices = tuple(open_recipes(own.headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
     found = _formatted(own, choices or (AS_IT_IS,))
-    if args.quantize == AUTO:
+    if args.spec.quantize == AUTO:
         found[1:1] = [candidate._replace(is_copy=True) for copy in copies for candidate in _formatted(copy, [AS_IT_IS])]
     return found
 
@@ -164,7 +164,7 @@ def single_formats(own: Source) -> list[Candidate]:
 
 
 def _formatted(source: Source, choices: Iterable[QuantizationRecipe]) -> list[Candidate]:
-    args, is_mixed = source.args, is_open(source.args.quantize)
+    args, is_mixed = source.args, is_open(source.args.spec.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
         if not recipe.quantizes:
@@ -188,7 +188,7 @@ def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1),
         if options[-1].fits:
             return options[-1]
     tokens, first = max((option.longest, -number) for number, option in enumerate(options))
-    if tokens and candidates[-first].args.max_model_len == AUTO:
+    if tokens and candidates[-first].args.spec.max_model_len == AUTO:
         return fitted(candidates[-first], node, ways, unlinked, at_least=tokens)
     return min(options, key=_least)
 
@@ -206,8 +206,8 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
     longest = max(stored.model.shape.max_len, headers.model.shape.max_len)
-    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
-        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+    if isinstance(args.spec.max_model_len, int) and args.spec.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.spec.max_model_len:,} tokens are more than the {longest:,} that the model supports"
         return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if ways[0] > 1 and option.nodes in unlinked:
@@ -243,10 +243,10 @@ def fitted(
         return option
     (_, stored, evidence, consultation), args, recipe = candidate.source, candidate.args, candidate.recipe
     headers, model = option.headers, replace(stored.model.formatted(recipe), inventory=option.headers.model)
-    is_auto, most = args.max_model_len == AUTO, option.serving.max_model_len
+    is_auto, most = args.spec.max_model_len == AUTO, option.serving.max_model_len
 
     def at(tokens: int) -> Footprint:
-        own = args if tokens == most and not is_auto else replace(args, max_model_len=tokens)
+        own = args if tokens == most and not is_auto else args.with_keys(max_model_len=tokens)
         serving = serving_of(own, headers, node, ways)
         exact = consultation.exact(recipe, serving)
         measured = evidence.learned(own, headers, ways, node)
@@ -259,7 +259,7 @@ def fitted(
     longest, enough = largest(fits, most, CONTEXT_STEP), min(most, at_least) if is_auto else most
     tokens = max(longest, enough)
     needed = at(tokens)
-    own = replace(args, max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
+    own = args.with_keys(max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
     option = replace(option, args=own, serving=replace(option.serving, max_model_len=tokens), footprint=needed, longest=longest)
     if longest >= enough:
         return option
@@ -270,21 +270,22 @@ def fitted(
 
 def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Ways = (1, 1)) -> Serving:
     """`unknown` of it says what the entry changes in a way that the formulas do not have."""
-    model, drafted, kv_dtype = headers.model, headers.drafting, args.kv_cache_dtype
+    spec, model, drafted = args.spec, headers.model, headers.drafting
+    kv_dtype = spec.kv_cache_dtype or "auto"
     # By its own quantizing, in a wider type or by another configuration vLLM makes other weights of the stored ones than are counted.
-    is_other = WEIGHTS in args.changes or (args.own_quantization and model.checkpoint.quantization is None)
+    is_other = WEIGHTS in args.changes or (spec.quantization is not None and model.checkpoint.quantization is None)
     uncounted = is_other or (drafted is None and args.drafts)
-    length = args.max_model_len if isinstance(args.max_model_len, int) else model.shape.max_len
+    length = spec.max_model_len if isinstance(spec.max_model_len, int) else model.shape.max_len
     batch = BATCH_TOKENS[hardware.platform]
     if not args.chunked_prefill:
         batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
     source = model.checkpoint.quantization
-    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (args.quantize is None or not source.requantizable):
+    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (spec.quantize is None or not source.requantizable):
         kv_dtype = source.kv_dtype
     plain = Serving(
         max_model_len=length,
-        max_num_seqs=args.max_num_seqs or SEQUENCES[hardware.platform],
-        max_num_batched_tokens=args.max_num_batched_tokens or batch,
+        max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
+        max_num_batched_tokens=spec.max_num_batched_tokens or batch,
         tensor_parallel=ways[0],
         pipeline_parallel=ways[1],
         prefix_caching=args.prefix_caching,

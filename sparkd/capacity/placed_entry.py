@@ -21,7 +21,6 @@ from sparkd.hardware import Hardware, machine
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
-from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import READ_OFF, full_version_in
 from workers.host.meminfo import mem_total_bytes
 from workers.kv.profiles import profiles_in
@@ -39,7 +38,6 @@ class PlacedEntry:
     copies: others have quantized them; read for `quantize: auto` alone.
     """
 
-    spec: ModelConfig
     config: Config
     runtime: NodeRuntime
     args: EngineArgs
@@ -47,6 +45,10 @@ class PlacedEntry:
     entrypoint: str
     source: Source | None
     copies: tuple[Source, ...] = ()
+
+    @property
+    def spec(self) -> ModelConfig:
+        return self.args.spec
 
     @property
     def vllm(self) -> str | None:
@@ -67,7 +69,7 @@ def placed_entry(spec: ModelConfig, config: Config, runtime: NodeRuntime) -> Pla
     headers = headers_here(args)
     source = None if headers is None else source_of(args, headers, node, _evidence(spec, config, runtime))
     copies = copies_of(source, node) if source is not None and spec.quantize == AUTO else ()
-    return PlacedEntry(spec, config, runtime, args, node, entrypoint, source, tuple(copies))
+    return PlacedEntry(config, runtime, args, node, entrypoint, source, tuple(copies))
 
 
 def _entrypoint(spec: ModelConfig, config: Config, runtime: NodeRuntime) -> str:
@@ -105,12 +107,12 @@ def ask_vllm(entry: PlacedEntry, ways: Ways) -> None:
     """
     args, spec, config = entry.args, entry.spec, entry.config
     is_reserved = args.memory_gib is None and args.given_cache(entry.node.platform) is not None
-    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, entry.vllm):
+    if not (is_reserved or is_open(args.spec.quantize) or args.spec.max_model_len == AUTO) or not _is_ours(spec, config, entry.vllm):
         return
     if entry.source is None:
         return
     runtime = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))
-    quantize = None if is_open(args.quantize) else args.recipe
+    quantize = None if is_open(args.spec.quantize) else args.recipe
     try:
         entry.source.consultation.ask_formats(entry.source.headers.model, quantize, (ways,), partial(ask, runtime=runtime))
     except (EngineError, OSError) as error:
@@ -127,16 +129,17 @@ def refuse_unloadable(spec: ModelConfig, config: Config, args: EngineArgs) -> No
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
-def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
+def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[str, ...]:
+    """A message for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has it.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not _is_ours(spec, config, vllm):
+    if vllm is None or not _is_ours(spec, config, vllm):
         return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
-    return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    refusals = refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    return tuple(refusal.note(vllm) for refusal in refusals)
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:

@@ -10,7 +10,7 @@ from sparkd.capacity.fit import Option, candidates_of, checked, choose
 from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.placed_entry import PlacedEntry
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided
+from sparkd.config.engine_args import EngineArgs
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 from sparkd.vllm.parsers import Parsers
@@ -62,14 +62,13 @@ def offered_gib(config: Config) -> int:
 class Requirement:
     """The need of one model on each of its nodes.
 
-    spec, args: without `auto`.
+    args: without `auto`.
     node: one of them.
     gib: whole GiB to reserve.
     option: how it fits; None if its headers are not here.
     parsers: of its tool calls and reasoning; None for an engine that is not vLLM.
     """
 
-    spec: ModelConfig
     args: EngineArgs
     node: Hardware
     gib: int
@@ -94,7 +93,7 @@ def requirement_of(entry: PlacedEntry, free_gib: float, offered_gib: float, ways
     if entry.source is not None:
         option = choose(candidates_of(entry.source, entry.copies if beside else ()), free, ways)
     args, known = (entry.args.undecided(), None) if option is None else (option.args, option.known)
-    return Requirement(decided(entry.spec, args), args, entry.node, reserved_gib(args, entry.node, offered_gib, known), option)
+    return Requirement(args, entry.node, reserved_gib(args, entry.node, offered_gib, known), option)
 
 
 def why_illegal(entry: PlacedEntry, ways: Ways) -> str | None:

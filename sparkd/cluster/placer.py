@@ -30,6 +30,7 @@ from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
+from workers.quantization.recipe import QuantizationRecipe
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -246,8 +247,8 @@ class Placer:
         need = await asyncio.to_thread(requirement_of, entry, free_gib, lent_gib, ways, beside=beside)
         if not entry.spec.runs_vllm(entry.config.engine):
             return need
-        spec, parsers = await asyncio.to_thread(with_parsers, need.spec, need.args.env)
-        return replace(need, spec=spec, parsers=parsers)
+        spec, parsers = await asyncio.to_thread(with_parsers, need.args.spec, need.args.env)
+        return replace(need, args=replace(need.args, spec=spec), parsers=parsers)
 
     def _only(self, entry: PlacedEntry, gib: int) -> str | None:
         """The node that must serve the model; None if any may.
@@ -288,7 +289,8 @@ def _published(config: Config) -> Iterator[str]:
 
 
 def _quality(need: Requirement) -> int:
-    return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
+    recipe = need.args.spec.quantize
+    return quality_of(recipe.default.spelling if isinstance(recipe, QuantizationRecipe) else AS_STORED)
 
 
 def _ways(entry: PlacedEntry, nodes: int) -> Sequence[Ways]:
@@ -308,12 +310,12 @@ def _refuse_flags(entry: PlacedEntry) -> None:
 def _placement(entry: PlacedEntry, need: Requirement, nodes: Sequence[str], ways: Ways) -> Placement:
     return Placement(
         nodes[0],
-        slug_of(need.spec.name),
+        slug_of(need.args.spec.name),
         need.gib,
         entry.node.platform,
         entry.entrypoint,
         entry.vllm,
-        need.spec,
+        need.args.spec,
         tuple(nodes[1:]),
         *ways,
         need.parsers,

@@ -9,6 +9,8 @@ from sparkd.errors import BadRequest, UnknownModel
 from sparkd.state.snapshot import ModelView
 
 _SHOWN_NAMES = 20
+# OpenAI's type requires the member. sparkd does not know when a model was made; the time of its own start would change with each restart.
+_CREATED_S = 0
 # vllm/entrypoints/serve/engine/protocol.py, ModelPermission.
 _PERMISSION = {
     "object": "model_permission",
@@ -68,17 +70,16 @@ def model_meant(models: Mapping[str, ModelView]) -> str:
 
 def _entry(view: ModelView, name: str, paths: bool) -> dict[str, Any]:
     """An entry of vLLM's model list, with sparkd's own facts."""
-    created_s = int(view.created_at_s)
     folder = view.source.startswith("/")
     entry: dict[str, Any] = {
         "id": name,
         "object": "model",
-        "created": created_s,
+        "created": _CREATED_S,
         "owned_by": "sparkd",
         "root": view.source.rstrip("/").rpartition("/")[2] if folder and not paths else view.source,
         "parent": None,
         "max_model_len": view.max_model_len,
-        "permission": [{"id": f"modelperm-{view.name}", "created": created_s, **_PERMISSION}],
+        "permission": [{"id": f"modelperm-{view.name}", "created": _CREATED_S, **_PERMISSION}],
         "status": _status(view),
     }
     if view.metadata:

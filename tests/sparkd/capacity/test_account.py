@@ -30,6 +30,7 @@ from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
 from workers.host.memory_limits import spare
+from workers.quantization.recipe import QuantizationRecipe
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
@@ -47,6 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(folder: Path, **keys: Any) -> ModelConfig:
     return parse_model("m", {"model": str(folder), **keys}, over_admin=False)
+
+
+def format_of(spec: ModelConfig) -> str | None:
+    return spec.quantize.default.spelling if isinstance(spec.quantize, QuantizationRecipe) else None
 
 
 def of(folder: Path, **keys: Any) -> Footprint:
@@ -164,7 +169,7 @@ def test_auto_is_the_best_format_that_fits(folder: Path, quantize: str | None) -
     room = of(folder, quantize=quantize, **given).least
     for free, better in ((room, quantize), (room - 1, {None: "fp8", "fp8": "nvfp4", "nvfp4": "int4-g64"}[quantize])):
         found = resolved(spec_of(folder, quantize="auto", **given), SPARK, {}, free)
-        assert (found.quantize or {}).get("format") == better
+        assert format_of(found) == better
         assert found.max_model_len == 8192
 
 
@@ -196,7 +201,7 @@ def test_auto_keeps_to_the_entrys_own_limits(folder: Path, keys: Callable[[int],
         own = {"max_num_seqs": 16, **keys(room)}
         assert resolved(spec_of(folder, max_model_len="auto", **own), SPARK, {}, free(room)).max_model_len == longest
         found = resolved(spec_of(folder, quantize="auto", max_model_len=50 * 1024, **own), SPARK, {}, free(room))
-        assert (found.quantize or {}).get("format") == form
+        assert format_of(found) == form
 
 
 @pytest.mark.parametrize(
@@ -327,7 +332,7 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     sized = spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, quantize="auto", max_num_seqs=16)
     found = requirement(sized, config, facts("e"), 100.0, 100.0)
-    assert found.spec.quantize is None
+    assert found.args.spec.quantize is None
     assert found.known is not None and found.known.cache is not None
     assert found.gib - 1 < (found.known.fixed + found.known.cache) / GIB <= found.gib
     with pytest.raises(RankError, match=r"vllm~=0\.32\.0 -c deploy/constraints\.txt"):

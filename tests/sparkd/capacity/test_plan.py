@@ -48,6 +48,7 @@ from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 
@@ -111,7 +112,7 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
 
     entry = placed_entry.placed_entry(pinned(spec, config), config, NodeRuntime(facts(), HEAD))
     need = requirement_of(entry, FREE / GIB, FREE / GIB, ways)
-    parsed, _ = with_parsers(need.spec, need.args.env)
+    parsed, _ = with_parsers(need.args.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
     placement = Placement(HEAD, "m", need.gib, entry.node.platform, entry.entrypoint, entry.vllm, parsed, peers, *ways)
@@ -505,11 +506,11 @@ def test_auto_is_what_the_daemon_decides(
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
         need = requirement(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
-        decided = need.spec
+        decided = need.args.spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
-        spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
+        spelling = decided.quantize.default.spelling if isinstance(decided.quantize, QuantizationRecipe) else "as stored"
         assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 

@@ -19,6 +19,7 @@ from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
 
@@ -61,7 +62,7 @@ def test_the_entry_is_one_that_sparkd_takes(
 
     assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens, spec.max_num_seqs) == (str(folder), 4096, 2048, 4)
     assert (spec.kv_cache, spec.kv_margin_gib, spec.kv_cache_dtype) == ({"sequences": 4}, 2.5, "fp8")
-    assert spec.quantize is not None and spec.quantize["format"] == "nvfp4"
+    assert spec.quantize == QuantizationRecipe.parse("nvfp4")
     flags = spec.vllm_flags()
     assert all(re.search(rf"{flag}(?: |$)", out) for flag in flags if flag.startswith("--"))
     assert lacking(out, "4 requests") == []

@@ -21,6 +21,7 @@ from sparkd.state.memory_book import Lack
 from tests.support.accounts import refuse_unloadable
 from tests.support.checkpoints import layered, write
 from tests.support.facts import lacking
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.signatures import LASTING
 
 A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
@@ -281,7 +282,7 @@ async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp
 
     for lone in (Scene(tmp_path, {A: alone - 1.0}), Scene(tmp_path, room, linked=[A])):
         found = await lone.place(model, quantize="auto", kv_margin_gib=0)
-        assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, dict)
+        assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, QuantizationRecipe)
     found = await Scene(tmp_path, room).place(model, quantize="auto", kv_margin_gib=0, tensor_parallel=1)
     assert found.nodes == (A,)
 
@@ -293,7 +294,7 @@ async def test_a_node_that_cannot_share_a_model_keeps_it_from_no_node_that_holds
     scene, asked = Scene(tmp_path, dict.fromkeys((A, B), alone - 1.0)), {"quantize": "auto", "kv_margin_gib": 0}
     getattr(scene.link, which).add(B)
     found = await scene.place(model, **asked)
-    assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, dict)
+    assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, QuantizationRecipe)
     scene.reservations.release("m")
     with pytest.raises((RankError, AgentLost), match=B):
         await scene.place(model, **asked, tensor_parallel=2)
