@@ -197,9 +197,9 @@ def advice(option: Option, room: int, ways: Ways = (1, 1), *, instead_of: int = 
     if serving.unknown:
         return None
     node = replace(option.node, memory_bytes=room, system_bytes=0)
-    one = replace(args, max_model_len=serving.max_model_len, cache=AUTO, margin_bytes=0, share=None, memory_gib=None)
+    one = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
     options = [fitted(candidate, node, ways) for candidate in single_formats(one, headers, node)]
-    own = AS_STORED if args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
+    own = AS_STORED if args.spec.quantize is None or is_open(args.spec.quantize) else args.recipe.default.spelling
     if not instead_of and any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way
     split = {"tensor_parallel": ways[0]} if instead_of else {}

@@ -367,7 +367,7 @@ class Evidence:
         """The measurements of an earlier start of this engine."""
         if not self.profiles:
             return None
-        engine = engine_of(args.flags, canonical(args.quantize), args.env, self.vllm, hardware.platform)
+        engine = engine_of(args.flags, canonical(args.spec.quantize), args.env, self.vllm, hardware.platform)
         return peaks_of(self.profiles, engine, headers.identity, ways, hardware.name)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from sparkd import __version__, metrics
 from sparkd.errors import (
     LATER,
@@ -30,15 +32,14 @@ from sparkd.errors import (
     UnknownRoute,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
-from sparkd.gateway.failures import status_of
+from sparkd.gateway.failures import error_bytes, json_headers, status_of
+from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.keys import KeyDigests, Role
 from sparkd.gateway.limits import ClientLimits, too_large
-from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
-from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
+from sparkd.gateway.pages import PREFLIGHT, check_local, page_headers, preflight_headers
 from sparkd.gateway.proxy import Leases, Proxy, leave
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import App, Message, RawHeaders, Receive, Scope, Send, error_bytes, json_headers
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
@@ -80,7 +81,7 @@ class Edge:
         self,
         supervisor: Leases,
         *,
-        admin: App,
+        admin: ASGIApp,
         live: Probe,
         ready: Probe,
         settings: EdgeSettings | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sparkd.gateway.responses import RawHeaders
+RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 # RFC 9110 7.6.1: they apply to one connection.
 _HOP_BY_HOP = frozenset(
@@ -35,7 +35,7 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     """The head of the request to the engine: the client's headers, in printable ASCII.
 
     Left out are the client's credentials, headers of its connection (and those that `Connection` names), and the headers that sparkd
-    writes. sparkd asks for no encoding, because it passes bytes on as they come. `preamble` is sparkd.gateway.connection.ConnectionPool's.
+    writes. sparkd asks for no encoding, because it passes bytes on as they come. `preamble` is Upstream's.
     """
     hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]

@@ -18,15 +18,17 @@ from time import monotonic
 from typing import Any, ClassVar
 
 import httptools
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.condition import Condition
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
 from sparkd.gateway.connection import Connection
-from sparkd.gateway.exchange import count_refused
+from sparkd.gateway.exchange import CONNECTION, count_refused, date, new_request_id
+from sparkd.gateway.failures import error_bytes, json_headers
+from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.responses import CONNECTION, Message, RawHeaders, date, error_bytes, json_headers, new_request_id
 
 _log = logging.getLogger("sparkd.gateway")
 

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
+from sparkd import metrics
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -23,7 +24,7 @@ from sparkd.errors import (
     UnsupportedMediaType,
 )
 from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_members, unpacked
-from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
+from sparkd.gateway.exchange import ClientGone, Exchange, series
 from sparkd.gateway.headers import request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits, too_large
@@ -175,7 +176,7 @@ class Proxy:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
                     exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s)
-                gauge = in_flight(lease.model)
+                gauge = series(metrics.IN_FLIGHT, lease.model)
                 gauge.inc()
                 try:
                     await self._relay(lease, route, exchange)
@@ -206,14 +207,14 @@ class Proxy:
 
     async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
-        pool, scope = lease.upstream.pool, exchange.scope
+        upstream, scope = lease.upstream, exchange.scope
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
-        connection = await pool.connection()
+        connection = await upstream.connection()
         relay = exchange.relay = Relay(connection, exchange)
         try:
-            head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            head = request_head(scope["method"], target, upstream.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await connection.ask(head, exchange.body, relay)
             self.release(exchange)
             error = await relay.over
@@ -278,7 +279,7 @@ class Proxy:
         try:
             # A probe is no use of the model, and starts none.
             async with self._supervisor.lease(model, probe=True) as lease:
-                await lease.upstream.get(f"{_RESPONSES}/{response_id}", 0, _FIND_RESPONSE_S)
+                await lease.upstream.get(f"{_RESPONSES}/{response_id}", _FIND_RESPONSE_S)
         except SparkdError:
             return False
         return True

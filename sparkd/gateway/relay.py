@@ -9,18 +9,18 @@ from time import perf_counter
 
 from sparkd.errors import EngineError, SparkdError
 from sparkd.gateway.connection import Connection
-from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.exchange import Exchange, Tokens
 from sparkd.gateway.failures import error_event, failure_event, is_cut
-from sparkd.gateway.headers import response_headers
-from sparkd.gateway.responses import RawHeaders
-from sparkd.gateway.usage import USAGE_BYTES, tokens_of
+from sparkd.gateway.headers import RawHeaders, response_headers
 
 # The ends of an event, and of a chunk that ends with an event.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 # The last events of OpenAI's and Anthropic's streams. A text within an event holds no line of its own.
 _LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.(?:completed|incomplete|failed)))\r?$", re.MULTILINE)
-
+# With the names of its parts, an object `usage` of vLLM has some 300 bytes.
+_USAGE_BYTES = 1024
+_COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
 # The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
 
@@ -80,7 +80,7 @@ class Relay:
         connection = self._connection
         if connection is not None:
             self._leave_connection()
-            connection.abort()
+            connection.abort(self)
 
     def break_off(self, error: SparkdError) -> None:
         """End an answer that has begun so that no client takes it for complete.
@@ -179,6 +179,26 @@ class Relay:
         if self._streams and self._exchange.first_s is None:
             self._exchange.first_s = perf_counter()
         if not self._pieces:
-            self._first = data[:USAGE_BYTES]
+            self._first = data[:_USAGE_BYTES]
         self._exchange.bytes_out += len(data)
         self._pieces += 1
+
+
+def tokens_of(tail: bytes) -> Tokens | None:
+    """The tokens in the last `usage` of an answer's last or first bytes (vLLM's answer of /rerank has it before the results).
+
+    Quotes in a text are escaped in JSON, so a text never holds what is searched for.
+    """
+    at = tail.rfind(b'"usage":')
+    if at < 0:
+        return None
+    counts: dict[bytes, int] = {}
+    for match in _COUNT.finditer(tail, at, at + _USAGE_BYTES):
+        counts.setdefault(match[1], int(match[2]))
+    if not counts:
+        return None
+    return Tokens(
+        counts.get(b"prompt", counts.get(b"input")),
+        counts.get(b"cached", counts.get(b"cache_read_input")),
+        counts.get(b"completion", counts.get(b"output")),
+    )

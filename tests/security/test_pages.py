@@ -6,7 +6,7 @@ import pytest
 
 from sparkd.errors import Forbidden
 from sparkd.gateway.keys import KeyDigests
-from sparkd.gateway.local import check_local
+from sparkd.gateway.pages import check_local
 from sparkd.gateway.routes import EXACT, RouteKind
 from tests.sparkd.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving
 
