@@ -74,6 +74,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
+        self._last_schedule = Schedule()
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
@@ -81,6 +82,8 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.registry = registry
         self.journal = journal
+        # They are called with the snapshot of every tick.
+        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.tasks = Tasks(self.boundary)
         context = Context(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._abilities = AbilityLookup(context)
@@ -133,7 +136,8 @@ class Supervisor:
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
             models={
-                name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
+                name: view(self.registry, record, now_s, self._last_schedule, self._watchdog.doubt(record))
+                for name, record in self.registry.records.items()
             },
             nodes=observation.nodes if observation else (),
             operations=self.journal.operations.all(self.registry.records),
@@ -257,7 +261,7 @@ class Supervisor:
         with around("metrics"):
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
-            for show in self.journal.snapshot_followers:
+            for show in self.snapshot_followers:
                 show(snapshot)
 
     def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
@@ -320,16 +324,14 @@ class Supervisor:
         return make_schedule(self.registry, strangers, self._cluster.reservations.book(), self._clock(), block_reason)
 
     def _note_schedule(self, schedule: Schedule) -> None:
-        """Note for each waiting model its queue position and reason."""
-        for record in self.registry.records.values():
-            place = schedule.queue.index(record.name) + 1 if record.name in schedule.queue else None
-            record.turn = place if record.name in schedule.waits else None
-            if place is not None:
-                record.queue.ask(self._clock())
-            before, record.wait = record.wait, schedule.waits.get(record.name)
+        """Keep the queue positions and reasons of the waiting models, and write an event for each new reason."""
+        before, self._last_schedule = self._last_schedule, schedule
+        for name in schedule.queue:
+            self.registry.records[name].queue.ask(self._clock())
+        for name, wait in schedule.waits.items():
             # Seconds that are left change with every look.
-            if record.wait is not None and not record.wait.is_as(before):
-                self.journal.say("waits", record.name, record.wait.message)
+            if not wait.is_as(before.waits.get(name)):
+                self.journal.say("waits", name, wait.message)
         self._evictions.withdraw(schedule.victims)
 
     def _give_up(self, model: str, error: SparkdError) -> None:
