@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from sparkd.errors import Forbidden
-from sparkd.gateway.headers import RawHeaders
+from sparkd.gateway.headers import RawHeaders, media_type
 
 CLIENT = b"x-sparkd-client"
 PREFLIGHT = b"access-control-request-method"
@@ -44,15 +44,11 @@ def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bo
     if headers.get(b"sec-fetch-site", _OWN_SITE[0]) not in _OWN_SITE:
         raise Forbidden("Without API keys sparkd refuses pages of other web sites and ports; configure keys.")
     # Other methods are never sent to another origin without asking first.
-    if method == "POST" and not _is_json(headers) and not any(name in headers for name in _NOT_OF_A_PAGE):
+    if method == "POST" and media_type(headers) != b"application/json" and not any(name in headers for name in _NOT_OF_A_PAGE):
         raise Forbidden(
             "Without API keys a POST must show that no web page sent it. Send `content-type: application/json`, or the header "
             f"`{CLIENT.decode()}` with any value."
         )
-
-
-def origins_of(texts: Iterable[str]) -> frozenset[bytes]:
-    return frozenset(text.encode() for text in texts)
 
 
 def page_headers(origin: bytes) -> RawHeaders:
@@ -72,7 +68,3 @@ def preflight_headers(methods: Iterable[str], headers: Mapping[bytes, bytes]) ->
     if headers.get(b"access-control-request-private-network") == b"true":
         allowed.append((b"access-control-allow-private-network", b"true"))
     return allowed
-
-
-def _is_json(headers: Mapping[bytes, bytes]) -> bool:
-    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"

@@ -96,7 +96,7 @@ class Relay:
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status
-        self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id, self._chunks)
+        self._headers, self._streams, self._chunked = response_headers(headers, self._exchange.request_id, chunks=self._chunks)
         if self._follows():
             if status != 200 or not self._streams:
                 self._foreign = bytearray()
