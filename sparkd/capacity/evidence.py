@@ -15,6 +15,7 @@ from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import canonical
 from sparkd.hardware import Hardware
 from sparkd.vllm.ask.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQuestion, Stage
 from sparkd.vllm.ask.model import files_of
@@ -299,7 +300,7 @@ def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm:
     """A digest of an entry without any `auto`.
 
     flags: of sparkd.config.engine_flags.flags_of.
-    quantize: the value of its key.
+    quantize: of sparkd.config.quantize.canonical.
     env: the engine's.
     vllm: its version; None if it is unknown.
     """
@@ -366,7 +367,7 @@ class Evidence:
         """The measurements of an earlier start of this engine."""
         if not self.profiles:
             return None
-        engine = engine_of(args.flags, args.quantize, args.env, self.vllm, hardware.platform)
+        engine = engine_of(args.flags, canonical(args.spec.quantize), args.env, self.vllm, hardware.platform)
         return peaks_of(self.profiles, engine, headers.identity, ways, hardware.name)
 
 

@@ -123,12 +123,12 @@ def candidates_of(
 
     beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
     """
-    if not is_open(args.quantize):
+    if not is_open(args.spec.quantize):
         return _formatted(args, headers, [args.recipe], node, evidence)
     choices = tuple(open_recipes(headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
     found = _formatted(args, headers, choices or (AS_IT_IS,), node, evidence)
-    if args.quantize == AUTO and beside:
+    if args.spec.quantize == AUTO and beside:
         found[1:1] = [
             candidate._replace(is_copy=True)
             for other, there in _copies(args, headers)
@@ -146,7 +146,7 @@ def _formatted(
     args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
 ) -> list[Candidate]:
     consultation = evidence.consultation(args, headers, node)
-    is_mixed = is_open(args.quantize)
+    is_mixed = is_open(args.spec.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
         if not recipe.quantizes:
@@ -169,10 +169,10 @@ def _formatted(
 def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
     """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
     with it there is none."""
-    if args.trusts_code:
+    if args.spec.trust_remote_code:
         return
-    for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env}):
-        other = replace(args, model=name, revision=None, quantize=None)
+    for name, _ in prequantized(args.spec.model, headers.model.checkpoint, {**os.environ, **args.env}):
+        other = args.with_keys(model=name, revision=None, quantize=None)
         if (there := headers_here(other)) is not None:
             yield other, there
 
@@ -188,7 +188,7 @@ def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1),
         if options[-1].fits:
             return options[-1]
     tokens, first = max((option.longest, -number) for number, option in enumerate(options))
-    if tokens and candidates[-first].args.max_model_len == AUTO:
+    if tokens and candidates[-first].args.spec.max_model_len == AUTO:
         return fitted(candidates[-first], node, ways, unlinked, at_least=tokens)
     return min(options, key=_least)
 
@@ -206,8 +206,8 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
     longest = max(candidate.headers.model.shape.max_len, headers.model.shape.max_len)
-    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
-        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+    if isinstance(args.spec.max_model_len, int) and args.spec.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.spec.max_model_len:,} tokens are more than the {longest:,} that the model supports"
         return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if ways[0] > 1 and option.nodes in unlinked:
@@ -243,10 +243,10 @@ def fitted(
         return option
     args, headers, recipe = candidate.args, option.headers, candidate.recipe
     model = replace(candidate.headers.model.formatted(recipe), inventory=headers.model)
-    is_auto, most = args.max_model_len == AUTO, option.serving.max_model_len
+    is_auto, most = args.spec.max_model_len == AUTO, option.serving.max_model_len
 
     def at(tokens: int) -> Footprint:
-        own = args if tokens == most and not is_auto else replace(args, max_model_len=tokens)
+        own = args if tokens == most and not is_auto else args.with_keys(max_model_len=tokens)
         serving = serving_of(own, headers, node, ways)
         exact = candidate.consultation.exact(recipe, serving)
         measured = candidate.evidence.learned(own, headers, ways, node)
@@ -259,7 +259,7 @@ def fitted(
     longest, enough = largest(fits, most, CONTEXT_STEP), min(most, at_least) if is_auto else most
     tokens = max(longest, enough)
     needed = at(tokens)
-    own = replace(args, max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
+    own = args.with_keys(max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
     option = replace(option, args=own, serving=replace(option.serving, max_model_len=tokens), footprint=needed, longest=longest)
     if longest >= enough:
         return option
@@ -270,21 +270,22 @@ def fitted(
 
 def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Ways = (1, 1)) -> Serving:
     """`unknown` of it says what the entry changes in a way that the formulas do not have."""
-    model, drafted, kv_dtype = headers.model, headers.drafting, args.kv_cache_dtype
+    spec, model, drafted = args.spec, headers.model, headers.drafting
+    kv_dtype = spec.kv_cache_dtype or "auto"
     # By its own quantizing, in a wider type or by another configuration vLLM makes other weights of the stored ones than are counted.
-    is_other = WEIGHTS in args.changes or (args.own_quantization and model.checkpoint.quantization is None)
+    is_other = WEIGHTS in args.changes or (spec.quantization is not None and model.checkpoint.quantization is None)
     uncounted = is_other or (drafted is None and args.drafts)
-    length = args.max_model_len if isinstance(args.max_model_len, int) else model.shape.max_len
+    length = spec.max_model_len if isinstance(spec.max_model_len, int) else model.shape.max_len
     batch = BATCH_TOKENS[hardware.platform]
     if not args.chunked_prefill:
         batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
     source = model.checkpoint.quantization
-    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (args.quantize is None or not source.requantizable):
+    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (spec.quantize is None or not source.requantizable):
         kv_dtype = source.kv_dtype
     plain = Serving(
         max_model_len=length,
-        max_num_seqs=args.max_num_seqs or SEQUENCES[hardware.platform],
-        max_num_batched_tokens=args.max_num_batched_tokens or batch,
+        max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
+        max_num_batched_tokens=spec.max_num_batched_tokens or batch,
         tensor_parallel=ways[0],
         pipeline_parallel=ways[1],
         prefix_caching=args.prefix_caching,

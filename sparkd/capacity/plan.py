@@ -33,7 +33,7 @@ from sparkd.capacity.requirement import reserved_gib
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided, engine_args, settings_uncounted
+from sparkd.config.engine_args import EngineArgs, engine_args, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
@@ -90,7 +90,7 @@ def plan(
     notes += _guess_notes(spec, args, headers, options, consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
-    start = None if best is None else start_of(entry, best, decided(spec, best.args), hardware)
+    start = None if best is None else start_of(entry, best, best.args.spec, hardware)
     refused = share or refusal(options, nodes, is_open=is_open(spec.quantize))
     return {
         **to_json(args, headers, nodes, options, hardware, refused, start),
@@ -113,7 +113,7 @@ def _options(
 
     Where the format is open, the other formats show why no better one was chosen, and the alternatives.
     """
-    others = single_formats(args, headers, node, evidence) if is_open(args.quantize) else []
+    others = single_formats(args, headers, node, evidence) if is_open(args.spec.quantize) else []
     candidates = candidates_of(args, headers, node, evidence, beside=beside)
     options: list[Option] = []
     for ways in splits:
@@ -134,7 +134,7 @@ def _format_notes(
     source = headers.model.checkpoint.quantization
     if source is not None and not source.requantizable and is_open(spec.quantize):
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
-    taken = {option.args.model for option in options if option.is_copy}
+    taken = {option.args.spec.model for option in options if option.is_copy}
     for name, other in beside.items():
         if other.quantization is not None:
             yield _copy_note(name, other.quantization, f"rather than quantize {spec.model} here" if name in taken else None)
@@ -169,7 +169,7 @@ def _guess_notes(spec: ModelConfig, args: EngineArgs, headers: Headers, options:
     reason = None if doubt is None else doubt_in_short(doubt)
     silent = "vLLM gave no answer" if reason is None or unknown else f"vLLM, which was asked, gave no answer: {reason}"
     if unknown:
-        what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
+        what = " and ".join(settings_uncounted(args)) or "what its draft takes"
         cure = "a start measures it" if OTHER in unknown else "a plan asks vLLM without --quick, where its runtime is on this machine"
         cure = cure if reason is None else f"vLLM gave no answer: {reason}"
         yield f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
@@ -212,7 +212,7 @@ def to_json(
     best = options[0] if options and options[0].fits else None
     cache = cache_of(args, hardware.platform) or {}
     return {
-        "model": args.model,
+        "model": args.spec.model,
         "folder": checkpoint.folder,
         "architecture": shape.architecture,
         "layers": shape.layers,
@@ -225,8 +225,7 @@ def to_json(
         "asked": {
             "nodes": nodes,
             "requests": int(cache.get("sequences", 1)),
-            "max_model_len": None if args.max_model_len == AUTO else serving_of(args, headers, hardware).max_model_len,
-            "eager": args.enforce_eager,
+            "max_model_len": None if args.spec.max_model_len == AUTO else serving_of(args, headers, hardware).max_model_len,
             "speculative": headers.drafting.method if headers.drafting is not None else None,
         },
         "options": [option_json(option) for option in options],
@@ -240,7 +239,7 @@ def option_json(option: Option) -> dict[str, Any]:
     footprint, stored = option.footprint, option.headers.model.checkpoint.quantization
     most_gib = max(1, _free(option.node) // GIB)
     return {
-        "model": option.args.model,
+        "model": option.args.spec.model,
         "prequantized": stored.method if option.is_copy and stored is not None else None,
         "format": option.format,
         "nodes": option.nodes,

@@ -71,7 +71,6 @@ class PlanRequest(BaseModel):
     kv_cache_dtype: KvDtype | None = None
     margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
     speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
-    enforce_eager: bool | None = None
     hardware: Literal["node", "spark", "h200"] = "node"
 
 
@@ -152,7 +151,6 @@ def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
         "kv_cache_dtype": request.kv_cache_dtype,
         "kv_margin_gib": request.margin_gib,
         "quantize": request.quantize,
-        "enforce_eager": request.enforce_eager,
     }
     return {key: value for key, value in requested.items() if value is not None}
 

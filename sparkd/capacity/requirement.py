@@ -17,7 +17,7 @@ from sparkd.capacity.footprint import Footprint
 from sparkd.capacity.headers import headers_here
 from sparkd.checkpoint.model_folder import unusable_of
 from sparkd.config.config import Config, ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided, engine_args
+from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import CheckpointUncounted, EngineError, LoadRefused, ModelUnusable, RankError
 from sparkd.hardware import Hardware, machine
@@ -25,7 +25,6 @@ from sparkd.units import GIB
 from sparkd.vllm.ask.cache import places
 from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
 from sparkd.vllm.ask.parser import refused
-from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.installed import READ_OFF, full_version_in
 from sparkd.vllm.parsers import Parsers
 from workers.host.meminfo import mem_total_bytes
@@ -135,7 +134,7 @@ def requirement_of(
     option = None if headers is None else choose(candidates_of(args, headers, node, evidence, beside=beside), node, ways)
     args, known = (args.undecided(), None) if option is None else (option.args, option.known)
     gib = reserved_gib(args, hardware, offered_gib, known)
-    return Requirement(decided(spec, args), args, hardware, entrypoint, gib, option, facts.get("vllm"))
+    return Requirement(args.spec, args, hardware, entrypoint, gib, option, facts.get("vllm"))
 
 
 def reserved_gib(args: EngineArgs, hardware: Hardware, offered_gib: float | None = None, known: Footprint | None = None) -> int:
@@ -187,7 +186,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     """
     args, platform = engine_args(spec, spec.environment(config.engine)), platform_of(facts, config)
     is_reserved = args.memory_gib is None and args.given_cache(platform) is not None
-    if not (is_reserved or is_open(args.quantize) or args.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):
+    if not (is_reserved or is_open(args.spec.quantize) or args.spec.max_model_len == AUTO) or not _is_ours(spec, config, facts.get("vllm")):
         return
     headers = headers_here(args)
     if headers is None:
@@ -195,7 +194,7 @@ def ask_vllm(spec: ModelConfig, config: Config, facts: Mapping[str, Any], ways: 
     evidence = Evidence(ask=partial(ask, runtime=InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir))))
     consultation = evidence.consultation(args, headers, this_node(platform))
     try:
-        consultation.ask_formats(headers.model, None if is_open(args.quantize) else args.recipe, (ways,))
+        consultation.ask_formats(headers.model, None if is_open(args.spec.quantize) else args.recipe, (ways,))
     except (EngineError, OSError) as error:
         log.warning("%s is placed by an estimate, because vLLM could not be asked about it: %s", spec.name, error)
 
@@ -235,16 +234,17 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
-def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[FlagNote, ...]:
-    """A note for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has that vLLM.
+def refused_flags(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> tuple[str, ...]:
+    """A message for each flag that the parser of the model's vLLM refuses; none without its answer, or where only another node has it.
 
     ask: whether to run that parser if it never ran, which takes as long as vLLM's import. Raises EngineError if it gives no answer.
     """
-    if not _is_ours(spec, config, vllm):
+    if vllm is None or not _is_ours(spec, config, vllm):
         return ()
     env, runtime = spec.environment(config.engine), spec.runtime_of(config.engine)
     # Without extra_args only values of known keys are left to check, which is not worth an import of vLLM.
-    return refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    refusals = refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask and bool(spec.extra_args))
+    return tuple(refusal.note(vllm) for refusal in refusals)
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:

@@ -65,7 +65,6 @@ def plan(
     margin: Annotated[
         float | None, option("--margin", metavar="GIB", parser=MARGIN, help="Memory to leave free; 7 on a Spark by default.")
     ] = None,
-    eager: Annotated[bool, option("--eager", help="Count no CUDA graphs.")] = False,
     docker: Annotated[bool, option("--docker", help="Print a `docker run` command instead.")] = False,
     image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker.")] = None,
     quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
@@ -105,7 +104,6 @@ def plan(
         kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
         margin_gib=margin,
         speculative=speculative,  # type: ignore[arg-type]  # checked above
-        enforce_eager=True if eager else None,
     )
     preview = show_plan.Preview(session.out)
     draw = preview.draw if session.out.is_terminal and not session.json and not docker else None

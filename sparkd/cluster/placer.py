@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparkd.capacity.advice import outgrown, too_large
+from sparkd.capacity.advice import FitRefusal, outgrown, too_large
 from sparkd.capacity.evidence import Ways
 from sparkd.capacity.formats import AS_STORED, quality_of
 from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
@@ -38,6 +38,7 @@ from sparkd.fabric.environment import wants_rdma
 from sparkd.fabric.fabric_nodes import FabricNodes
 from workers.host.hub_cache import cache_places
 from workers.host.runtime import GUARDED
+from workers.quantization.recipe import QuantizationRecipe
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -94,10 +95,11 @@ class Placer:
             need = await self._of_its_node(config, spec, where, need)
             node = self._reservations.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
-        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need.known, need.args.memory_gib)):
-            # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
-            raise DoesNotFit(refusal, lasts=True)
-        return await self._spread(config, spec, where, refusal)
+        # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
+        limited = spec.memory_gib != "auto" and not outgrown(need.known, need.args.memory_gib)
+        if spec.tensor_parallel == 1 or limited or refusal.cause == "length":
+            raise _never_fits(refusal)
+        return await self._spread(config, spec, where, refusal.message)
 
     async def _where(self, config: Config, spec: ModelConfig) -> NodeRuntime:
         """This node's runtime, or another node's if this one has none and the engine may run there."""
@@ -211,13 +213,13 @@ class Placer:
         if len(seen) < size:
             reachable = f"only {len(seen)} {'are' if len(seen) > 1 else 'is'} reachable ({', '.join(seen)})"
             cure = "Connect more nodes (`sparkd fabric`), or remove tensor_parallel"
-            raise DoesNotFit(f"{spec.name} needs {size} nodes, and {reachable}. {cure}.")
+            raise DoesNotFit(f"It needs {size} nodes, and {reachable}. {cure}.")
         if illegal := await asyncio.to_thread(why_illegal, spec, config, where.facts, ways):
             cure = "Remove tensor_parallel, or choose another number"
-            raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
+            raise DoesNotFit(f"It cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
         need = await self._need(config, spec, where, ways)
         if refusal := await self._too_large(need, size):
-            raise DoesNotFit(refusal, lasts=True)
+            raise _never_fits(refusal)
         nodes = [node for node in self._reservations.with_room(spec.name, need.gib) if need.nodes is None or node in need.nodes]
         if len(nodes) < size:
             raise self._reservations.no_room(spec.name, need.gib, size)
@@ -236,7 +238,7 @@ class Placer:
         needs = await self._of_its_nodes(config, spec, need, team, ways)
         for each in needs:
             if refusal := await self._too_large(each, size):
-                raise DoesNotFit(refusal, lasts=True)
+                raise _never_fits(refusal)
         # The node with the least memory decides, and on each is reserved what any of them needs.
         need = replace(min(needs, key=lambda each: each.hardware.memory_bytes), gib=max(each.gib for each in needs))
         self._reservations.reserve(spec.name, need.gib, team)
@@ -270,16 +272,20 @@ class Placer:
         with_room = (node for node in self._reservations.with_room(need.spec.name, need.gib) if node in need.nodes)
         return next(with_room, min(need.nodes))
 
-    async def _too_large(self, need: Requirement, size: int) -> str | None:
+    async def _too_large(self, need: Requirement, size: int) -> FitRefusal | None:
         only = self._only(need) if size == 1 else None
         offered = sorted((gib for node, gib in self._reservations.offered.items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
-        found = await asyncio.to_thread(too_large, need, most_gib, where)
-        refusal = None if found is None else found.message
+        refusal = await asyncio.to_thread(too_large, need, most_gib, where)
         if refusal and only and need.entrypoint not in GUARDED and len(self._in_sight()) > 1:
-            refusal += f" No other node can serve it: its engine, {need.entrypoint}, is not vLLM and asks for no key on an address."
+            alone = f"No other node can serve it: its engine, {need.entrypoint}, is not vLLM and asks for no key on an address"
+            return replace(refusal, reason=f"{refusal.reason}. {alone}")
         return refusal
+
+
+def _never_fits(refusal: FitRefusal) -> DoesNotFit:
+    return DoesNotFit(refusal.message, lasts=True, reason=refusal.failure)
 
 
 def _published(config: Config) -> Iterator[str]:
@@ -292,7 +298,8 @@ def _published(config: Config) -> Iterator[str]:
 
 
 def _quality(need: Requirement) -> int:
-    return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
+    recipe = need.spec.quantize
+    return quality_of(recipe.default.spelling if isinstance(recipe, QuantizationRecipe) else AS_STORED)
 
 
 def _ways(config: Config, spec: ModelConfig, facts: Mapping[str, Any], nodes: int) -> Sequence[Ways]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import canonical
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
@@ -70,7 +71,7 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         metadata=spec.metadata if spec else {},
         max_model_len=record.abilities.max_model_len if record.abilities else configured,
         source=spec.model if spec else "",
-        quantize=spec.quantize if spec else None,
+        quantize=canonical(spec.quantize) if spec else None,
         kv_cache=spec.kv_cache if spec else None,
         state=record.state,
         want=record.desired.want,
@@ -95,7 +96,7 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         transport=record.attempt.transport,
         turn=record.turn,
         doubt=doubt,
-        wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
+        wait=record.wait,
         adopted=record.attempt.adopted,
         parsers=None if gone or record.attempt.handle is None else record.attempt.handle.parsers,
         stores_responses=_stores_responses(spec, registry.config) if spec else False,
@@ -109,7 +110,7 @@ def _stores_responses(spec: ModelConfig, config: Config) -> bool:
 
 
 def _idle_s(queue: RequestQueue, now_s: float) -> float:
-    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
+    return 0.0 if queue.in_use else max(0.0, now_s - queue.last_used_s)
 
 
 def _message(record: Record) -> str | None:

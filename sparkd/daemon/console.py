@@ -177,7 +177,7 @@ def _line(view: ModelView, snapshot: Snapshot, terminal: Terminal) -> str:
 
 def _step(view: ModelView, snapshot: Snapshot) -> str:
     bar = _bar(view, snapshot)
-    return show.step(view.state.value, bar.reason if bar is not None else view.reason, view.wait)
+    return show.step(view.state.value, bar.reason if bar is not None else view.reason, asdict(view.wait) if view.wait else None)
 
 
 def _bar(view: ModelView, snapshot: Snapshot) -> Condition | None:

@@ -30,7 +30,7 @@ _WEIGHTS = frozenset(
 # A cache of another layout; that too is in vLLM's answer.
 _CACHE = frozenset(
     {
-        "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "swa-bounded-replay",
+        "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "swa-bounded-replay",
         "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size",
         "mamba-cache-mode", "enable-mamba-shared-prefix-checkpoint", "prefix-match-unit", "use-replayssm", "replayssm-buffer-len",
     }
@@ -66,18 +66,8 @@ NARROW = ("auto", "bfloat16", "float16", "half")
 # Types of twice the width of what is stored.
 WIDE = ("float32", "float")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-# Values that leave a flag without an effect on memory.
-_IDLE = {
-    "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
-    "decode-context-parallel-size": ("1",),
-}  # fmt: skip
-# Switches that are off by default.
-_OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
 # The things that a flag may change: the layers' weights, the layout of their cache, or something else.
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
-# Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
-BLOCK_STEP = 16
-LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 BYTES = "kv-cache-memory-bytes"
 
@@ -93,12 +83,9 @@ def measured(args: Sequence[str]) -> list[str]:
 
 
 def unsized(flags: Flags) -> list[str]:
-    """`uncounted`, less blocks of the cache, which are counted, and less what has no effect."""
-    said = {BLOCKS} if count_in(flags, BLOCKS) is not None else set()
-    said |= {BLOCK} if (count_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
-    said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
-    said |= {name for name in _OFF if flags.get(name) is False}
-    return [flag for flag in uncounted(flags) if _name(flag) not in said]
+    """`uncounted`, less a number of blocks of the cache, which is counted."""
+    counted = count_in(flags, BLOCKS) is not None
+    return [flag for flag in uncounted(flags) if not (counted and _name(flag) == BLOCKS)]
 
 
 def unanswered(args: Sequence[str]) -> list[str]:
@@ -140,11 +127,6 @@ def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
         yield f"{written}, which sparkd cannot count: it reserves all that a node lends. Better {cure}."
     else:
         yield f"{written}: until vLLM has computed that, sparkd reserves all that a node lends. For a load before that {cure}."
-
-
-def in_blocks(env: Mapping[str, str]) -> bool:
-    """Whether each block of the cache has pages of several layers side by side."""
-    return env.get(LAYOUT, "").startswith("B")
 
 
 def _written(name: str, value: Value) -> str:

@@ -18,7 +18,7 @@ from sparkd.capacity.requirement import Requirement, reserved_gib
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint.shape import Shape
 from sparkd.config.config import parse_model
-from sparkd.config.engine_args import decided, engine_args
+from sparkd.config.engine_args import engine_args
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
 from sparkd.hardware import SPARK, Hardware, machine
@@ -35,7 +35,7 @@ def candidates(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Eviden
 
 def option(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence = NOTHING, ways: Ways = (1, 1)) -> Option | None:
     """In its own format, as stored for `auto`."""
-    spec = spec if spec.quantize not in ("auto", "best") else spec.model_copy(update={"quantize": None})
+    spec = spec if spec.quantize != "auto" else spec.model_copy(update={"quantize": None})
     found = candidates(spec, hardware, env, evidence)
     return fitted(found[0], hardware, ways) if found else None
 
@@ -49,7 +49,7 @@ def account(spec: ModelConfig, hardware: Hardware, env: Env, evidence: Evidence 
 def resolved(spec: ModelConfig, hardware: Hardware, env: Env, free_bytes: int, *, beside: bool = False) -> ModelConfig:
     node = replace(hardware, system_bytes=hardware.memory_bytes - free_bytes)
     found = candidates(spec, node, env, beside=beside)
-    return decided(spec, choose(found, node).args if found else engine_args(spec, env).undecided())
+    return (choose(found, node).args if found else engine_args(spec, env).undecided()).spec
 
 
 def options(
@@ -66,7 +66,7 @@ def options(
     args = engine_args(parse_model("m", {"model": "/m", "max_model_len": "auto", **keys}, over_admin=False), {})
     headers = Headers(model)
     found = single_formats(args, headers, hardware, evidence)
-    if args.quantize is not None or "quantize" in keys:
+    if args.spec.quantize is not None or "quantize" in keys:
         found = candidates_of(args, headers, hardware, evidence)
     return sorted((fitted(one, hardware, split, unlinked) for one in found for split in ways or splits(nodes)), key=rank)
 

@@ -195,7 +195,7 @@ def test_what_vllm_has_refused_is_not_placed(folder: Path) -> None:
     """Its start would end in the same words, minutes later."""
     spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
     found = option(spec, SPARK, {}, Evidence(ask=Vllm(replace(answer(), refusal=ODD))))
-    assert (too_large(needing(spec, "cuda", 1, found), 100) or "").startswith("m cannot be served: vLLM refuses it: 9 heads are odd. ")
+    assert (too_large(needing(spec, "cuda", 1, found), 100) or "").startswith("vLLM refuses this model: 9 heads are odd. ")
 
 
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])

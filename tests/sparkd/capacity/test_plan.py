@@ -47,6 +47,7 @@ from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 
@@ -288,14 +289,14 @@ def test_what_the_command_line_says_goes_before_the_entry(
     entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5}
     entry |= {"extra_args": ["--speculative-config", NGRAM]}
     file.write_text(json.dumps({"models": {"m": entry}}))
-    argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
+    argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2)
     chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
     command = found["choice"]["ranks"][0]["command"]
     assert chosen and found["choice"]["format"] == "nvfp4" and found["asked"]["speculative"] == "mtp" and found["asked"]["requests"] == 3
     assert [command[command.index(flag) + 1] for flag in ("--max-model-len", "--max-num-batched-tokens", "--kv-cache-dtype")] == [
         "8192", "2048", "fp8",
     ]  # fmt: skip
-    assert "--enforce-eager" in command and "--gpu-memory-utilization" not in command and "--quantization" not in command
+    assert "--gpu-memory-utilization" not in command and "--quantization" not in command
     assert (speculative_config(command) or {})["method"] == "mtp"
     told = json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
@@ -507,7 +508,7 @@ def test_auto_is_what_the_daemon_decides(
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
-        spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
+        spelling = decided.quantize.default.spelling if isinstance(decided.quantize, QuantizationRecipe) else "as stored"
         assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 

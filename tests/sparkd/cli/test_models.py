@@ -149,7 +149,7 @@ def test_quantized_weights_are_listed_and_removed_on_all_nodes(
     views = [{"name": "mine", "aliases": ["gpt"], "quantize": {"format": "nvfp4"}}]
     folder = {"kind": "quantized", "path": "/q", "node": "a", "size_bytes": 4 << 20, "limit_bytes": 1 << 30}
     answers.by_path = {"/disk": [{"entries": [*entries, kept("tiny", kind="hub")], "folders": [folder]}], "/models": [{"models": views}]}
-    answers.say(200, {"id": "x", "node": "a", "freed_bytes": 2 << 20})
+    answers.say(202, {"id": "x", "kind": "remove", "model": "x", "state": "SUCCEEDED", "message": "x was removed from a: 2.0 GiB."})
 
     assert exit_code(["--url", answers.url, "ls", "--cached"]) == 0
     out = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_quantized_weights_are_listed_and_removed_on_all_nodes(
     gone = [path for command, path, _ in answers.seen if command == "DELETE"]
     chosen = [entry for entry in entries if entry["id"].rpartition("-")[0] in removed]
     assert gone == [f"/admin/v1/disk/quantized/{entry['id']}?node={entry['node']}" for entry in chosen]
-    assert capsys.readouterr().out.count("2.0 MiB freed") == len(removed)
+    assert capsys.readouterr().out.count("x was removed from a: 2.0 GiB.") == len(removed)
 
 
 def test_what_goes_wrong_is_an_object_with_json(
@@ -308,13 +308,17 @@ def test_the_name_of_a_key_is_not_sent(tmp_path: Path) -> None:
         ("spark1", "http://spark1:4000"),
         ("http://spark1:4001/v1", "http://spark1:4001"),
         ("https://spark1.example", "https://spark1.example"),
+        ("http://spark1:80/", "http://spark1:80"),
+        ("[fd00::1]", "http://[fd00::1]:4000"),
     ],
 )
 def test_an_address_may_be_short(text: str, url: str) -> None:
     assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
+@pytest.mark.parametrize(
+    "text", ["unix:/run/x", "http://u:secret@h:1", "http://u:secret@h:x", "http://u:secret@[h", "http://h:1/other", "h:65536"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         base_url(text)
