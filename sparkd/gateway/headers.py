@@ -53,13 +53,13 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     return b"".join(lines)
 
 
-def response_headers(headers: RawHeaders, request_id: str, *, chunks: bool) -> tuple[RawHeaders, bool, bool]:
-    """The client's headers for an engine's answer, whether it is an event stream, and whether its length is unknown.
+def response_headers(headers: RawHeaders, request_id: str, *, takes_chunks: bool) -> tuple[RawHeaders, bool, bool]:
+    """The client's headers for an engine's answer, whether it is an event stream, and whether it goes to the client in chunks.
 
-    chunks: whether the client accepts chunked encoding.
+    takes_chunks: whether the client accepts chunked encoding.
     """
     passed: RawHeaders = [(b"x-request-id", request_id.encode())]
-    streams, chunked = False, True
+    streams, chunked = False, takes_chunks
     for name, value in headers:
         if name in _KEPT_FROM_CLIENT or name.startswith(_OWN_PREFIXES):
             continue
@@ -72,7 +72,7 @@ def response_headers(headers: RawHeaders, request_id: str, *, chunks: bool) -> t
         # Without these, nginx would buffer a stream, and browsers and caches would store it.
         passed = [pair for pair in passed if pair[0] != b"cache-control"]
         passed += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    if chunked and chunks:
+    if chunked:
         passed.append((b"transfer-encoding", b"chunked"))
     return passed, streams, chunked
 

@@ -161,7 +161,7 @@ class Proxy:
 
     async def _lease(self, model: str, route: Route, exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
-        exchange.client.call_when_gone(partial(leave, exchange))
+        exchange.client.call_on_disconnect(partial(client_left, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
@@ -191,7 +191,7 @@ class Proxy:
                 exchange.model = view.name if view else "unknown"
             raise
         finally:
-            exchange.client.call_when_gone(None)
+            exchange.client.call_on_disconnect(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
 
@@ -268,13 +268,13 @@ class Proxy:
         ready = [view.name for view in self._supervisor.snapshot().models.values() if view.state is ModelState.READY]
         if len(ready) == 1:
             return ready[0]
-        keepers = await asyncio.gather(*(self._keeps(name, response_id) for name in ready))
+        keepers = await asyncio.gather(*(self._has_response(name, response_id) for name in ready))
         if True not in keepers:
             kept = "an engine keeps its responses until it ends"
             raise NotFound(f"No running engine has the response {response_id[:128]!r}: {kept}. Create it again.")
         return ready[keepers.index(True)]
 
-    async def _keeps(self, model: str, response_id: str) -> bool:
+    async def _has_response(self, model: str, response_id: str) -> bool:
         try:
             # A probe is no use of the model, and starts none.
             async with self._supervisor.lease(model, probe=True) as lease:
@@ -284,12 +284,12 @@ class Proxy:
         return True
 
 
-def leave(exchange: Exchange) -> None:
+def client_left(exchange: Exchange) -> None:
     """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream.
 
     SDKs close at the last event, before the body ends: such a stream is complete.
     """
-    if exchange.relay is not None and exchange.relay.finish():
+    if exchange.relay is not None and exchange.relay.finish_early():
         return
     exchange.gone = True
     if exchange.relay is not None:
