@@ -250,6 +250,9 @@ class Supervisor:
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
+        elif not self._settled:
+            with around("waits"):
+                self._note_waits(observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
@@ -285,6 +288,12 @@ class Supervisor:
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
+
+    def _note_waits(self, observation: Observation) -> None:
+        """Note for each model that is to be loaded what keeps the daemon from its first look at the ranks."""
+        bar = self._gate.block_reason(observation, ())
+        for record in self.registry.records.values():
+            record.wait = bar if record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED else None
 
     def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""

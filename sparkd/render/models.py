@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from sparkd.condition import Condition
 from sparkd.render.page import PIPE_WIDTH, date, duration, printable, say_json
 from sparkd.render.table import Table
 from sparkd.units import GIB, MIB
@@ -37,10 +36,6 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
-_BARS = frozenset(
-    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
-)
 
 
 class Line(Protocol):
@@ -126,11 +121,6 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     if facts.get("cache_state") == "writing" and facts.get("cache_why"):
         parts.append(facts["cache_why"])
     return ", ".join(parts)
-
-
-def bar_in(conditions: Iterable[Condition]) -> Condition | None:
-    """The first condition that keeps the daemon from loading any model."""
-    return next((condition for condition in conditions if condition.reason in _BARS and condition.node is None), None)
 
 
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
