@@ -61,7 +61,6 @@ def export(
     Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
     """
     wanted = chosen(model, quantize, config, os.environ, session.client.settings)
-    _check_groups(wanted)
     began: tuple[float, int] | None = None
     with show.progress(session.err) as line:
 
@@ -113,23 +112,6 @@ def chosen(
     if not isinstance(recipe, QuantizationRecipe) or not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
-
-
-def _check_groups(wanted: Chosen) -> None:
-    """Raises CheckpointError for what the program would refuse after half a minute of imports. A checkpoint that cannot be read, or is of a
-    kind that is not known here, is left to it."""
-    from sparkd.capacity.weights import inventory, uneven_groups
-    from sparkd.checkpoint import read_checkpoint
-    from sparkd.checkpoint.shape import shape_of
-
-    try:
-        checkpoint = read_checkpoint(wanted.folder)
-        weights = inventory(checkpoint, shape_of(checkpoint.config))
-    except CheckpointError:
-        return
-    model = weights.formatted(wanted.recipe)
-    if uneven := uneven_groups(model):
-        raise CheckpointError(uneven, file=checkpoint.folder)
 
 
 def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:

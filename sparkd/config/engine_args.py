@@ -18,13 +18,11 @@ from sparkd.vllm.unaccounted_args import (
     BYTES,
     CACHE,
     KV_DTYPES,
-    LAYOUT,
     NARROW,
     WEIGHTS,
     WIDE,
     changed_by,
     count_in,
-    in_blocks,
     unsized,
 )
 from workers.quantization.best_wish import BestWish
@@ -140,7 +138,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     uncounted, blocks, block_tokens = tuple(unsized(flags)), count_in(flags, BLOCKS), count_in(flags, BLOCK)
     changes = changed_by(uncounted)
     changes |= {WEIGHTS, CACHE} if spec.dtype in WIDE and (drafts or spec.quantize is not None) else frozenset()
-    changes |= {CACHE} if (spec.kv_cache_dtype or "auto") not in KV_DTYPES or in_blocks(env) else frozenset()
+    changes |= {CACHE} if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else frozenset()
     share, share_words = kv_sizing.share_of(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
@@ -176,5 +174,4 @@ def settings_uncounted(args: EngineArgs) -> list[str]:
     # With float32, formats and a separate draft are not counted.
     counted = args.wide and spec.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
-    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
-    return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
+    return names + ([f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else [])

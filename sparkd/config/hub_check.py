@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.checkpoint.hub import Hub
 from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
@@ -83,4 +82,4 @@ def _asked(spec: ModelConfig, env: Mapping[str, str]) -> _Answer:
         return ModelUnusable, error.message
     if not holds_model(listing.sizes):
         return ModelUnusable, f"{spec.model} has no config.json on its hub, so vLLM cannot serve it. Check `model` in its entry."
-    return Remote(listing.commit, listing.sizes.keys(), cache(partial(hub.whole, listing.commit, limit=MAX_JSON_BYTES)))
+    return Remote(listing.commit, listing.sizes.keys(), cache(partial(hub.whole, listing.commit)))

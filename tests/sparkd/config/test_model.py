@@ -232,7 +232,7 @@ def test_an_empty_value_is_refused(value: Any) -> None:
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
         ({"model": "./m"}, ["absolute path"]),
-        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["--max-mod ", "--max-model-len?"]),
+        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["--max-mod", "--max-model-len?"]),
     ],
 )
 def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: list[str]) -> None:
