@@ -38,7 +38,6 @@ TOGETHER: list[tuple[dict[str, Any], list[int]]] = [
 ENTRIES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
     ({"dtype": "float99"}, ("models.m.dtype", "float"), 4),
     ({"tool_call_parser": "hermess"}, ("models.m.tool_call_parser", "hermes?"), 4),
-    ({"load_format": "spark_stream"}, ("load_format", "quantize is not set"), 4),
     ({"sampling": {"temperature": 9}}, ("models.m.sampling.temperature",), 4),
     ({"memory_gib": 4, "kv_cache": {"bytes": "8GiB"}}, ("kv_cache", "8GiB", "4 GiB"), 5),
     ({"quantize": "nvfp4", "quantization": "fp8"}, ("quantization", "exclude each other"), 5),
