@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.footprint import room_of
-from sparkd.capacity.launch import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.engine_args import engine_args
+from sparkd.config.kv_cache import sizing_of
 from sparkd.errors import ConfigError
 from sparkd.hardware import machine
 from tests.support.facts import lacking
@@ -30,7 +30,8 @@ def model(**keys: Any) -> ModelConfig:
 
 def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, reserved_bytes: int | None = None) -> dict[str, Any]:
     config = load_config(None, flags={"state_dir": "/s"}, environ={})
-    return sizing_of(config, parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, reserved_bytes)
+    spec = parse_model("m", {"model": "/m", **keys}, over_admin=False)
+    return sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)
 
 
 @pytest.mark.parametrize(
