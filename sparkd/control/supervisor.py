@@ -28,6 +28,7 @@ from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.rank_stopper import RankStopper
+from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
@@ -255,6 +256,9 @@ class Supervisor:
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
+        elif not self._settled:
+            with around("waits"):
+                self._note_waits(observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
@@ -296,6 +300,12 @@ class Supervisor:
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
+
+    def _note_waits(self, observation: Observation) -> None:
+        """Note for each model that is to be loaded what keeps the daemon from its first look at the ranks."""
+        block_reason = self._gate.block_reason(observation)
+        waiting = [record.name for record in self.registry.records.values() if _waits(record)]
+        self._last_schedule = Schedule(waits={} if block_reason is None else dict.fromkeys(waiting, block_reason))
 
     def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
@@ -377,3 +387,7 @@ class Supervisor:
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
+
+
+def _waits(record: Record) -> bool:
+    return record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED
