@@ -17,7 +17,6 @@ from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
     NotFound,
-    NoToolParser,
     SparkdError,
     Unavailable,
     UnsupportedEncoding,
@@ -35,7 +34,6 @@ from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
-from sparkd.vllm.parsers import Parsers
 
 _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
@@ -60,8 +58,6 @@ class EngineLease(Protocol):
     def model(self) -> str: ...
     @property
     def upstream(self) -> Upstream: ...
-    @property
-    def parsers(self) -> Parsers | None: ...
 
 
 class Leases(Protocol):
@@ -169,7 +165,6 @@ class Proxy:
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(exchange.headers), waits=waits, need=need) as lease:
                 exchange.model = lease.model
-                _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
@@ -303,14 +298,6 @@ def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     if route.need is None or route.label not in _WITH_TOOLS or not exchange.members.functions:
         return route.need
     return replace(route.need, tools=True)
-
-
-def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
-    """Raises NoToolParser if the request has tools and the engine has no parser for them. vLLM's own error would name vLLM's flags."""
-    parsers = lease.parsers
-    if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and exchange.members.functions:
-        lease.answered = None
-        raise NoToolParser(lease.model, parsers.nearest)
 
 
 def _check_content(kind: RouteKind, media: bytes, encoding: bytes) -> None:

@@ -17,7 +17,7 @@ from unittest import mock
 import uvicorn.server
 from starlette.types import Receive, Scope, Send
 
-from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
+from sparkd.errors import NoToolParser, RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
@@ -76,7 +76,6 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
-    parsers: Parsers | None = None
     answered: bool | None = False
     load_s: float | None = None
 
@@ -110,6 +109,8 @@ class FakeSupervisor:
             raise UnknownModel(name, list(self.models))
         if need is not None and not self.abilities.get(found.name, Abilities()).has(need):
             raise RouteNotServed(found.name, need.path, None)
+        if need is not None and need.tools and self.parsers is not None and self.parsers.tool is None:
+            raise NoToolParser(found.name, self.parsers.nearest)
         self.needs.append(need)
         self.waiting += 1
         if waits is not None and not self.gate.is_set():
@@ -125,7 +126,7 @@ class FakeSupervisor:
             raise self.refusal
         self.leased.append((found.name, probe))
         self.held += 1
-        lease = FakeLease(found.name, self.upstreams.get(found.name, self.upstream), self.parsers)
+        lease = FakeLease(found.name, self.upstreams.get(found.name, self.upstream))
         try:
             yield lease
         finally:
