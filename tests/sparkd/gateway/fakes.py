@@ -15,10 +15,11 @@ from typing import Any
 from unittest import mock
 
 import uvicorn.server
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparkd.errors import NoToolParser, RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.exchange import CONNECTION
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
@@ -78,6 +79,27 @@ class FakeLease:
     upstream: Upstream
     answered: bool | None = False
     load_s: float | None = None
+
+
+class FakeConnection:
+    """The part of a client's connection that the edge uses, for a test without a server. when_gone: what the client's end calls."""
+
+    limits = ClientLimits()
+
+    def __init__(self) -> None:
+        self.when_gone: Callable[[], object] | None = None
+
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
+        self.when_gone = callback
+
+
+def connected(edge: Edge) -> ASGIApp:
+    """The edge for a transport that gives its requests no connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await edge({**scope, "extensions": {CONNECTION: FakeConnection()}}, receive, send)
+
+    return app
 
 
 class FakeSupervisor:
@@ -413,7 +435,7 @@ async def serving(
     """
     limits = limits or ClientLimits(cut_s=0.0)
     changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
-    settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
+    settings = EdgeSettings(keys=keys or KeyDigests(), **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
     supervisor = FakeSupervisor(upstream)
     calls: list[Scope] = []
