@@ -32,7 +32,7 @@ from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
-from sparkd.vllm.parsers import Parsers, of_handle
+from sparkd.vllm.parsers import of_handle
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -62,12 +62,10 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "upstream")
 
     model: str
     upstream: Upstream
-    # None if the engine's parsers are unknown.
-    parsers: Parsers | None
 
     def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._queue = queue
@@ -80,13 +78,12 @@ class Lease:
 
     async def __aenter__(self) -> Lease:
         record = await self._queue.enter(self._name, self._probe, self._waits, self._need)
-        upstream, handle = record.upstream, record.attempt.handle
+        upstream = record.upstream
         if upstream is None:
             raise _gone_down(record)
         record.queue.begin(probe=self._probe)
         self._held = record
         self.model, self.upstream = record.name, upstream
-        self.parsers = of_handle(handle.parsers) if handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,6 +122,8 @@ class LeaseQueue:
             _refuse_above_limit(record)
         else:
             await self._wait(record, waits, need)
+        if need is not None and need.tools:
+            await self._refuse_toolless(record)  # by the parsers of the engine that is up
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
@@ -220,10 +219,13 @@ class LeaseQueue:
             raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {_SEE}")
 
     async def _refuse_toolless(self, record: Record) -> None:
-        """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
+        """Raise NoToolParser for a model without a tool parser, before it is loaded. An engine tells its parser, else the files do.
+
+        vLLM's own error would name vLLM's flags.
+        """
         if record.spec is None:
             return
-        if record.attempt.handle is not None and record.state in STARTING:
+        if record.attempt.handle is not None and (record.state in STARTING or record.state is ModelState.READY):
             parsers = of_handle(record.attempt.handle.parsers)
         else:
             parsers = await self._once(record, self._models.parsers, record.spec)

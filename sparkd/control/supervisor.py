@@ -110,7 +110,7 @@ class Supervisor:
 
         probe: lease a model that is not READY yet, and start none.
         waits: called once if the request has to wait.
-        need: what the request needs. Raises RouteNotServed if the model is known not to have it.
+        need: what the request needs. Raises RouteNotServed if the model is known not to have it, NoToolParser for tools without a parser.
         """
         return Lease(self._queue, name, probe, waits, need)
 

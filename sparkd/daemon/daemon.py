@@ -407,7 +407,6 @@ class Daemon:
     def _edge_settings(self, config: Config) -> EdgeSettings:
         return EdgeSettings(
             keys=self._keys(config),
-            limits=_limits(config),
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
             page_origins=frozenset(origin.encode() for origin in config.cors.origins),
