@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparkd.capacity.evidence import Evidence
-from sparkd.capacity.fit import Option, candidates_of, checked
+from sparkd.capacity.fit import Option, candidates_of, checked, source_of
 from sparkd.capacity.formats import mixes_of
 from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.weights import uneven_groups
@@ -123,7 +123,7 @@ def _refused(args: EngineArgs, runtime: InquiryRuntime) -> Option | None:
     args, headers = args.undecided(), headers_here(args)
     if headers is None:
         return None
-    stored, *_ = candidates_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime)))
+    stored, *_ = candidates_of(source_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime))))
     option = checked(stored, SPARK, args.split)
     return option if option.cause in _OF_VLLM else None
 

@@ -41,20 +41,30 @@ Unlinked = Mapping[int, str]
 LINKED: Unlinked = MappingProxyType({})
 
 
-class Candidate(NamedTuple):
-    """A model in one of the formats that come into question.
+class Source(NamedTuple):
+    """A checkpoint from which an entry may be served: its own, or a copy of that which others have quantized.
 
-    args: the entry in this format.
-    headers: of its files, or of those of a quantized copy.
-    recipe: of its weights.
-    format: the recipe's name in a plan.
-    is_copy: whether it is another checkpoint than the entry names.
+    args: the entry with this checkpoint.
+    headers: of its files.
     """
 
     args: EngineArgs
     headers: Headers
     evidence: Evidence
     consultation: Consultation
+
+
+class Candidate(NamedTuple):
+    """A source in one of the formats that come into question.
+
+    args: the entry in this format.
+    recipe: of its weights.
+    format: the recipe's name in a plan.
+    is_copy: whether it is another checkpoint than the entry names.
+    """
+
+    source: Source
+    args: EngineArgs
     recipe: QuantizationRecipe
     format: str
     is_copy: bool = False
@@ -115,38 +125,46 @@ def splits(most: int) -> Iterator[Ways]:
         yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
-def candidates_of(
-    args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING, *, beside: bool = False
-) -> list[Candidate]:
+def source_of(args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING) -> Source:
+    """node: as the one on which it is to run."""
+    return Source(args, headers, evidence, evidence.consultation(args, headers, node))
+
+
+def copies_of(own: Source, node: Hardware) -> list[Source]:
+    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
+    with it there is none."""
+    args = own.args
+    if args.spec.trust_remote_code:
+        return []
+    found = prequantized(args.spec.model, own.headers.model.checkpoint, {**os.environ, **args.env})
+    others = (args.with_keys(model=name, revision=None, quantize=None) for name, _ in found)
+    return [source_of(other, there, node, own.evidence) for other in others if (there := headers_here(other)) is not None]
+
+
+def candidates_of(own: Source, copies: Sequence[Source] = ()) -> list[Candidate]:
     """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
     data to calibrate with, then by ourselves (see `rank`), then in mixes that are smaller than any one format.
 
-    beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
+    copies: of the model, for `quantize: auto`. Raises ConfigError where no mix is as small as the entry asks for.
     """
+    args = own.args
     if not is_open(args.spec.quantize):
-        return _formatted(args, headers, [args.recipe], node, evidence)
-    choices = tuple(open_recipes(headers.model, args.wish, args.tensor_parallel or 1))
+        return _formatted(own, [args.recipe])
+    choices = tuple(open_recipes(own.headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
-    found = _formatted(args, headers, choices or (AS_IT_IS,), node, evidence)
-    if args.spec.quantize == AUTO and beside:
-        found[1:1] = [
-            candidate._replace(is_copy=True)
-            for other, there in _copies(args, headers)
-            for candidate in _formatted(other, there, [AS_IT_IS], node, evidence)
-        ]
+    found = _formatted(own, choices or (AS_IT_IS,))
+    if args.spec.quantize == AUTO:
+        found[1:1] = [candidate._replace(is_copy=True) for copy in copies for candidate in _formatted(copy, [AS_IT_IS])]
     return found
 
 
-def single_formats(args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING) -> list[Candidate]:
+def single_formats(own: Source) -> list[Candidate]:
     """The model in each of sparkd.capacity.formats.FORMATS and as it is stored, best first."""
-    return _formatted(args, headers, [recipe for _, recipe in recipes(headers.model, None)], node, evidence)
+    return _formatted(own, [recipe for _, recipe in recipes(own.headers.model, None)])
 
 
-def _formatted(
-    args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
-) -> list[Candidate]:
-    consultation = evidence.consultation(args, headers, node)
-    is_mixed = is_open(args.spec.quantize)
+def _formatted(source: Source, choices: Iterable[QuantizationRecipe]) -> list[Candidate]:
+    args, is_mixed = source.args, is_open(source.args.spec.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
         if not recipe.quantizes:
@@ -154,27 +172,9 @@ def _formatted(
         return recipe.default.spelling if not recipe.rules else BEST if is_mixed else CONFIGURED
 
     return [
-        Candidate(
-            args if recipe == args.recipe and not is_mixed else args.quantized(recipe),
-            headers,
-            evidence,
-            consultation,
-            recipe,
-            called(recipe),
-        )
+        Candidate(source, args if recipe == args.recipe and not is_mixed else args.quantized(recipe), recipe, called(recipe))
         for recipe in choices
     ]
-
-
-def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
-    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
-    with it there is none."""
-    if args.spec.trust_remote_code:
-        return
-    for name, _ in prequantized(args.spec.model, headers.model.checkpoint, {**os.environ, **args.env}):
-        other = args.with_keys(model=name, revision=None, quantize=None)
-        if (there := headers_here(other)) is not None:
-            yield other, there
 
 
 def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
@@ -199,13 +199,13 @@ def _least(option: Option) -> float:
 
 def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
     """The option without its footprint: with the reason for which vLLM or the loader would refuse it, if there is one."""
-    args, consultation, recipe = candidate.args, candidate.consultation, candidate.recipe
+    (_, stored, _, consultation), args, recipe = candidate.source, candidate.args, candidate.recipe
     consultation.ask([(AS_IT_IS, *ways), (recipe, *ways)])
-    headers = replace(candidate.headers, model=consultation.completed(candidate.headers.model))
+    headers = replace(stored, model=consultation.completed(stored.model))
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
-    longest = max(candidate.headers.model.shape.max_len, headers.model.shape.max_len)
+    longest = max(stored.model.shape.max_len, headers.model.shape.max_len)
     if isinstance(args.spec.max_model_len, int) and args.spec.max_model_len > longest and not _is_beyond(args, headers.model):
         reason = f"{args.spec.max_model_len:,} tokens are more than the {longest:,} that the model supports"
         return replace(option, reason=reason, cause="length", longest=longest)
@@ -213,7 +213,7 @@ def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked:
     if ways[0] > 1 and option.nodes in unlinked:
         return replace(option, reason=unlinked[option.nodes], cause="links")
     try:
-        formatted = candidate.headers.model.formatted(recipe)
+        formatted = stored.model.formatted(recipe)
         uneven = uneven_groups(formatted)
     except CheckpointError as error:
         return replace(option, reason=error.clause, cause="format")
@@ -241,15 +241,15 @@ def fitted(
     option = checked(candidate, node, ways, unlinked)
     if option.reason is not None:
         return option
-    args, headers, recipe = candidate.args, option.headers, candidate.recipe
-    model = replace(candidate.headers.model.formatted(recipe), inventory=headers.model)
+    (_, stored, evidence, consultation), args, recipe = candidate.source, candidate.args, candidate.recipe
+    headers, model = option.headers, replace(stored.model.formatted(recipe), inventory=option.headers.model)
     is_auto, most = args.spec.max_model_len == AUTO, option.serving.max_model_len
 
     def at(tokens: int) -> Footprint:
         own = args if tokens == most and not is_auto else args.with_keys(max_model_len=tokens)
         serving = serving_of(own, headers, node, ways)
-        exact = candidate.consultation.exact(recipe, serving)
-        measured = candidate.evidence.learned(own, headers, ways, node)
+        exact = consultation.exact(recipe, serving)
+        measured = evidence.learned(own, headers, ways, node)
         return footprint(model, serving, node, own, exact, measured)
 
     def fits(tokens: int) -> bool:

@@ -260,10 +260,10 @@ def _watch(record: Record, registry: Registry, now_s: float) -> Action | None:
         return _advance(record, present, registry.config, now_s)
     if record.state is ModelState.DRAINING:
         return Move(record.name, ModelState.READY)
-    return _expire(record, registry, now_s)
+    return _unload_after_ttl(record, registry, now_s)
 
 
-def _expire(record: Record, registry: Registry, now_s: float) -> Expire | None:
+def _unload_after_ttl(record: Record, registry: Registry, now_s: float) -> Expire | None:
     """The unload of a model that was idle for its ttl. It is unloaded once its companions were idle for as long."""
     ttl_s = registry.config.ttl_s(record.spec) if record.spec else 0.0
     companions = registry.ties.companions_of(record.name)

@@ -13,7 +13,7 @@ from sparkd.control.request_queue import RequestQueue
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import Desired, ModelState, RankFact, RankHandle, Wait, Want
+from sparkd.state.nouns import Desired, ModelState, RankFact, RankHandle, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,6 @@ class Record:
         self.observed = ObservedRanks(now_s)
         self.upstream: Upstream | None = None
         self.queue = RequestQueue(now_s)
-        # Its position in the queue of waiting models, 1 for the first.
-        self.turn: int | None = None
-        # Why it waits there.
-        self.wait: Wait | None = None
         # The model for which it is being evicted.
         self.evicted_for: str | None = None
         # None once it is READY again.
@@ -124,7 +120,6 @@ class Record:
         # Why and when the last try failed; a new try does not forget it.
         self.last_failure: Mapping[str, Any] | None = None
         self.hang_times_s: tuple[float, ...] = ()
-        self.restarts = 0
         self.backoff_until_s = float("-inf")
 
     @property
@@ -181,7 +176,6 @@ class Record:
         """Note a failure. lasts: another try does not help until its cause is fixed. client_message: the text for clients."""
         self.attempt = replace(self.attempt, reason=reason, message=message, lasts=lasts, client_message=client_message, ready_since_s=None)
         self.backoff_until_s = backoff_until_s
-        self.restarts += 1
 
     def forget_rank(self) -> None:
         """Forget the attempt of ranks that have ended, except how long its load took."""

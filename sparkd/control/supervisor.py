@@ -28,6 +28,7 @@ from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.rank_stopper import RankStopper
+from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
@@ -74,6 +75,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
+        self._last_schedule = Schedule()
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
@@ -81,6 +83,8 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.registry = registry
         self.journal = journal
+        # They are called with the snapshot of every tick.
+        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.tasks = Tasks(self.boundary)
         context = Context(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
         self._abilities = AbilityLookup(context)
@@ -133,7 +137,8 @@ class Supervisor:
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
             models={
-                name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
+                name: view(self.registry, record, now_s, self._last_schedule, self._watchdog.doubt(record))
+                for name, record in self.registry.records.items()
             },
             nodes=observation.nodes if observation else (),
             operations=self.journal.operations.all(self.registry.records),
@@ -251,13 +256,16 @@ class Supervisor:
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
+        elif not self._settled:
+            with around("waits"):
+                self._note_waits(observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
-            for show in self.journal.snapshot_followers:
+            for show in self.snapshot_followers:
                 show(snapshot)
 
     def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
@@ -293,6 +301,12 @@ class Supervisor:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
 
+    def _note_waits(self, observation: Observation) -> None:
+        """Note for each model that is to be loaded what keeps the daemon from its first look at the ranks."""
+        block_reason = self._gate.block_reason(observation)
+        waiting = [record.name for record in self.registry.records.values() if _waits(record)]
+        self._last_schedule = Schedule(waits={} if block_reason is None else dict.fromkeys(waiting, block_reason))
+
     def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
         for node in sorted(now.no_raylet - before.no_raylet):
@@ -320,16 +334,14 @@ class Supervisor:
         return make_schedule(self.registry, strangers, self._cluster.reservations.book(), self._clock(), block_reason)
 
     def _note_schedule(self, schedule: Schedule) -> None:
-        """Note for each waiting model its queue position and reason."""
-        for record in self.registry.records.values():
-            place = schedule.queue.index(record.name) + 1 if record.name in schedule.queue else None
-            record.turn = place if record.name in schedule.waits else None
-            if place is not None:
-                record.queue.ask(self._clock())
-            before, record.wait = record.wait, schedule.waits.get(record.name)
+        """Keep the queue positions and reasons of the waiting models, and write an event for each new reason."""
+        before, self._last_schedule = self._last_schedule, schedule
+        for name in schedule.queue:
+            self.registry.records[name].queue.ask(self._clock())
+        for name, wait in schedule.waits.items():
             # Seconds that are left change with every look.
-            if record.wait is not None and not record.wait.is_as(before):
-                self.journal.say("waits", record.name, record.wait.message)
+            if not wait.is_as(before.waits.get(name)):
+                self.journal.say("waits", name, wait.message)
         self._evictions.withdraw(schedule.victims)
 
     def _give_up(self, model: str, error: SparkdError) -> None:
@@ -375,3 +387,7 @@ class Supervisor:
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
+
+
+def _waits(record: Record) -> bool:
+    return record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED

@@ -48,7 +48,6 @@ from sparkd.fabric.rates import RateBook
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
-from sparkd.gateway.pages import origins_of
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.scraper import Scraper
@@ -402,7 +401,7 @@ class Daemon:
             limits=_limits(config),
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
-            page_origins=origins_of(config.cors.origins),
+            page_origins=frozenset(origin.encode() for origin in config.cors.origins),
             web=config.web,
         )
 

@@ -104,17 +104,18 @@ def _driver(host: Host) -> Iterator[Finding]:
 
 
 def _gpu(host: Host) -> Iterator[Finding]:
-    if host.hung("nvidia-smi"):
+    smi = host.program("nvidia-smi")
+    if smi["hung"]:
         cure = "Its driver hangs: stop engines; if `nvidia-smi` still does not end, restart (`sudo systemctl reboot --force --force`)."
-        yield host.find("nvidia-smi", FAIL, "GPU", host.trouble("nvidia-smi"), cure)
+        yield host.find("nvidia-smi", FAIL, "GPU", smi["trouble"], cure)
         return
-    if host.trouble("nvidia-smi"):
+    if smi["trouble"]:
         cure = "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must match."
-        if host.is_spark or not host.missing("nvidia-smi"):
-            yield host.find("nvidia-smi", FAIL, "GPU", host.trouble("nvidia-smi"), cure)
+        if host.is_spark or not smi["missing"]:
+            yield host.find("nvidia-smi", FAIL, "GPU", smi["trouble"], cure)
         return
     if not host.gpu:
-        answer = host.command("nvidia-smi").strip().partition("\n")[0][:80] or "nothing"
+        answer = smi["text"].strip().partition("\n")[0][:80] or "nothing"
         command = "sudo dmesg | grep NVRM"
         cure = f"Look at `{command}`; in a container, start it with --gpus all."
         yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure, command)
@@ -136,7 +137,7 @@ def _gpu(host: Host) -> Iterator[Finding]:
 def _kernel_log(host: Host) -> Iterator[Finding]:
     """Findings from the kernel's log, by the table for engines' logs: each diagnosis once, with the number of its lines."""
     seen: Counter[Diagnosis] = Counter()
-    for line in host.command("dmesg").splitlines():
+    for line in host.program("dmesg")["text"].splitlines():
         if fault := diagnose(line):
             seen[fault] += 1
     for fault, times in seen.items():

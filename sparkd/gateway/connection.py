@@ -63,13 +63,13 @@ class Connection(asyncio.Protocol):
         self._bodies: list[bytes] = []
         self._answering = False  # whether the sink has the head
         self._complete = True
-        self._whole_request = True
-        self._keep = False
-        self._made = False
+        self._request_written = True
+        self._keep_alive = False
+        self._connected = False
         self._between_chunks = False
         self._pass: Callable[[bytes], None] | None = None
         self._passing: Callable[[bytes], None] | None = None  # _pass, while the parser stands between two chunks
-        self.passed = self._past = self._older = b""
+        self.passed = self._second_last = self._third_last = b""
         self.passed_bytes = self.passed_pieces = 0
         self._writable: asyncio.Future[None] | None = None
 
@@ -85,11 +85,11 @@ class Connection(asyncio.Protocol):
         self._headers = []
         self._answering = self._complete = self._between_chunks = False
         self._pass = None
-        self.passed, self._past, self._older, self.passed_bytes, self.passed_pieces = b"", b"", b"", 0, 0
+        self.passed, self._second_last, self._third_last, self.passed_bytes, self.passed_pieces = b"", b"", b"", 0, 0
         if len(body) <= _SLICE_BYTES:
             self.transport.write(head + body)
             return
-        self._whole_request = False
+        self._request_written = False
         self.transport.write(head)
         # In slices, because the transport copies what the socket does not take at once.
         with memoryview(body) as view:
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
                 if self._sink is not sink:
                     return
                 self.transport.write(bytes(view[at : at + _SLICE_BYTES]))
-        self._whole_request = True
+        self._request_written = True
 
     def abort(self, sink: ResponseSink) -> None:
         """Hang up unless the exchange of `sink` is over. Nothing more reaches it, and vLLM aborts the request."""
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         """Close a connection that was never lent. If the task that opens it is cancelled, uvloop does not call connection_lost."""
         self._upstream.closed(self)
         self._parser = None
-        if self._made:
+        if self._connected:
             self.transport.abort()
 
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
@@ -122,14 +122,14 @@ class Connection(asyncio.Protocol):
         """
         self._pass = write
 
-    def keep(self, data: bytes) -> None:
+    def remember(self, data: bytes) -> None:
         """Take a piece that the sink passed on itself for the last one that was passed on."""
-        self._older, self._past, self.passed = self._past, self.passed, data[-_TAIL_BYTES:]
+        self._third_last, self._second_last, self.passed = self._second_last, self.passed, data[-_TAIL_BYTES:]
 
     @property
     def tail(self) -> bytes:
         """The last three pieces that were passed on, of each its last bytes."""
-        return b"".join((self._older, self._past, self.passed))
+        return b"".join((self._third_last, self._second_last, self.passed))
 
     def pause(self) -> None:
         if not self.transport.is_closing():
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._made = True
+        self._connected = True
         self._upstream.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
                 if data.startswith(head) and data.endswith(_CRLF):
                     self.passed_bytes += size
                     self.passed_pieces += 1
-                    self._older, self._past, self.passed = self._past, self.passed, data
+                    self._third_last, self._second_last, self.passed = self._second_last, self.passed, data
                     self._passing(data)
                     return
         if self._sink is None:  # no request is open
@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
         self._passing = None
         self._parser = None  # it holds this object's methods
         sink, self._sink = self._sink, None
-        self._let_writer_go()
+        self._wake_writer()
         if sink is None:
             return
         if self._answering:
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
         self._writable = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        self._let_writer_go()
+        self._wake_writer()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             return
         self._answering = True
-        self._keep = self._parser.should_keep_alive()
+        self._keep_alive = self._parser.should_keep_alive()
         if self._sink is not None:
             self._sink.head(status, headers)
 
@@ -247,13 +247,13 @@ class Connection(asyncio.Protocol):
                 self._passing = self._pass
 
     def _done(self, sound: bool) -> None:
-        if sound and self._keep and self._whole_request:
+        if sound and self._keep_alive and self._request_written:
             self._upstream.keep(self)
             return
-        self._let_writer_go()
+        self._wake_writer()
         self.transport.abort()
 
-    def _let_writer_go(self) -> None:
+    def _wake_writer(self) -> None:
         writable, self._writable = self._writable, None
         if writable is not None and not writable.done():
             writable.set_result(None)

@@ -121,15 +121,15 @@ class Exchange:
         """Whether the client speaks OpenAI's API of /v1/responses."""
         return self.scope["path"].startswith("/v1/responses")
 
-    async def answer(self, status: int, headers: RawHeaders, body: bytes = b"", *, named: bool = True) -> None:
-        """Send a whole answer of sparkd's own, with its date and, if `named`, the request's id."""
+    async def answer(self, status: int, headers: RawHeaders, body: bytes = b"") -> None:
+        """Send a whole answer of sparkd's own, with its date and the request's id."""
         self.status, self.bytes_out = status, len(body)
-        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.marks(named=named)]})
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.own_headers()]})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def marks(self, *, named: bool = True) -> RawHeaders:
+    def own_headers(self) -> RawHeaders:
         """The headers that each of sparkd's own answers has."""
-        return [(b"date", date()), *([(b"x-request-id", self.request_id.encode())] if named else [])]
+        return [(b"date", date()), (b"x-request-id", self.request_id.encode())]
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""

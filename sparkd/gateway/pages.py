@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from sparkd.errors import Forbidden
-from sparkd.gateway.headers import RawHeaders
+from sparkd.gateway.headers import RawHeaders, media_type
 
 CLIENT = b"x-sparkd-client"
 PREFLIGHT = b"access-control-request-method"
@@ -21,14 +21,14 @@ _NOT_OF_A_PAGE = (CLIENT, b"authorization", b"x-api-key")
 _OWN_SITE = (b"same-origin", b"none")
 
 
-def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bool, allowed_page: bool) -> None:
+def check_local(headers: Mapping[bytes, bytes], method: str, *, reads_only: bool, allowed_page: bool) -> None:
     """Raise Forbidden for a request that may come from a web page: without keys the loopback address is the only guard, and pages reach it.
 
     A page comes by a name that it rebinds to 127.0.0.1 (then Host is that name), or by a form, an image or a fetch (then Origin or
     Sec-Fetch-Site says so), also from another port of this machine. Browsers leave these two out now and then. So a POST must show a header
     that a browser sends for a page only after it has asked the server, and sparkd refuses that question.
 
-    does_nothing: the route only shows what is.
+    reads_only: the route only shows what is.
     allowed_page: Origin is one that the configuration lets in (`cors`).
     """
     host = headers.get(b"host", b"localhost")  # only clients of HTTP/1.0 may leave it out, and no browser is one
@@ -39,20 +39,16 @@ def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bo
     origin = headers.get(b"origin")
     if origin is not None and origin.lower() not in (b"http://" + host.lower(), b"https://" + host.lower()):
         raise Forbidden("Without API keys sparkd refuses pages of other web sites and ports; configure keys.")
-    if does_nothing:
+    if reads_only:
         return
     if headers.get(b"sec-fetch-site", _OWN_SITE[0]) not in _OWN_SITE:
         raise Forbidden("Without API keys sparkd refuses pages of other web sites and ports; configure keys.")
     # Other methods are never sent to another origin without asking first.
-    if method == "POST" and not _is_json(headers) and not any(name in headers for name in _NOT_OF_A_PAGE):
+    if method == "POST" and media_type(headers) != b"application/json" and not any(name in headers for name in _NOT_OF_A_PAGE):
         raise Forbidden(
             "Without API keys a POST must show that no web page sent it. Send `content-type: application/json`, or the header "
             f"`{CLIENT.decode()}` with any value."
         )
-
-
-def origins_of(texts: Iterable[str]) -> frozenset[bytes]:
-    return frozenset(text.encode() for text in texts)
 
 
 def page_headers(origin: bytes) -> RawHeaders:
@@ -72,7 +68,3 @@ def preflight_headers(methods: Iterable[str], headers: Mapping[bytes, bytes]) ->
     if headers.get(b"access-control-request-private-network") == b"true":
         allowed.append((b"access-control-allow-private-network", b"true"))
     return allowed
-
-
-def _is_json(headers: Mapping[bytes, bytes]) -> bool:
-    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"

@@ -36,7 +36,6 @@ class ModelView:
     max_model_len: int | None
     source: str
     quantize: Mapping[str, Any] | str | None
-    kv_cache: Mapping[str, Any] | str | None
     state: ModelState
     want: Want
     wanted_by: str
@@ -50,7 +49,6 @@ class ModelView:
     in_flight: int
     queued: int
     failures: int
-    restarts: int
     retry_in_s: float | None
     load_s: float | None
     memory_gib: float | None

@@ -72,20 +72,15 @@ BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 BYTES = "kv-cache-memory-bytes"
 
 
-def uncounted(flags: Flags) -> list[str]:
-    """Every such flag, without its value."""
-    return [_written(name, value) for name, value in flags.items() if name in _FLAGS and value not in OWN_WORKERS]
-
-
 def measured(args: Sequence[str]) -> list[str]:
     """Every flag whose cost is not counted beforehand and is measured by each start."""
     return [_written(name, value) for name, value in parsed(args).items() if name in _MEASURED]
 
 
 def unsized(flags: Flags) -> list[str]:
-    """`uncounted`, less a number of blocks of the cache, which is counted."""
-    counted = count_in(flags, BLOCKS) is not None
-    return [flag for flag in uncounted(flags) if not (counted and _name(flag) == BLOCKS)]
+    """Every such flag, without its value, but a number of blocks of the cache, which is counted."""
+    names = _FLAGS - {BLOCKS} if count_in(flags, BLOCKS) is not None else _FLAGS
+    return [_written(name, value) for name, value in flags.items() if name in names and value not in OWN_WORKERS]
 
 
 def unanswered(args: Sequence[str]) -> list[str]:
@@ -94,7 +89,7 @@ def unanswered(args: Sequence[str]) -> list[str]:
 
 
 def changed_by(flags: Iterable[str]) -> frozenset[str]:
-    """The parts (WEIGHTS, CACHE, OTHER) that flags of `uncounted` may change."""
+    """The parts (WEIGHTS, CACHE, OTHER) that flags of `unsized` may change."""
     changed: set[str] = set()
     for name in map(_name, flags):
         if name in _CACHE:

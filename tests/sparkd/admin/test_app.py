@@ -106,7 +106,7 @@ class Connection:
     def __init__(self) -> None:
         self.when_gone: Callable[[], object] | None = None
 
-    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
         self.when_gone = callback
 
 

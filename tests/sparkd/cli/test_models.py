@@ -84,7 +84,7 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
     running = {"id": "1", "model": "m", "kind": "load", "state": "RUNNING", "message": ""}
     room = "It waits for room, 3 GiB: b may stay for another {} s."
     waits = [
-        (None, "STOPPED", None),
+        ("No Ray.", "STOPPED", {"reason": "RayStarting", "models": []}),
         (room.format(9), "STOPPED", {"reason": "Stay", "models": ["b"]}),
         (room.format(8), "STOPPED", {"reason": "Stay", "models": ["b"]}),
         ("After c.", "FAILED", {"reason": "StartedFirst", "models": ["c"]}),
@@ -94,7 +94,6 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
         "/models/m/load": [running],
         "/models/m": [{"state": state, "message": why, "reason": None, "wait": wait, "progress": None} for why, state, wait in waits],
         "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "Ready."}],
-        "/status": [{"typed_conditions": [{"reason": "RayStarting", "message": "No Ray.", "node": None}]}],
     }
     assert exit_code(["--url", answers.url, "load", "m"]) == 0
     out, err = capsys.readouterr()

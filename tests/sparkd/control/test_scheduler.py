@@ -219,7 +219,7 @@ async def fill(made: Scene, by: str) -> None:
 
 
 def waits_of(made: Scene, name: str) -> str:
-    return made.supervisor.registry.find(name).wait.reason
+    return made.supervisor.snapshot().models[name].wait.reason
 
 
 async def make_ready(made: Scene, name: str) -> None:
@@ -261,7 +261,8 @@ async def test_a_model_that_failed_says_so_while_it_waits(tmp_path: Path) -> Non
         made.clock.now_s += 30
         await made.tick()
 
-        view, wait = made.supervisor.snapshot().models["a"], made.supervisor.registry.find("a").wait
+        view = made.supervisor.snapshot().models["a"]
+        wait = view.wait
         assert (view.state.value, view.reason, wait and wait.reason) == ("FAILED", "EngineExited", LOADS)
         assert wait and lacking(view.message, "exit code 1", wait.message) == []
 
@@ -271,7 +272,8 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         made.cluster.offered = {"n": 100}
 
         def shown(name: str) -> tuple[str, int | None, str | None]:
-            view, wait = made.supervisor.snapshot().models[name], made.supervisor.registry.find(name).wait
+            view = made.supervisor.snapshot().models[name]
+            wait = view.wait
             assert view.message == (None if wait is None else wait.message)
             return view.state.value, view.turn, None if wait is None else wait.reason
 

@@ -44,7 +44,7 @@ from sparkd.errors import (
 )
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
-from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
+from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Wait, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
@@ -148,7 +148,12 @@ async def test_it_acts_only_after_the_first_reading_and_the_adoption_scan(tmp_pa
         await made.tick(2)
         assert made.cluster.log == []
         assert not made.supervisor.snapshot().settled
+        made.cluster.connected, made.cluster.trouble = False, Condition("RayUnavailable", "Ray cannot be reached.")
+        await made.tick()
+        waiting = made.supervisor.snapshot().models["m"]
+        assert (waiting.message, waiting.wait) == ("Ray cannot be reached.", Wait("RayUnavailable", "Ray cannot be reached."))
 
+        made.cluster.connected, made.cluster.trouble = True, None
         from tests.support.fakes import READING
 
         made.cluster.reading = READING

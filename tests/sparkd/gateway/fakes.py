@@ -67,7 +67,6 @@ def view(name: str, **changes: Any) -> ModelView:
         "in_flight": 0,
         "queued": 0,
         "failures": 0,
-        "restarts": 0,
     }
     return ModelView(**(plain | changes))
 

@@ -297,7 +297,7 @@ async def test_an_idle_client_may_ask_once_more_while_the_server_ends(gateway: R
         client.send(request("GET", "/livez"))
         assert (await client.answer()).status == 200
     gateway.server.should_exit = True
-    await soon(lambda: all(connection._last for connection in gateway.server.server_state.connections))
+    await soon(lambda: all(connection._shutting_down for connection in gateway.server.server_state.connections))
     asks.send(request("GET", "/livez"))
     answer = await asks.answer()
     assert (answer.status, answer.headers["connection"]) == (200, "close")

@@ -22,7 +22,6 @@ from sparkd.vllm.unaccounted_args import (
     count_in,
     reserved_whole,
     unanswered,
-    uncounted,
     unsized,
 )
 from tests.support.accounts import needed_gib
@@ -38,7 +37,7 @@ from tests.support.accounts import needed_gib
     ],
 )
 def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> None:
-    assert list(uncounted(parsed(args))) == told
+    assert list(unsized(parsed(args))) == told
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_a_worker_class_of_ours_is_the_same_whoever_names_it(name: str) -> None:
     args = ["--worker-cls", name]
     spec = parse_model("m", {"model": "o/m", "extra_args": args, "kv_cache": {"tokens": 4096}}, over_admin=False)
     assert not vllm_sizes(spec)
-    assert list(uncounted(parsed(args))) == []
+    assert list(unsized(parsed(args))) == []
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--worker-cls", f"{name}s"]}, over_admin=False)
     assert vllm_sizes(spec)
 
