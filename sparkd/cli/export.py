@@ -127,11 +127,14 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
         "device": device,
     }
     command = module_command(str(wanted.runtime or sys.executable), "workers.vllm.export")
-    with tempfile.TemporaryFile() as errors:
+    last: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as order, tempfile.TemporaryFile() as errors:
+        json.dump(request, order)
+        order.seek(0)
         try:
             program = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=order,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=program_environment(os.environ),
@@ -139,13 +142,15 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
             )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error.strerror}. Set engine.runtime to a Python that has torch.") from None
-        try:
-            last = _follow(program, request, tell)
-        except BaseException:
-            program.terminate()
-            raise
-        finally:
-            _end(program)
+        with program:
+            try:
+                for raw in program.stdout or ():
+                    last = json.loads(raw)
+                    if last["event"] == "progress":
+                        tell(last)
+            except BaseException:
+                _end(program)
+                raise
         if last.get("event") == "error":
             raise CheckpointError(str(last["message"]))
         if last.get("event") != "done":
@@ -168,30 +173,9 @@ def how_far(event: Mapping[str, Any], seconds: float, before: int) -> str:
     return f"{words}, {rate / 1e9:.2f} GB/s, about {(total - done) / rate:.0f} s left"
 
 
-def _follow(program: subprocess.Popen[bytes], request: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-    if program.stdin is None or program.stdout is None:
-        return last
-    try:
-        program.stdin.write(json.dumps(request).encode())
-        program.stdin.close()
-    except BrokenPipeError:
-        return last
-    for raw in program.stdout:
-        last = json.loads(raw)
-        if last["event"] == "progress":
-            tell(last)
-    return last
-
-
 def _end(program: subprocess.Popen[bytes]) -> None:
-    """Wait for the export program to end. A cancelled program removes its output first."""
-    for pipe in (program.stdin, program.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass
+    """Interrupt the program, which removes its output first."""
+    program.terminate()
     try:
         program.wait(REMOVE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
