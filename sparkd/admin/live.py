@@ -93,7 +93,7 @@ class Live:
         self.stream = LiveStream()
         self.starts = Starts()
         self.series = series
-        journal.snapshot_followers.append(self.starts.look)
+        supervisor.snapshot_followers.append(self.starts.look)
         self._supervisor = supervisor
         self._registry = registry
         self._journal = journal

@@ -21,6 +21,7 @@ from sparkd.capacity.fit import (
     serving_of,
     short_cache,
     single_formats,
+    source_of,
 )
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
@@ -112,7 +113,7 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
         return FitRefusal(_reason(option), replace(_cure(option, [option], 1), effect=""), option.cause)
     if option is not None and known is not None and (lacks := _lacks(option, known, need.gib, most_gib, where)):
         return lacks
-    if share := share_too_large(args, need.gib, need.hardware, most_gib, where):
+    if share := share_too_large(args, need.gib, need.node, most_gib, where):
         return share
     if need.gib > most_gib:
         size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}, or set memory_gib")
@@ -197,9 +198,9 @@ def advice(option: Option, room: int, ways: Ways = (1, 1), *, instead_of: int = 
     if serving.unknown:
         return None
     node = replace(option.node, memory_bytes=room, system_bytes=0)
-    one = replace(args, max_model_len=serving.max_model_len, cache=AUTO, margin_bytes=0, share=None, memory_gib=None)
-    options = [fitted(candidate, node, ways) for candidate in single_formats(one, headers, node)]
-    own = AS_STORED if args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
+    one = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
+    options = [fitted(candidate, node, ways) for candidate in single_formats(source_of(one, headers, node))]
+    own = AS_STORED if args.spec.quantize is None or is_open(args.spec.quantize) else args.recipe.default.spelling
     if not instead_of and any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way
     split = {"tensor_parallel": ways[0]} if instead_of else {}

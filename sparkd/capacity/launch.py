@@ -12,8 +12,8 @@ from typing import Any
 
 from sparkd.capacity.evidence import FAMILIES, engine_of
 from sparkd.capacity.fit import Option
+from sparkd.capacity.placed_entry import refused_flags, runtime_of
 from sparkd.capacity.planned_entry import PlannedEntry
-from sparkd.capacity.requirement import refused_flags, runtime_of
 from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.kv_cache import without_cpu_space

@@ -219,11 +219,8 @@ def asked_here(
 def _planned_here(
     named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], draw: Draw | None, *, quick: bool
 ) -> dict[str, Any]:
-    from sparkd.capacity.evidence import Answers
     from sparkd.capacity.plan import plan as plan_of
-    from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
-    from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_at
     from sparkd.render.models import headers_of
 
@@ -231,22 +228,18 @@ def _planned_here(
     env = {**os.environ, **entry.env}
     with headers_of(entry.spec.model) as progress:
         checkpoint = checkpoint_at(entry.spec.model, entry.spec.revision, env, progress)
-    runtime = _runtime_of(named)
 
     def answer(*, quick: bool) -> dict[str, Any]:
-        answers = Answers(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
-        answer = plan_of(
+        return plan_of(
             request,
             entry,
             checkpoint,
             machine,
             read=lambda draft: checkpoint_at(draft, None, env),
-            copies=lambda source, stored: prequantized(source, stored, env),
-            answers=answers,
+            ask=partial(asked_here, runtime=entry.runtime, quick=quick, unheard=unheard),
         )
-        return {**answer, "vllm": vllm_json(runtime, answers)}
 
-    if draw is not None and not quick and runtime.version is not None:
+    if draw is not None and not quick and entry.runtime.version is not None:
         guess = answer(quick=True)
         if not guess["vllm"]["answered"]:
             draw(guess)

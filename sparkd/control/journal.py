@@ -14,7 +14,6 @@ from sparkd.control.operations import Operations
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Desired, Event, RankHandle
-from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import History, Store
 
 log = logging.getLogger("sparkd.events")
@@ -82,8 +81,6 @@ class Journal:
         self._said = 0
         self.operations = Operations(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
-        # They are called with the snapshot of every tick.
-        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.trouble: Condition | None = None
 
     def keep_wish(self, desired: Desired) -> None:

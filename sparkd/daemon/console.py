@@ -105,7 +105,7 @@ class Console:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
                 progress = "\n  ".join(_line(view, self._terminal) for view in moving)
-                line(progress + spent, "\n".join(show.step(view.state.value, view.reason, view.wait) for view in moving))
+                line(progress + spent, "\n".join(_step(view) for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -170,3 +170,7 @@ class Console:
 def _line(view: ModelView, terminal: Terminal) -> str:
     """How far a model is; while it cannot even begin, what it waits for."""
     return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, view.message)}"
+
+
+def _step(view: ModelView) -> str:
+    return show.step(view.state.value, view.reason, asdict(view.wait) if view.wait else None)

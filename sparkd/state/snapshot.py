@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Want
+from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Wait, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ModelView:
     origin: where the entry comes from: `file`, the configuration, or `api`, the admin API
     parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids
-    wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait
+    wait: why it waits; None for a model that does not wait
     last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`
     """
 
@@ -36,7 +36,6 @@ class ModelView:
     max_model_len: int | None
     source: str
     quantize: Mapping[str, Any] | str | None
-    kv_cache: Mapping[str, Any] | str | None
     state: ModelState
     want: Want
     wanted_by: str
@@ -50,7 +49,6 @@ class ModelView:
     in_flight: int
     queued: int
     failures: int
-    restarts: int
     retry_in_s: float | None
     load_s: float | None
     memory_gib: float | None
@@ -62,7 +60,7 @@ class ModelView:
     origin: str = "file"
     parsers: Mapping[str, str | None] | None = None
     stores_responses: bool = False
-    wait: Mapping[str, Any] | None = None
+    wait: Wait | None = None
     last_failure: Mapping[str, Any] | None = None
 
     def loading(self) -> dict[str, Any]:

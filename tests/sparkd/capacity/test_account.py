@@ -13,7 +13,7 @@ import yaml
 
 from sparkd.capacity.fit import Option, it_needs
 from sparkd.capacity.footprint import Footprint
-from sparkd.capacity.requirement import refused_flags, requirement_of
+from sparkd.capacity.placed_entry import refused_flags
 from sparkd.config.config import Config, parse_model
 from sparkd.config.engine_args import engine_args
 from sparkd.config.kv_cache import kv_cache, spelled
@@ -25,7 +25,7 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
-from tests.support.accounts import account, advice, needed_gib, needing, option, resolved, too_large
+from tests.support.accounts import account, advice, needed_gib, needing, option, requirement, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
@@ -320,8 +320,8 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
         asked.append((runtime, state, ask))
         return ()
 
-    monkeypatch.setattr("sparkd.capacity.requirement.refused", refused)
-    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _runtime: "0.32.0")
+    monkeypatch.setattr("sparkd.capacity.placed_entry.refused", refused)
+    monkeypatch.setattr("sparkd.capacity.placed_entry.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
         refused_flags(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
@@ -331,12 +331,12 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     sized = spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, quantize="auto", max_num_seqs=16)
-    found = requirement_of(sized, config, facts("e"), 100.0, 100.0)
-    assert found.spec.quantize is None
+    found = requirement(sized, config, facts("e"), 100.0, 100.0)
+    assert found.args.spec.quantize is None
     assert found.known is not None and found.known.cache is not None
     assert found.gib - 1 < (found.known.fixed + found.known.cache) / GIB <= found.gib
     with pytest.raises(RankError, match=r"vllm~=0\.32\.0 -c deploy/constraints\.txt"):
-        requirement_of(sized, config, facts(None), 100.0, 100.0)
+        requirement(sized, config, facts(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").touch()
@@ -344,4 +344,4 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
     for name, why in (("gone", "gone is not on"), ("empty", "empty is empty"), ("notes", r"notes .*config\.json")):
         with pytest.raises(ModelUnusable, match=why):
-            requirement_of(spec_of(tmp_path / name), config, facts("e"), 100.0, 100.0)
+            requirement(spec_of(tmp_path / name), config, facts("e"), 100.0, 100.0)

@@ -307,13 +307,17 @@ def test_the_name_of_a_key_is_not_sent(tmp_path: Path) -> None:
         ("spark1", "http://spark1:4000"),
         ("http://spark1:4001/v1", "http://spark1:4001"),
         ("https://spark1.example", "https://spark1.example"),
+        ("http://spark1:80/", "http://spark1:80"),
+        ("[fd00::1]", "http://[fd00::1]:4000"),
     ],
 )
 def test_an_address_may_be_short(text: str, url: str) -> None:
     assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
+@pytest.mark.parametrize(
+    "text", ["unix:/run/x", "http://u:secret@h:1", "http://u:secret@h:x", "http://u:secret@[h", "http://h:1/other", "h:65536"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         base_url(text)

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Placement, refuse_unloadable
+from sparkd.capacity.node_runtime import NodeRuntime
+from sparkd.capacity.placed_entry import placed_entry
+from sparkd.capacity.requirement import Placement
 from sparkd.cluster import placer
 from sparkd.cluster.placer import Placer
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
+from tests.support.accounts import refuse_unloadable
 from tests.support.checkpoints import layered, write
 from tests.support.facts import lacking
 from workers.quantization.recipe import QuantizationRecipe
@@ -338,7 +341,7 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
 def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
-    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, VLLM, 4) == [(2, 2), (1, 4)]
+    assert placer._ways(placed_entry(spec, Scene(tmp_path, {A: 20.0}).config, NodeRuntime(VLLM, A)), 4) == [(2, 2), (1, 4)]
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
