@@ -164,7 +164,7 @@ class _Entry:
             yield self._at(key, message)
         if useless := quantize.remark(self._model):
             yield self._at("quantize", useless, "warning", bare=True)
-        for remark in reserved_whole(self._model, ModelConfig.model_fields):
+        for remark in reserved_whole(self._model):
             yield self._at("extra_args", remark, "warning", bare=True)
         if loudness := logging_args.remark(self._model.vllm_flags(), self._env):
             yield self._at("extra_args", loudness, "warning", bare=True)
