@@ -108,7 +108,7 @@ class Placer:
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         if node == self._in_sight()[0]:
             return await asyncio.to_thread(self._runtime_here, interpreter)
-        return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
+        return await self._link.call(node, "runtime", interpreter, timeout_s=RUNTIME_S)
 
     async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Requirement) -> Requirement:
         """The requirement on the node that the model goes to, if its runtime or memory differs from this one's.
@@ -154,7 +154,7 @@ class Placer:
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
         others = self._in_sight()[1:]
-        asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
+        asking = (self._link.call(node, "staged", spec.model, spec.revision, cache_places(env), timeout_s=STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
         answers = await asyncio.gather(*asking, return_exceptions=True)
         if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
@@ -226,7 +226,7 @@ class Placer:
         files = (runtime_of(spec, config), used.model, used.revision, cache_places(env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
-            return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
+            return self._link.call(node, "identity", *files, timeout_s=IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(need.platform, env), linked or ways[0] > 1
         team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
