@@ -35,10 +35,9 @@ _STARTS: Mapping[str, tuple[float, Demand, SizeBounds]] = {
     "a reservation that two ranks share": (40, _DEMAND, SizeBounds(reserved=Reserved(80 * GIB, 62 * GIB, 2))),
 }
 _VOTES = {
-    "without a profile": (Vote(0, "e"), Vote(1, "e", learned=False)),
-    "without memory to spare": (Vote(0, "e", learned=False), Vote(1, "e", learned=False, plenty=False)),
-    "with setbacks": (Vote(0, "e"), Vote(1, "e", setbacks=2)),
-    "with other settings": (Vote(0, "e", plenty=False), Vote(1, "f")),
+    "without a profile": (Vote(0), Vote(1, learned=False)),
+    "without memory to spare": (Vote(0, learned=False), Vote(1, learned=False, plenty=False)),
+    "with setbacks": (Vote(0), Vote(1, setbacks=2)),
 }
 _RECIPES: tuple[Any, ...] = (
     "nf4-g16",

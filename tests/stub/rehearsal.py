@@ -78,6 +78,7 @@ class StubKv:
             pool_bytes = await working
         except ValueError as sentence:
             raise CacheRefused(str(sentence)) from None
+        self._machine.pool_bytes = pool_bytes
         requests = pool_bytes / self._need.per_request
         self._sizing.allocated(requests)
         return Size(pool_bytes / GIB, int(requests * self._of), self._of)
@@ -88,9 +89,10 @@ class StubKv:
 
 
 class _Machine:
-    """A machine of ROOM_BYTES on which only the stub lives, and whose memory it does not touch."""
+    """A machine of ROOM_BYTES on which only the stub lives. pool_bytes: of its cache."""
 
     def __init__(self) -> None:
+        self.pool_bytes = 0
         self.seconds = 0.0
         self.ended = threading.Event()
 
@@ -104,13 +106,11 @@ class _Machine:
     def keep(self) -> None: ...
 
     def read(self) -> MemoryReading:
-        return MemoryReading(ROOM_BYTES, ROOM_BYTES, ROOM_BYTES, 0)
+        room = ROOM_BYTES - self.pool_bytes
+        return MemoryReading(ROOM_BYTES, room, room, 0)
 
     def watch(self) -> MemoryReading:
         return self.read()
-
-    def untouched(self, pool_bytes: int) -> int:
-        return pool_bytes
 
     def taken(self) -> int:
         return GIB // 4

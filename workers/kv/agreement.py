@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 V = TypeVar("V")
-_LACKS = {"unlearned": "no profile of this engine", "scarce": "no memory to spare"}
 # Gives every rank the values of all ranks, in the order of ranks.
 Gather = Callable[[V], Sequence[V]]
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The state of one rank before the rehearsal.
+    """The state of one rank before the rehearsal. One without a cache follows the others.
 
-    engine: a key of all that must be equal on every rank; empty if the rank has no cache and follows the others.
+    learned: whether it has a profile of this engine.
     plenty: whether this rank needs no rehearsal.
     setbacks: its last rehearsals in a row that ran out of memory.
     refusal: why it cannot begin, a sentence for the user.
@@ -27,7 +26,6 @@ class Vote:
     """
 
     rank: int
-    engine: str = ""
     learned: bool = True
     plenty: bool = True
     setbacks: int = 0
@@ -41,14 +39,12 @@ class Course:
 
     source: profile, limit (of the entry, so low that nothing need be measured) or rehearsal.
     setbacks: failed rehearsals before it.
-    reason: the state of some ranks that decided (setbacks, unlearned, settings or scarce); empty if all ranks agree.
-    why: `reason` as a sentence that names the ranks; None if all agree.
+    why: a clause that names the ranks that decided; None if all agree.
     refusal, missing: of the rank that has one.
     """
 
     source: str
     setbacks: int = 0
-    reason: str = ""
     why: str | None = None
     refusal: str = ""
     missing: str = ""
@@ -67,20 +63,14 @@ def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
     worst = max(votes, key=lambda vote: vote.setbacks)
     if worst.setbacks:
         alike = all(vote.setbacks == worst.setbacks for vote in votes)
-        if alike:
-            return Course("rehearsal", worst.setbacks)
-        return Course("rehearsal", worst.setbacks, "setbacks", f"rank {worst.rank} ran out of memory {worst.setbacks} times before")
-    without = [vote for vote in votes if not vote.learned]
-    others = sorted({vote.engine for vote in votes if vote.engine})
-    if not without and len(others) <= 1:
+        why = None if alike else f"rank {worst.rank} ran out of memory {worst.setbacks} times before"
+        return Course("rehearsal", worst.setbacks, why)
+    if all(vote.learned for vote in votes):
         return Course("profile")
+    unlearned = _some(votes, [vote for vote in votes if not vote.learned], "no profile of this engine")
     if all(vote.plenty for vote in votes):
-        return _mixed("limit", "unlearned", votes, without) or Course("limit")
-    scarce = [vote for vote in votes if not vote.plenty]
-    if len(others) > 1:
-        return Course("rehearsal", reason="settings", why="the ranks were not started with the same settings")
-    mixed = _mixed("rehearsal", "unlearned", votes, without) or _mixed("rehearsal", "scarce", votes, scarce)
-    return mixed or Course("rehearsal")
+        return Course("limit", why=unlearned)
+    return Course("rehearsal", why=unlearned or _some(votes, [vote for vote in votes if not vote.plenty], "no memory to spare"))
 
 
 def alone(mine: V) -> Sequence[V]:
@@ -88,10 +78,9 @@ def alone(mine: V) -> Sequence[V]:
     return [mine]
 
 
-def _mixed(source: str, reason: str, votes: Sequence[Vote], those: Sequence[Vote]) -> Course | None:
-    """The course where `reason` holds for some ranks only; None where it holds for none or all."""
+def _some(votes: Sequence[Vote], those: Sequence[Vote], what: str) -> str | None:
+    """A clause about the ranks that lack something; None where none or all do."""
     if not those or len(those) == len(votes):
         return None
     names = " and ".join(str(vote.rank) for vote in those[:4])
-    subject = f"rank {names} has" if len(those) == 1 else f"ranks {names} have"
-    return Course(source, reason=reason, why=f"{subject} {_LACKS[reason]}")
+    return f"rank {names} has {what}" if len(those) == 1 else f"ranks {names} have {what}"

@@ -16,8 +16,6 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 LEAST_BYTES, MOST_BYTES = 256 * 2**20, 2 * 2**30
 MARGIN_SHARE = 0.5
-# Failed readings in a row after which the log says that memory is not watched: 2 s.
-BLIND = 40
 
 
 def floor_of(margin: int) -> int:
@@ -28,14 +26,13 @@ def floor_of(margin: int) -> int:
 class Floor:
     """A context in which a thread calls `under` once, with the first reading whose room is less than `floor` bytes.
 
-    A failed reading ends nothing. The first is logged; where readings go on failing, the log says that memory is not watched.
+    A failed reading ends nothing; the first is logged.
     """
 
     def __init__(self, read: Callable[[], MemoryReading], floor: int, under: Callable[[MemoryReading], None]) -> None:
         self._read = read
         self._floor = floor
         self._under = under
-        self._failed = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kv-floor", daemon=True)
 
@@ -46,8 +43,6 @@ class Floor:
     def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _traceback: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
-        if 0 < self._failed < BLIND:
-            self._say_blind()
 
     def _watch(self) -> None:
         warned = False
@@ -55,24 +50,10 @@ class Floor:
             try:
                 reading = self._read()
             except Exception as error:  # noqa: BLE001 - /proc, the driver and torch have their own; this thread outlives all of them
-                self._failed += 1
                 if not warned:
                     logger.warning("sparkd: the memory that is left could not be read (%s: %s); trying again.", type(error).__name__, error)
                 warned = True
-                if self._failed == BLIND:
-                    self._say_blind()
                 continue
-            if self._failed >= BLIND:
-                logger.info("sparkd: the memory that is left can be read again; the floor is watched.")
-            self._failed = 0
             if reading.room < self._floor:
                 self._under(reading)
                 return
-
-    def _say_blind(self) -> None:
-        logger.error(
-            "sparkd: the last %d readings of memory failed: nothing watches the floor of %.2f GiB. Should this machine freeze in a "
-            "rehearsal, give the cache a size (kv_cache) or the batch a smaller one (max_num_batched_tokens).",
-            self._failed,
-            self._floor / 2**30,
-        )

@@ -59,26 +59,33 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
 class KeptProfile:
     """A profile on disk.
 
+    at: when it was written, in epoch seconds.
     engine: the digest from its starter (settings.engine).
     about: facts of the engine, for a reader.
     """
 
     profile: MeasuredProfile
+    at: float
     engine: str | None
     about: Mapping[str, Any]
 
 
 def profiles_in(folder: str) -> tuple[KeptProfile, ...]:
     """The profiles of a folder, newest first. An unreadable file is skipped."""
-    profiles = Profiles(folder)
-    dated: list[tuple[float, KeptProfile]] = []
-    with contextlib.suppress(OSError):
-        for path in Path(folder).glob("*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raw = json.loads(path.read_bytes()[:MAX_BYTES])
-                if (profile := profiles.find(path.stem)) is not None:
-                    dated.append((float(raw["at"]), KeptProfile(profile, raw["engine"], dict(raw["about"]))))
-    return tuple(profile for _, profile in sorted(dated, key=lambda each: -each[0]))
+    kept = [profile for path in Path(folder).glob("*.json") if (profile := _read(path)) is not None]
+    return tuple(sorted(kept, key=lambda profile: -profile.at))
+
+
+def _read(path: Path) -> KeptProfile | None:
+    """None for a file that is missing or cannot be read, or of another version."""
+    try:
+        raw = json.loads(path.read_bytes()[:MAX_BYTES])
+        if raw["v"] != VERSION:
+            return None
+        figures = {name: raw[name] for name in ("seconds", "starts", "error", "slack", "warm")}
+        return KeptProfile(MeasuredProfile(Demand(**raw["demand"]), **figures), raw["at"], raw["engine"], raw["about"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 class Profiles:
@@ -90,20 +97,8 @@ class Profiles:
         self._engine = engine
 
     def find(self, key: str) -> MeasuredProfile | None:
-        if self._folder is None:
-            return None
-        try:
-            with open(os.path.join(self._folder, f"{key}.json"), "rb") as file:
-                raw = json.loads(file.read(MAX_BYTES))
-            if raw["v"] != VERSION:
-                return None
-            demand = Demand(**{name: int(value) for name, value in raw["demand"].items()})
-            if min(asdict(demand).values()) < 0:
-                return None
-            slack, warm = int(raw.get("slack", 0)), int(raw.get("warm", 0))
-            return MeasuredProfile(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), slack, warm)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
+        kept = None if self._folder is None else _read(Path(self._folder, f"{key}.json"))
+        return None if kept is None else kept.profile
 
     def keep(self, key: str, learned: MeasuredProfile, about: Mapping[str, Any]) -> bool:
         """Write a profile. about: facts for a reader of the file. False where the file could not be written."""
@@ -136,9 +131,7 @@ class Profiles:
                 file.write(b".")
 
     def forgive(self, key: str) -> None:
-        self._remove(f"{key}.setback")
-
-    def _remove(self, name: str) -> None:
+        """Forget the failed rehearsals."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._folder, name))
+                os.unlink(os.path.join(self._folder, f"{key}.setback"))

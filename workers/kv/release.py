@@ -11,18 +11,9 @@ from pathlib import Path
 
 
 def give_back() -> None:
-    """Free Python's garbage and return the C allocator's free pages to the system."""
+    """Free Python's garbage and return the C allocator's free pages to the system: malloc_trim(3)."""
     gc.collect()
-    trim()
-
-
-def trim() -> None:
-    """Return the C allocator's free pages: malloc_trim(3), or the function of tcmalloc, which vLLM's CPU image preloads."""
-    libc = ctypes.CDLL(None)
-    for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):
-        with contextlib.suppress(AttributeError):
-            release = getattr(libc, name)
-            release(0) if name == "malloc_trim" else release()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_files(folders: Sequence[str]) -> None:

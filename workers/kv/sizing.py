@@ -31,8 +31,6 @@ ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
 MOST_SETBACKS = 3
 # The difference between two compile runs of the same batch that is normal: Triton's autotuner alone holds 256 MiB while it measures.
 WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
-# The parts of an engine's identity that are equal on all its ranks; the rest names folders and devices.
-OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
 # Where a function that is private to vLLM is missing, or exists and behaves differently.
 OF_ANOTHER_RELEASE = (MissingSymbol, AttributeError, TypeError, ImportError, AssertionError)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may succeed
@@ -55,9 +53,6 @@ class Rehearsal(Batches, Protocol):
 
     def watch(self) -> MemoryReading:
         """The reading that the floor watches. Where the cache is in the host's memory it asks no driver, which may hang."""
-
-    def untouched(self, pool_bytes: int) -> int:
-        """Bytes of an allocated cache that the system still counts as free."""
 
     def taken(self) -> int:
         """Bytes that all processes of the engine on this host hold in the memory of the cache."""
@@ -186,13 +181,13 @@ class Sizing:
         except OF_ANOTHER_RELEASE as other:
             logger.warning("sparkd: the largest batch was not run on the real cache: %s: %s", type(other).__name__, other)
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
-        idle, untouched = self._rehearsal.idle(), self._rehearsal.untouched(self._pool.bytes)
-        slack = reading.room + idle - untouched
+        idle = self._rehearsal.idle()
+        slack = reading.room + idle
         demand = self._pool.demand
         error = slack - self._pool.expected_slack
         # By how much less the engine itself holds, its allocator's reserve apart, than it should.
         grown = (self._rehearsal.taken() - self._held) // reading.sharers - (idle - demand.reusable)
-        own = self._pool.bytes - untouched + demand.graphs - grown
+        own = self._pool.bytes + demand.graphs - grown
         if abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size)) and self._source != "limit":
             agreed = error
             if reading.is_shared:
@@ -211,7 +206,7 @@ class Sizing:
             self._profiles.keep(self._key, profile, self._about)
             self._watch_load(profile)
         batch = int(demand.peak * PEAK_FACTOR) or PLENTY_BYTES
-        self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=untouched + max(0, batch - idle))
+        self._report.tell("ready", slack_bytes=slack, error_bytes=error, growth_bytes=max(0, batch - idle))
         logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
     def _watch_load(self, profile: MeasuredProfile) -> None:
@@ -249,10 +244,9 @@ class Sizing:
         self._learned = self._profiles.find(self._key)
         if before.room < floor:
             return Vote(self._rank, refusal=too_little(before.room, floor, need, self._rehearsal.taken() // before.sharers))
-        engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
         plenty = self._assumed is not None or self._wish.is_plenty(need, before)
-        return Vote(self._rank, engine, self._learned is not None, plenty, setbacks)
+        return Vote(self._rank, self._learned is not None, plenty, setbacks)
 
     def _together(self, need: CacheCosts, course: Course) -> int:
         """The size by the common course. Where one rank doubts its profile, or has no room by it, all ranks rehearse."""

@@ -25,20 +25,19 @@ from workers.kv.sizing import EXIT_CODE, Sizing
 __all__ = ["at_once"]  # a fixture
 
 
-def vote(rank: int, *, engine: str = "e", learned: bool = False, plenty: bool = False, setbacks: int = 0) -> Vote:
-    return Vote(rank, engine, learned, plenty, setbacks)
+def vote(rank: int, *, learned: bool = False, plenty: bool = False, setbacks: int = 0) -> Vote:
+    return Vote(rank, learned, plenty, setbacks)
 
 
 @pytest.mark.parametrize(
     ("votes", "course"),
     [
         ([vote(0, learned=True), vote(1, learned=True)], Course("profile")),
-        ([vote(0, learned=True), vote(1)], Course("rehearsal", reason="unlearned", why="1")),
+        ([vote(0, learned=True), vote(1)], Course("rehearsal", why="1")),
         ([vote(0), vote(1)], Course("rehearsal")),
-        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("limit", reason="unlearned", why="1")),
-        ([vote(0, plenty=True), vote(1)], Course("rehearsal", reason="scarce", why="1")),
-        ([vote(0, learned=True, setbacks=1), vote(1, setbacks=2)], Course("rehearsal", 2, "setbacks", "1 2")),
-        ([vote(0, learned=True), vote(1, learned=True, engine="f")], Course("rehearsal", reason="settings", why="")),
+        ([vote(0, plenty=True, learned=True), vote(1, plenty=True)], Course("limit", why="1")),
+        ([vote(0, plenty=True), vote(1)], Course("rehearsal", why="1")),
+        ([vote(0, learned=True, setbacks=1), vote(1, setbacks=2)], Course("rehearsal", 2, "1 2")),
         # A stage of a pipeline without a cache goes with the others.
         ([vote(0, learned=True), Vote(1)], Course("profile")),
         ([vote(0), Vote(1, refusal="No room.")], Course("rehearsal", refusal="rank 1: No room.")),

@@ -62,10 +62,6 @@ class CpuMemory:
     def watch(self) -> MemoryReading:
         return self.read()
 
-    def untouched(self, pool_bytes: int) -> int:
-        """0: torch.zeros writes every page."""
-        return 0
-
     def taken(self) -> int:
         return taken_by_session()
 

@@ -121,10 +121,6 @@ class CudaRehearsal:
     def taken_by_batch(self) -> int:
         return max(0, torch.cuda.max_memory_allocated(self._worker.device) - (self._idle_allocated or 0))
 
-    def untouched(self, pool_bytes: int) -> int:
-        """0: allocated device memory counts as taken at once."""
-        return 0
-
     def _configured(self) -> contextlib.AbstractContextManager[Any]:
         """vLLM's configuration as the current one, as in vLLM's own profiling: compiled code may read it."""
         configured: contextlib.AbstractContextManager[Any] = symbol("set_current_vllm_config")(self._worker.vllm_config)
