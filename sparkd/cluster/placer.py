@@ -102,7 +102,7 @@ class Placer:
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         if node == self._in_sight()[0]:
             return await asyncio.to_thread(self._runtime_here, interpreter)
-        return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
+        return await self._link.call(node, "runtime", interpreter, timeout_s=RUNTIME_S)
 
     async def _on_its_node(self, entry: PlacedEntry, need: Requirement) -> tuple[PlacedEntry, Requirement]:
         """The entry and its requirement on the node that the model goes to, if its runtime or memory differs from this one's.
@@ -152,7 +152,7 @@ class Placer:
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
         others = self._in_sight()[1:]
-        asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
+        asking = (self._link.call(node, "staged", spec.model, spec.revision, cache_places(env), timeout_s=STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
         answers = await asyncio.gather(*asking, return_exceptions=True)
         if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
@@ -223,7 +223,7 @@ class Placer:
         files = (runtime_of(spec, entry.config), spec.model, spec.revision, cache_places(entry.args.env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
-            return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
+            return self._link.call(node, "identity", *files, timeout_s=IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(entry.node.platform, entry.args.env), linked or ways[0] > 1
         team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)

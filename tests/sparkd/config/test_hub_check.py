@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class Agents:
         self.staged = staged
         scene.link.call = self.call  # type: ignore[method-assign]
 
-    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if "silent" in self.staged:
             raise AgentLost("It is away.")
         return self.staged["other"]
