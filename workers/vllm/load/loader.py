@@ -43,6 +43,8 @@ current_platform: Any = symbol("current_platform")
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
+# Of 8 MiB. A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory (`python -m tests.bench.loader`).
+RING_BLOCKS, CPU_RING_BLOCKS = 8, 4
 # The first GPUs with FP4 tensor cores.
 _FP4_CAPABILITY = (10, 0)
 # The errors of a model class that does not accept a tensor.
@@ -197,13 +199,8 @@ class SparkStreamLoader(DefaultModelLoader):
         check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
         is_quantized = bool(virtual.formats) or entry is not None
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=is_quantized, check=check)
-        reader = partial(
-            Reader,
-            block_bytes=self._settings.block_bytes,
-            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
-            pin=device.type == "cuda",
-            direct=self._settings.direct,
-        )
+        on_gpu = device.type == "cuda"
+        reader = partial(Reader, blocks=RING_BLOCKS if on_gpu else CPU_RING_BLOCKS, pin=on_gpu)
         self._session = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
         return self._session
 
