@@ -118,7 +118,7 @@ class CacheManifest:
                 recipe=dict(raw["recipe"]),
                 format=str(raw["format"]),
                 tp_slice=(int(raw["tp_slice"][0]), int(raw["tp_slice"][1])) if raw["tp_slice"] is not None else None,
-                files=tuple(_own_file(file) for file in raw["files"]),
+                files=tuple(OwnFile(**file) for file in raw["files"]),
                 created_s=float(raw["created_s"]),
                 notes=dict(raw["notes"]),
                 code=int(raw["code"]),
@@ -174,11 +174,3 @@ def file_sha256(path: str) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointUnread(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
-
-
-def _own_file(raw: Mapping[str, Any]) -> OwnFile:
-    """The record of a file. Raises ValueError for a name that leads outside the folder."""
-    file = OwnFile(str(raw["name"]), int(raw["size_bytes"]), str(raw["sha256"]))
-    if os.path.isabs(file.name) or ".." in file.name.split("/"):
-        raise ValueError(file.name)
-    return file

@@ -109,7 +109,6 @@ def _locked(path: Path) -> Iterator[IO[str] | None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(open(path, "a+", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX)
-            os.utime(path)  # the sweep of the cache removes what is not used
         except OSError as error:
             _not_kept(error, path)
         yield file

@@ -60,7 +60,8 @@ def cached(source: Checkpoint, cache_dir: Path) -> None:
     for name in (tensor.name for tensor in virtual.outputs()):
         module, _, suffix = name.rpartition(".")
         form = formats.get(module)
-        made.add(name, tensor_of(source, name) if form is None else quantizer(form).quantize(tensor_of(source, f"{module}.weight"))[suffix])
+        tensor = tensor_of(source, name) if form is None else quantizer(form).quantize(tensor_of(source, f"{module}.weight"))[suffix]
+        made.add([name], tensor.unsqueeze(0))
     assert made.finish() == "written", made.reason
 
 

@@ -22,13 +22,12 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.load_session import LoadSession, virtual_of
 from workers.cache.manifest import on_device
-from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
+from workers.cache.store import SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
 from workers.cache.writer import CacheContent
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.virtual import VirtualCheckpoint
-from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
 from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
@@ -165,21 +164,19 @@ class SparkStreamLoader(DefaultModelLoader):
         formats = recipe.assign(checkpoint) if is_spark else {}
         spellings = sorted({form.spelling for form in formats.values()})
         virtual = VirtualCheckpoint(checkpoint, formats)
-        unmeasured, calibration = 0, None
+        unmeasured = 0
         if any(form.rounds_activations for form in formats.values()):
             progress.begin(0, 0, "", "calibration")
-            text = text_of(recipe.calibration)
             # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
             # for no longer than gloo does, which is less than a large model takes.
-            inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
-            calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            inputs = measured(checkpoint, text_of(recipe.calibration), cache_dir or symbol("VLLM_CACHE_ROOT"))
             virtual.input_scale = inputs.of
             unmeasured = inputs.unmeasured(virtual.rounded_inputs)
             _warn_of_unmeasured(unmeasured)
         session = self._session_of(virtual, model_config, model, checkpoint, progress)
         if formats and cache_dir is not None:
             described = quantization_config(formats, linear_modules(checkpoint))
-            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured, CALIBRATION: calibration}
+            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured}
             content = CacheContent(checkpoint, cache_recipe, None, described, {}, notes)
             session.use_cache(cache_dir, content, self._settings.cache_limit_bytes, rank_of_world())
         return self._begun(session, spellings)
