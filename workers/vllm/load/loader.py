@@ -31,14 +31,12 @@ from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_text import text_of
 from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
 from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
-from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.method import formats_of
 from workers.vllm.load.repack import repack_in_place
 from workers.vllm.load.warmup import compile_kernels
 from workers.vllm.symbols import symbol
 
 DefaultModelLoader: Any = symbol("DefaultModelLoader")
-current_platform: Any = symbol("current_platform")
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -71,12 +69,6 @@ class SparkStreamLoader(DefaultModelLoader):
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._placing = ""
-        if current_platform.is_cpu():
-            try:
-                register_linear_kernels()
-            except SparkdError as error:
-                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
-                raise
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
