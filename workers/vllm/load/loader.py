@@ -40,7 +40,7 @@ DefaultModelLoader: Any = symbol("DefaultModelLoader")
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-# Of 8 MiB. A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory (`python -m tests.bench.loader`).
+# Blocks of 8 MiB. A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory.
 RING_BLOCKS, CPU_RING_BLOCKS = 8, 4
 # The first GPUs with FP4 tensor cores.
 _FP4_CAPABILITY = (10, 0)
