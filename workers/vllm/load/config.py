@@ -20,7 +20,6 @@ from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import FORMATS, Format
 from workers.quantization.packed import in_vllm, is_interleaved, packed_of
 from workers.quantization.recipe import QuantizationRecipe
-from workers.vllm.load.warmup import make_ready
 from workers.vllm.symbols import symbol
 
 NAME = "spark"  # of the quantization method
@@ -122,8 +121,6 @@ def describe(engine_args: Any) -> None:
         raise ValueError(
             f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
         )
-    if formats and symbol("current_platform").is_cuda() and not settings.may_be_cached(engine_args.model):
-        make_ready(os.environ)
     described["quant_method"] = NAME
     overrides = engine_args.hf_overrides
     if callable(overrides):

@@ -11,8 +11,9 @@ import gc
 import inspect
 import logging
 import re
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,17 @@ from workers.cache.load_session import LoadSession, virtual_of
 from workers.cache.manifest import on_device
 from workers.cache.store import SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
 from workers.cache.writer import CacheContent
+from workers.load.formats import amax_each, global_scale, quantizer
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.calibration_text import text_of
+from workers.quantization.formats import Format
 from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
 from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
 from workers.vllm.load.method import formats_of
 from workers.vllm.load.repack import repack_in_place
-from workers.vllm.load.warmup import compile_kernels
 from workers.vllm.symbols import symbol
 
 DefaultModelLoader: Any = symbol("DefaultModelLoader")
@@ -77,7 +79,7 @@ class SparkStreamLoader(DefaultModelLoader):
         """
         if model_config.quantization == NAME and torch.cuda.is_available() and not self._settings.may_be_cached(model_config.model):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
-            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
+            _compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -225,6 +227,20 @@ class SparkStreamLoader(DefaultModelLoader):
             stats.waited_s,
         )
         session.progress.done(stats.bytes_read, stats.direct)
+
+
+def _compile_kernels(forms: Collection[Format], device: torch.device) -> None:
+    """Run each format's quantizer once, in a separate thread. A failure occurs again at the first unit."""
+
+    def run() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
+            weight = torch.zeros(2, 128, 2048, dtype=torch.bfloat16, device=device)
+            largest = amax_each(weight)
+            for form in forms:
+                shared = {"global_scale": global_scale(largest)} if form.family.has_divisor else {}
+                quantizer(form).quantize(weight, **shared)
+
+    threading.Thread(target=run, name="stream-compile", daemon=True).start()
 
 
 def _warn_of_unmeasured(count: int) -> None:
