@@ -158,7 +158,7 @@ def test_a_checkpoint_is_measured_once_for_each_text_and_again_where_it_or_the_f
 
     assert [measurements(text) for text in ("a text", "a text", "another")] == [1, 1, 2]
     for kept in (tmp_path / FOLDER).iterdir():
-        kept.write_text('{"a": null}')
+        kept.write_text('{"a": ')
     assert [measurements("a text") for _ in range(2)] == [3, 3]
     for shard in model.glob("*.safetensors"):
         os.utime(shard, (1, 1))
