@@ -32,7 +32,7 @@ from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.proxy import Waits
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Want
+from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
 from sparkd.vllm.parsers import of_handle
 
 A = TypeVar("A")
@@ -42,8 +42,6 @@ log = logging.getLogger("sparkd.supervisor")
 
 # The failures that another model's end may help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
-
-_THERE = (ModelState.READY, ModelState.DRAINING)
 
 # After wait_for_load_s a request waits up to KEPT_S longer, checked every KEEP_EVERY_S, while the load moves and at most NEARLY_S of it are
 # left. A load without progress for STILL_S does not move.
@@ -212,7 +210,7 @@ class LeaseQueue:
 
     async def _refuse_unusable(self, record: Record) -> None:
         """Raise ModelCannotLoad at once if the model's files are missing, instead of after its turn in the queue."""
-        away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
+        away = record.state in AWAY and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
         if fault := await self._once(record, self._models.unusable, record.spec):
@@ -307,7 +305,7 @@ def is_nearly_ready(record: Record, now_s: float) -> bool:
 def _is_owed(other: Record, record: Record) -> bool:
     """Whether `other` was evicted for `record`, is to return if that is withdrawn, and has not returned."""
     eviction = other.evicted
-    return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
+    return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in SERVING
 
 
 def _refuse_above_limit(record: Record) -> None:
