@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sparkd.control.ability_lookup import AbilityLookup
 from sparkd.control.context import Context
@@ -29,6 +29,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.execution.shared_answer import SharedAnswer
+from sparkd.gateway.proxy import Waits
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
@@ -39,8 +40,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("sparkd.supervisor")
 
-# Called when a request starts to wait, with a function that returns ModelView.loading, and whether chats get progress text.
-Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 # The failures that another model's end may help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 

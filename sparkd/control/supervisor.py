@@ -24,7 +24,7 @@ from sparkd.control.desired_states import DesiredStates
 from sparkd.control.effects import AskFunction, Effects
 from sparkd.control.evictions import Evictions
 from sparkd.control.journal import Journal, say_change
-from sparkd.control.lease import Lease, LeaseQueue, Waits
+from sparkd.control.lease import Lease, LeaseQueue
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.rank_stopper import RankStopper
@@ -34,6 +34,7 @@ from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.proxy import Waits
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Wait, Want
 from sparkd.state.snapshot import Snapshot

@@ -44,8 +44,8 @@ _ENCODINGS = (b"", b"identity", *ENCODINGS)
 _FIND_RESPONSE_S = 5.0
 
 
-# Called when a request starts to wait, with a function that returns the `loading` object, and whether chats get progress text. It
-# raises the refusal of a request that no model is to be loaded for.
+# Called when a request starts to wait, with a function that returns ModelView.loading, and whether chats get progress text. It raises the
+# refusal of a request that no model is to be loaded for.
 Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
