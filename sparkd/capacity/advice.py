@@ -128,7 +128,7 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
         return FitRefusal(f"{_BEGIN['cache']}{short}", _cache_cure(option, known, room - known.fixed), "cache")
     if known.surely <= room:
         return None
-    free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
+    free = f", of which kv_margin_gib keeps {kept:g} free" if kept else ""
     reason = f"{_BEGIN['memory']}{needs}; {where} offers {most_gib} GiB{free}"
     return FitRefusal(reason, _smaller(option, known, room) or _SMALLER)
 

@@ -87,8 +87,8 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
         say.line(f"  {name}={shlex.quote(str(value))}")
     if recipe["spec"].get("tensor_parallel"):
         say.line(f"  tensor_parallel: {recipe['spec']['tensor_parallel']}")
-    if recipe["spec"].get("quantize"):
-        say.line(f"  quantize: {_yaml(recipe['spec']['quantize'].get('format'))}")
+    if quantize := recipe["spec"].get("quantize"):
+        say.line(f"  quantize: {_yaml(quantize if isinstance(quantize, str) else quantize['format'])}")
     if recipe["spec"].get("kv_cache"):
         say.line(f"  kv_cache: {_yaml(recipe['spec']['kv_cache'])}")
     for pair in _pairs(recipe["flags"]):
