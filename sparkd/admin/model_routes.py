@@ -128,7 +128,7 @@ def _layers(spec: ModelConfig, config: Config) -> LayerListing:
     checkpoint = read_bounded(checkpoint_at, spec.model, spec.revision, env)
     args = engine_args(spec, env)
     recipe = args.recipe if args.wish is None or args.wish.gib is None else mix_of(checkpoint, args.wish)
-    return layers_of(checkpoint, recipe, wide=args.wide)
+    return layers_of(checkpoint, recipe)
 
 
 def _resolved(spec: ModelConfig) -> dict[str, Any]:

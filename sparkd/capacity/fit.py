@@ -336,20 +336,11 @@ def it_needs(args: EngineArgs, known: Footprint) -> str:
     if is_larger and args.cache_words:
         what = f"as its entry sets it ({args.cache_words})"
     rest = sum(known.parts[name] for name in ("peak", "graphs", "context"))
-    total, sizes = _adding_up((known.parts["weights"], known.least - known.fixed, rest, known.parts["processes"], known.upper_bytes))
-    weights, cache, batch, processes, reserve = sizes
+    weights, cache, processes = gib(known.parts["weights"]), gib(known.least - known.fixed), gib(known.parts["processes"])
     held = " and what CUDA holds" if known.parts["context"] else ""
-    guess = "" if reserve == gib(0) else f", reserve for an uncertain estimate {reserve}"
-    largest = f"{batch} for the largest batch{held}"
-    return f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}{guess}"
-
-
-def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
-    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
-    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
-    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
-        tenths[number] += 1
-    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]
+    guess = "" if gib(known.upper_bytes) == gib(0) else f", reserve for an uncertain estimate {gib(known.upper_bytes)}"
+    largest = f"{gib(rest)} for the largest batch{held}"
+    return f"it needs at least {gib(known.least)}: weights {weights}, KV cache {cache} {what}, {largest}, processes {processes}{guess}"
 
 
 def _size(size: int) -> str:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from sparkd.capacity.evidence import EXACT, GUESS, Consultation, Exact
-from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.weights import PartGroup, inventory, uneven_groups
+from sparkd.capacity.weights import PartGroup, inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.shape import shape_of
 from workers.quantization.formats import Format, fitting
 from workers.quantization.recipe import QuantizationRecipe
-
-# vLLM, about a model's headers.
-Consult = Callable[[Checkpoint], Consultation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +38,6 @@ class LayerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
-    """The parts of a checkpoint that one GPU holds under a recipe.
-
-    bytes: of parameters and buffers.
-    sureness: one of sparkd.capacity.evidence.
-    unloaded: bytes of the parts that vLLM leaves on the disk.
-    refusal: the reason why vLLM does not take the model so, without a full stop; None where it does.
-    """
-
-    bytes: int
-    sureness: str
-    unloaded: Mapping[str, int]
-    refusal: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerListing:
     """A checkpoint's layers.
 
@@ -76,7 +55,6 @@ class LayerListing:
     count: int
     bytes: int
     result_bytes: int | None
-    held: RankShare
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,14 +62,8 @@ class LayerListing:
         return shown
 
 
-def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None = None, *, wide: bool = False) -> LayerListing:
-    """The layers in the order in which their classes first occur, and what one GPU holds of them.
-
-    consult: vLLM, about the model.
-    wide: whether the entry asks for float32.
-
-    Raises CheckpointError as Inventory.formatted.
-    """
+def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe) -> LayerListing:
+    """The layers in the order in which their classes first occur. Raises CheckpointError as Inventory.formatted."""
     # All that is stored: a list also has the layers that vLLM leaves on the disk.
     stored = inventory(checkpoint, replace(shape_of(checkpoint.config), tied=False), ahead=True).formatted(recipe)
     misfits: Counter[tuple[Format, int]] = Counter()
@@ -114,7 +86,6 @@ def layers_of(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consu
         bytes=sum(layer.bytes for layer in layers),
         result_bytes=None if None in results else sum(filter(None, results)),
         notes=(*stored.notes, *warnings),
-        held=_held(checkpoint, recipe, consult, wide=wide),
     )
 
 
@@ -123,19 +94,3 @@ def _row(group: PartGroup) -> LayerRow:
     spelling = None if group.form is None else group.form.spelling
     outcome = (None, None, spelling) if group.misfit is not None else (spelling, count * group.handed_bytes, None)
     return LayerRow(group.name, part.kind, count, part.tensor.shape, part.tensor.dtype, count * part.tensor.nbytes, *outcome)
-
-
-def _held(checkpoint: Checkpoint, recipe: QuantizationRecipe, consult: Consult | None, *, wide: bool) -> RankShare:
-    """By vLLM's own answer where there is one; it is not asked about float32."""
-    contents = inventory(checkpoint, shape_of(checkpoint.config))
-    contents = contents.widened() if wide else contents
-    formatted = contents.formatted(recipe)
-    exact = Exact()
-    # Groups that do not divide the columns are among the notes, with what would fit; vLLM would name nothing.
-    if consult is not None and not wide and uneven_groups(formatted) is None:
-        consultation = consult(contents.checkpoint)
-        consultation.ask([(recipe, 1, 1)])
-        exact = consultation.exact(recipe, Serving(1))
-    if exact.weight_bytes is None:
-        return RankShare(formatted.weights().bytes, GUESS, contents.unloaded, exact.refusal)
-    return RankShare(exact.weight_bytes, EXACT, contents.unloaded, exact.refusal)

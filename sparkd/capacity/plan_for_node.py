@@ -122,8 +122,10 @@ async def order_here(
     # The nodes and cables of other hardware than this node's are unknown, so only this node's are checked for links.
     if request.hardware == "node" and request.nodes is None and (spec is None or spec.tensor_parallel == AUTO):
         request = request.model_copy(update={"nodes": max(1, in_sight)})
-    ours = request.hardware == "node" and _nodes(request, spec) > 1
-    links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
+    written = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
+    env = {name: value.get_secret_value() for name, value in config.engine.env.items()} if spec is None else spec.environment(config.engine)
+    ours = request.hardware == "node" and (request.nodes or written) > 1
+    links = await unlinked(rdma=wants_rdma(hardware.platform, env)) if ours else {}
     runtime = await _runtime(spec, config, elsewhere) if spec is not None and elsewhere is not None else None
     config = config.model_copy(update={"keys": KeySettings(), "models": {}})
     return PlanOrder(request, hardware, spec, dict(links), config, places, runtime)
@@ -200,17 +202,6 @@ def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] =
         unlinked=order.unlinked,
         ask=partial(ask, runtime=entry.runtime),
     )
-
-
-def _nodes(request: PlanRequest, spec: ModelConfig | None) -> int:
-    """The number of nodes in the question, else the tensor-parallel size of the entry, else 1."""
-    own = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
-    return request.nodes or own
-
-
-def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config) -> bool:
-    env = {name: value.get_secret_value() for name, value in config.engine.env.items()}
-    return wants_rdma(hardware.platform, env if spec is None else spec.environment(config.engine))
 
 
 def entry_here(

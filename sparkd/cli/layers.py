@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.capacity.formats import mix_of
-from sparkd.capacity.layers import Consult, LayerListing, layers_of
+from sparkd.capacity.layers import LayerListing, layers_of
 from sparkd.checkpoint.remote_headers import Progress, checkpoint_at
-from sparkd.cli.named_entry import NamedEntry, configured, of_daemon, of_hub, value_of
+from sparkd.cli.named_entry import configured, of_daemon, of_hub, value_of
 from sparkd.config.engine_args import engine_args
 from workers.quantization.best_wish import best_of
 from workers.quantization.recipe import QuantizationRecipe
@@ -22,14 +22,12 @@ def listing_of(
     environ: Mapping[str, str],
     ask: Callable[[str], Mapping[str, Any]],
     progress: Progress | None = None,
-    consult: Callable[[NamedEntry], Consult] | None = None,
 ) -> LayerListing:
     """The layers of MODEL, under its own recipe or the one of the command line.
 
     quantize: a recipe as YAML, in place of the configured one.
     ask: for the settings of the daemon's model of a name, called only where nothing else knows `model`.
     progress: called for each header that had to come from the hub, because the local cache has not all of the model.
-    consult: vLLM, about the model.
 
     Raises ConfigError, CheckpointError.
     """
@@ -42,4 +40,4 @@ def listing_of(
         recipe = mix_of(checkpoint, wish)
     else:
         recipe = args.recipe if quantize is None else QuantizationRecipe.parse(wanted)
-    return layers_of(checkpoint, recipe, None if consult is None else consult(named), wide=args.wide)
+    return layers_of(checkpoint, recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -106,13 +105,11 @@ def ls(
     of: Annotated[str | None, option("--layers", metavar="MODEL", help="List the layers of a model (name, folder or hub id).")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: try this format or recipe.")] = None,
     cached: Annotated[bool, option("--cached", help="List the quantized weights that the nodes keep.")] = False,
-    quick: Annotated[bool, option("--quick", help="With --layers: do not start vLLM to ask it.")] = False,
     config: EntryFile = None,
 ) -> None:
     """List all known models, resident or not.
 
-    --layers lists a model's weights, what `quantize` makes of them, and what vLLM says a GPU holds of them. It needs no daemon if MODEL is
-    a folder or a configured name.
+    --layers lists a model's weights and what `quantize` makes of them. It needs no daemon if MODEL is a folder or a configured name.
     """
     if cached:
         if of is not None or quantize is not None:
@@ -122,10 +119,10 @@ def ls(
         session.answer(kept, lambda: show.cached(kept, session.out))
         return
     if of is not None:
-        _list_layers(session, of, quantize, config, quick=quick)
+        _list_layers(session, of, quantize, config)
         return
-    if quantize is not None or config is not None or quick:
-        raise ConfigError("--quantize and --quick need --layers MODEL; --config needs it too.")
+    if quantize is not None or config is not None:
+        raise ConfigError("--quantize and --config need --layers MODEL.")
     models = session.client.models()
     session.answer({"models": models}, lambda: show.known(models, session.out))
 
@@ -186,15 +183,11 @@ def events(
     raise Unavailable(f"sparkd at {session.client.base_url} ended, so its events end here.")
 
 
-def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
+def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None) -> None:
     from sparkd.cli.layers import listing_of
-    from sparkd.cli.plan import consult
 
-    unheard: list[str] = []
     with show.headers_of(model) as progress:
-        vllm = partial(consult, quick=quick, unheard=unheard)
-        answer = listing_of(model, quantize, config, os.environ, session.client.settings, progress, vllm).to_json()
-    answer["notes"] += unheard
+        answer = listing_of(model, quantize, config, os.environ, session.client.settings, progress).to_json()
     session.answer(answer, lambda: show.layers(answer, session.out))
 
 

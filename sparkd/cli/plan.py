@@ -20,9 +20,7 @@ from sparkd.units import MOST, real, whole
 
 if TYPE_CHECKING:
     from sparkd.admin.client import Client
-    from sparkd.capacity.evidence import Consultation
     from sparkd.capacity.planned_entry import PlanRequest
-    from sparkd.checkpoint import Checkpoint
     from sparkd.cli.named_entry import NamedEntry
     from sparkd.hardware import Hardware
     from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
@@ -171,20 +169,6 @@ def planned(
     return _planned_here(named, request, machine, unheard, draw, quick=quick), unheard
 
 
-def consult(named: NamedEntry, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
-    """vLLM, about the headers of a model on a Spark. quick, unheard: as asked_here."""
-    from sparkd.capacity.evidence import Consultation
-    from sparkd.capacity.headers import draft_folder
-    from sparkd.config.engine_args import engine_args
-    from sparkd.hardware import SPARK
-
-    # The entry that is made for a folder leaves open how its layers are served.
-    args = engine_args(named.spec, named.spec.environment(named.config.engine))
-    flags = [] if named.origin is None else args.flags
-    ask_vllm = partial(asked_here, runtime=_runtime_of(named), quick=quick, unheard=unheard)
-    return lambda checkpoint: Consultation(ask_vllm, checkpoint, flags, args.env, SPARK, draft_folder=draft_folder(args))
-
-
 def asked_here(
     questions: Sequence[ModelQuestion], *, runtime: InquiryRuntime, quick: bool, unheard: list[str]
 ) -> Sequence[ModelAnswer | None]:
@@ -244,14 +228,6 @@ def _planned_here(
         if not guess["vllm"]["answered"]:
             draw(guess)
     return answer(quick=quick)
-
-
-def _runtime_of(named: NamedEntry) -> InquiryRuntime:
-    """The runtime whose vLLM is asked about a model."""
-    from sparkd.vllm.ask.cache import places
-    from sparkd.vllm.ask.model import InquiryRuntime
-
-    return InquiryRuntime(named.spec.runtime_of(named.config.engine), places(named.config.state_dir))
 
 
 def _models_of(client: Client, name: str, unheard: list[str]) -> tuple[list[dict[str, Any]], Unavailable | Unauthorized | None]:

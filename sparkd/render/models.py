@@ -240,14 +240,6 @@ def layers(listing: Mapping[str, Any], console: Console) -> None:
     table.show(console)
     if listing["quantization"]:
         console.print(f"The checkpoint is quantized already: {listing['quantization']}.", markup=False)
-    if held := listing["held"]:
-        if held["refusal"]:
-            say(console, f"vLLM refuses it: {held['refusal']}.", "red")
-        else:
-            console.print(f"One node then holds {size(held['bytes'])} ({held['sureness']}).", markup=False)
-        if held["unloaded"]:
-            parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
-            console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)
     for note in listing["notes"]:
         say(console, note, "yellow")
 

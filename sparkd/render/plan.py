@@ -59,7 +59,7 @@ GENEROUS, NAMED = 12, 4
 def plan(answer: Mapping[str, Any], console: Console, *, every: bool = False) -> None:
     """every: also the ways that are not legal, one line each."""
     _head(answer, console)
-    choice, refusal = answer["choice"], answer.get("refusal")
+    choice, refusal = answer["choice"], answer["refusal"]
     if refusal is not None:
         say(console, refusal["message"] + "\n", "red")
     _options(answer, console, every)
@@ -101,7 +101,7 @@ def _head(answer: Mapping[str, Any], console: Console) -> None:
         f"{_unloaded(answer['unloaded'])}, up to {answer['max_len']:,} tokens",
         "bold",
     )
-    if experts := answer.get("unknown_experts"):
+    if experts := answer["unknown_experts"]:
         size, names = gib(sum(experts.values())), ", ".join(list(experts)[:NAMED])
         reason = f"sparkd cannot quantize experts of these names ({names}). Choose a checkpoint that is quantized already"
         say(console, f"{size} keep their precision in every format: {reason}.", "red")
@@ -113,7 +113,7 @@ def _head(answer: Mapping[str, Any], console: Console) -> None:
         nodes = f"{request['nodes']} nodes of {whose}" if request["nodes"] > 1 else f"the node of {whose}"
     else:
         nodes = f"{request['nodes']} x {hardware['name']}" if request["nodes"] > 1 else hardware["name"]
-    if (entry := answer.get("entry")) is not None:
+    if (entry := answer["entry"]) is not None:
         say(console, f"as the entry {entry['name']} of {entry['origin']} has it")
     each = " each" if whose is None or request["nodes"] > 1 else ""
     say(console, f"on {nodes} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
@@ -129,7 +129,7 @@ def _options(answer: Mapping[str, Any], console: Console, every: bool) -> None:
     right, spare = {"NODES", *_FIGURES}, ("FIRST LOAD", "NEXT", "REST", "SURE", "SPLIT", "FREE")
     table = Table("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES, right=right, spare=spare)
     rejected = []
-    measured = "bandwidth_bytes_s" in answer["hardware"].get("learned", ())
+    measured = "bandwidth_bytes_s" in answer["hardware"]["learned"]
     sign = "~" if measured else "<"
     for number, option in enumerate(answer["options"]):
         parts = option["footprint"]
@@ -161,7 +161,7 @@ def _options(answer: Mapping[str, Any], console: Console, every: bool) -> None:
             bound = "-: the speed of this machine is not known"
         say(console, f"Weights, cache and rest are for one node. {bound}.", "dim")
         say(console, _sureness(answer["options"]), "dim")
-        say(console, _answered(answer.get("vllm")) + "\n", "dim")
+        say(console, _answered(answer["vllm"]) + "\n", "dim")
     _rejected(rejected, console, every or len(rejected) == len(answer["options"]))
 
 
@@ -172,7 +172,7 @@ def _seconds(seconds: float | None) -> str:
 
 def _cache(parts: Mapping[str, Any]) -> str:
     """The formula's number, and the bound of a guess."""
-    size, upper = parts["kv"], parts.get("upper_kv", parts["upper"])
+    size, upper = parts["kv"], parts["upper_kv"]
     return gib(size) if gib(size) == gib(size + upper) else f"{size / GIB:.1f} (< {gib(size + upper)})"
 
 
@@ -184,10 +184,8 @@ def _sureness(options: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(f"{word}: {meaning}{brackets if word == GUESS else ''}." for word, meaning in _SURENESS.items() if word in words)
 
 
-def _answered(vllm: Mapping[str, Any] | None) -> str:
-    """The line on the vLLM that was consulted; empty where a daemon of another release does not report it."""
-    if vllm is None:
-        return ""
+def _answered(vllm: Mapping[str, Any]) -> str:
+    """The line on the vLLM that was consulted."""
     runtime = vllm["runtime"]
     if vllm["version"] is None:
         return f"vLLM was not consulted: the environment of {runtime} has none."
@@ -197,7 +195,7 @@ def _answered(vllm: Mapping[str, Any] | None) -> str:
 
 def _format(option: Mapping[str, Any]) -> str:
     """`nvfp4`, or `nvfp4 (its name)` of another checkpoint."""
-    return f"{option['prequantized']} ({name_of(option['model'])})" if option.get("prequantized") else str(option["format"])
+    return f"{option['prequantized']} ({name_of(option['model'])})" if option["prequantized"] else str(option["format"])
 
 
 def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -> None:
@@ -232,10 +230,8 @@ def _bars(choice: Mapping[str, Any], console: Console) -> None:
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
     say(console, f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}")
-    # A daemon of an earlier release does not say it.
-    if (reserved_gib := choice.get("reserved_gib")) is not None:
-        rest = ", and its cache takes what is free" if parts["cache"] is None else ""
-        say(console, f"A start reserves {reserved_gib} GiB on each node{rest}.")
+    rest = ", and its cache takes what is free" if parts["cache"] is None else ""
+    say(console, f"A start reserves {choice['reserved_gib']} GiB on each node{rest}.")
     console.print()
 
 

@@ -311,7 +311,7 @@ WRONG_WORDS = (
     "serve --listen 127.0.0.1:1 --port 2",
     "serve --port 99999",
     "ls --cached --layers m",
-    "ls --quick",
+    "ls --quantize nvfp4",
     "doctor --root /nowhere",
     "recipes show none",
     "incidents show ../x",

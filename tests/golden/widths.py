@@ -132,12 +132,13 @@ def _registries() -> list[dict[str, Any]]:
 
 
 def _options(console: Console) -> None:
-    parts = {"sureness": "known", "weights": 44 * GIB, "kv": 20 * GIB, "upper": 2 * GIB, "peak": GIB, "graphs": GIB, "context": GIB,
+    parts = {"sureness": "known", "weights": 44 * GIB, "kv": 20 * GIB, "upper_kv": 2 * GIB, "peak": GIB, "graphs": GIB, "context": GIB,
              "processes": GIB, "free": 30 * GIB, "decode_tokens_s": 45.6, "first_load_s": 500.0, "next_load_s": 61.0}  # fmt: skip
     rest = {"fits": True, "nodes": 2, "tensor_parallel": 2, "pipeline_parallel": 1, "max_model_len": 262144, "model": SOURCE}
     formats = ("int4-g32", "int4-g64", "int4-g128", "experts=mxfp4, attention=fp8-block, rest=bf16")
-    rows = [{**rest, "format": name, "footprint": parts} for name in formats]
-    plan._options({"hardware": {}, "options": rows}, console, every=False)
+    rows = [{**rest, "prequantized": None, "format": name, "footprint": parts} for name in formats]
+    vllm = {"runtime": "python", "version": None, "answered": False}
+    plan._options({"hardware": {"learned": []}, "vllm": vllm, "options": rows}, console, every=False)
 
 
 def _benches() -> list[dict[str, Any]]:

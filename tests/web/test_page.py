@@ -33,7 +33,7 @@ WALK: dict[str, tuple[tuple[str, ...], str]] = {
     "model-live": (("models", "quick", "live"), "figcaption:has-text('KV cache use')"),
     "model-load": (("models", "quick", "load"), ".waterfall rect"),
     "model-settings": (("models", "quick", "settings"), "role=table[name='Settings'] >> tbody tr"),
-    "model-layers": (("models", "quick", "layers"), "text=One node then holds"),
+    "model-layers": (("models", "quick", "layers"), "text=tensors,"),
     "model-log": (("models", "quick", "log"), ".log div"),
     "model-failed": (("models", "crash", "load"), ".error"),
     "requests": (("requests",), "role=table[name='Finished requests'] >> tbody tr"),

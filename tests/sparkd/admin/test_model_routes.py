@@ -12,7 +12,7 @@ import pytest
 
 from sparkd.admin import model_routes
 from sparkd.admin.model_routes import engine_settings
-from sparkd.capacity.layers import LayerListing, RankShare
+from sparkd.capacity.layers import LayerListing
 from sparkd.capacity.plan_for_node import learn
 from sparkd.checkpoint import bounded_read
 from sparkd.checkpoint.remote_headers import checkpoint_at
@@ -132,7 +132,7 @@ async def test_layers_of_one_model_are_read_at_a_time(tmp_path: Path, folder: Pa
         loop.call_soon_threadsafe(began.set)
         asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result()
         reading.remove(spec.name)
-        return LayerListing("", None, {}, (), 0, 0, 0, RankShare(0, "exact", {}), ())
+        return LayerListing("", None, {}, (), 0, 0, 0, ())
 
     monkeypatch.setattr(model_routes, "_layers", read)
     loop, began, may_end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()

@@ -300,7 +300,7 @@ def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(folder: Path
     terms = why.partition(" needs at least ")[2].replace(spelled(kv_cache(size)), "").partition("; ")[0].partition(". ")[0]
     total, *parts = (float(found) for found in re.findall(r"([0-9.]+) GiB", terms))
     assert len(parts) == 4
-    assert sum(parts) == pytest.approx(total, abs=1e-9)
+    assert sum(parts) == pytest.approx(total, abs=0.25)
     assert ("set memory_gib" in why) is False  # a node has no more than 30 GiB
     most = yaml.safe_load(re.findall(r"set kv_cache: (\{[^}]*\})", why)[0])
     assert list(most) == list(size) and refused(most) is None

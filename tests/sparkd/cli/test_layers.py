@@ -16,12 +16,9 @@ from sparkd.checkpoint.source import snapshot_of
 from sparkd.cli import config_file
 from sparkd.cli.layers import listing_of
 from sparkd.errors import ConfigError, Unavailable, UnknownModel
-from sparkd.vllm.ask.answers import ModelAnswer, ModelQuestion
-from tests.sparkd.capacity.test_evidence import FULL, answer
-from tests.support.checkpoints import Tensor, checkpoint_of, dense, layered, write, write_folder
+from tests.support.checkpoints import checkpoint_of, layered, write_folder
 from tests.support.daemon_process import free_port
 from tests.support.facts import lacking
-from tests.support.published_tensors import tensors_of
 from workers.quantization.recipe import QuantizationRecipe
 
 W = (256, 384)
@@ -175,8 +172,6 @@ def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
     assert formats(find("b", ask=plain)) == {None}
     assert formats(find("b", ask=quantized)) == {"nvfp4"}
     assert formats(find("b", "fp8", ask=quantized)) == {"fp8"}
-    # An engine on a CPU is served in float32, of which vLLM is not asked.
-    assert find("b", ask=daemon_with("b", model=str(model), dtype="float32")).held.bytes == 2 * find("b", ask=plain).held.bytes
     with pytest.raises(ConfigError, match=r"called c\b"):
         find("c", ask=plain)
 
@@ -211,7 +206,7 @@ def test_a_hub_id_is_looked_for_in_the_local_cache(tmp_path: Path) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
-    code = exit_code(["ls", "--url", f"127.0.0.1:{free_port()}", *arguments, *(["--quick"] if "--layers" in arguments else [])])
+    code = exit_code(["ls", "--url", f"127.0.0.1:{free_port()}", *arguments])
     told = capsys.readouterr()
     return code, told.out, told.err
 
@@ -224,27 +219,6 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["quantize"] == {"format": "nvfp4", "layers": []}
     assert set(told["layers"][0]) == set(COLUMNS) and told["count"] == 7
     assert run(capsys, ["--layers", str(model)])[1].startswith("NAME")
-
-
-def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ahead: list[Tensor] = [("mtp.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
-    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *ahead]))
-    questions: list[ModelQuestion] = []
-
-    def ask(asked: Sequence[ModelQuestion], *_: Any, **__: Any) -> list[ModelAnswer]:
-        questions.extend(asked)
-        return [answer(FULL, blocks=1) for _ in asked]
-
-    monkeypatch.setattr("sparkd.vllm.ask.model.ask", ask)
-    monkeypatch.setattr("sparkd.vllm.installed.full_version_in", lambda _: "0.32.0")
-    assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
-    held = json.loads(capsys.readouterr().out)["held"]
-    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"mtp": 2 * 256 * 256})
-    assert len(questions) == 1 and "nvfp4" in questions[0].args[-1]
-    code, out, _ = run(capsys, ["--json", "--layers", folder])
-    assert code == 0 and json.loads(out)["held"]["sureness"] == "guess" and len(questions) == 1
 
 
 @pytest.mark.parametrize(

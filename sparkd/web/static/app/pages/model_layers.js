@@ -23,13 +23,9 @@ const COLUMNS = [
 export function ModelLayers({ name }) {
   const { answer, problem, busy } = useAnswer(modelPath(name, "/layers"));
   if (!answer) return html`<${Waiting} problem=${problem} busy=${busy} empty=${true} />`;
-  const held = answer.held;
   return html`<div class="stack">
     <p><span class="figure">${count(answer.count)}</span> tensors, ${size(answer.bytes)}; as loaded <b>${size(answer.result_bytes)}</b>${answer.result_bytes == null ? "" : ` (${percent(answer.result_bytes / (answer.bytes || 1))})`}.</p>
     ${answer.quantization && html`<p>The checkpoint is quantized already: ${answer.quantization}.</p>`}
-    ${held?.refusal && html`<p class="error" role="alert">vLLM refuses it: ${held.refusal}.</p>`}
-    ${held && !held.refusal && html`<p>One node then holds ${size(held.bytes)} (${held.sureness}).</p>`}
-    ${held && Object.keys(held.unloaded).length > 0 && html`<p>vLLM leaves these parts on the disk: ${Object.entries(held.unloaded).map(([part, bytes]) => `${part} ${size(/** @type {number} */ (bytes))}`).join(", ")}.</p>`}
     ${answer.notes.map((/** @type {string} */ note) => html`<p key=${note} class="error">${note}</p>`)}
     <${Table} label="Layers" rows=${answer.layers} columns=${COLUMNS} rowKey=${(/** @type {any} */ layer) => `${layer.name} ${layer.shape} ${layer.dtype}`} search="Search layers" />
   </div>`;
