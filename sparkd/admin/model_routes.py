@@ -152,9 +152,13 @@ def engine_settings(lines: Iterable[str]) -> dict[str, Any]:
     started = arguments = None
     for line in lines:
         started, arguments = started or _COMMAND.search(line), arguments or _ARGUMENTS.search(line)
-    engine = None
+    command = engine = None
+    if started is not None:
+        # An argument with a line break goes on in the next line of the log.
+        with suppress(ValueError):
+            command = shlex.split(started[1])
     if arguments is not None:
         # vLLM prints an argument of a class of its own as Python would not read it.
         with suppress(ValueError, SyntaxError):
             engine = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in ast.literal_eval(arguments[1]).items()}
-    return {"command": None if started is None else shlex.split(started[1]), "engine": engine}
+    return {"command": command, "engine": engine}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def test_what_an_engine_says_of_itself() -> None:
 )
 def test_what_it_does_not_say_is_unknown(lines: list[str]) -> None:
     assert engine_settings(lines)["engine"] is None
+
+
+def test_a_command_whose_argument_has_a_line_break_is_unknown() -> None:
+    command = shlex.join(["vllm", "serve", "m", "--chat-template", "{{ bos }}\nUser:"])
+    assert engine_settings([f"sparkd: engine started as process 1: {command}".splitlines()[0]]) == {"command": None, "engine": None}
 
 
 @pytest.fixture
