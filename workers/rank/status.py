@@ -57,10 +57,10 @@ def worker_path(run_dir: str, rank_id: str) -> Path:
 
 
 def worker_of(run_dir: str, rank_id: str) -> Identity | None:
-    """A rank's Ray worker, as it named itself, dead or alive; None where there is none."""
+    """A rank's Ray worker, as it named itself, dead or alive; None where there is none, or its file is one that a power cut left empty."""
     try:
         return Identity(**json.loads(worker_path(run_dir, rank_id).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 

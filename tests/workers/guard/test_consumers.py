@@ -13,7 +13,7 @@ from workers.guard import consumers
 from workers.guard.consumers import DEVICE_COMMAND, DEVICE_EVERY_S, DEVICE_TIMEOUT_S, Consumers, MemoryConsumer
 from workers.host import processes
 from workers.host.bounded_child import ProgramOutput
-from workers.rank.status import status_path, write_status
+from workers.rank.status import status_path, worker_path, write_status
 
 
 class Asked:
@@ -61,6 +61,19 @@ def test_a_node_without_an_engine_is_not_measured_and_has_no_trouble(tmp_path: P
     asked.ids = []
     asked.holders.refresh(200.0)
     assert (asked.holders.device_trouble, asked.wanted, len(asked.commands)) == (None, [True, False], 1)
+
+
+def test_files_that_a_power_cut_left_empty_hide_no_other_engine_from_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(tmp_path, monkeypatch, unified=False)
+    asked.ids = ["cut-1", "m-1"]
+    status_path(str(tmp_path), "cut-1").touch()
+    worker_path(str(tmp_path), "cut-1").touch()
+    who = processes.identity(os.getpid())
+    assert who is not None
+    status = {"engine_pid": who.pid, "engine_start_ticks": who.start_ticks, "handle": {"boot_id": who.boot_id}}
+    write_status(status_path(str(tmp_path), "m-1"), status)
+    asked.holders.refresh(100.0)
+    assert [rank.rank_id for rank in asked.holders.ranks] == ["m-1"]
 
 
 def test_a_process_that_ended_is_let_go_once_no_look_can_mean_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
