@@ -121,6 +121,12 @@ class RayHead:
             raise RayUnavailable(f"Ray cannot be started: {_refusal(error)} It is tried again.") from error
 
     def _ensure(self) -> str:
+        if not hasattr(os, "pidfd_open"):
+            # Builds that uv downloads have been without it (astral-sh/uv issue 9374).
+            raise RayUnavailable(
+                f"{sys.executable} has no os.pidfd_open, by which sparkd and its memory guard end exactly the process that they mean: no "
+                "engine is started. Install sparkd with the system's Python, `python3 -m venv`."
+            )
         # A keeper begins anew: what an earlier one left may belong to an earlier session of Ray, or to another head.
         if not self.options.keeper and (address := self.living_address()):
             return address
@@ -274,7 +280,11 @@ class RayHead:
 
     def _processes(self) -> list[Stat]:
         """The living processes of this head, by the session that its `ray start` began."""
-        starter = self._recorded().get("starter")
+        record = self._recorded()
+        starter = record.get("starter")
+        if starter is None and record.get("sessions"):
+            # The record of a release that wrote the session's number alone, once its `ray start` had ended.
+            starter = {"pid": record["sessions"][0], "start_ticks": -1, "boot_id": record["boot_id"]}
         if starter is None or starter["boot_id"] != processes.boot_id():
             return []
         stats = processes.table()

@@ -178,6 +178,14 @@ def test_a_start_that_cannot_even_begin(head: RayHead, folder: Path, monkeypatch
         head.ensure()
 
 
+@pytest.mark.parametrize("keeper", [False, True])
+def test_a_python_that_cannot_name_a_process_for_sure_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, keeper: bool) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(RayUnavailable, match=r"has no os\.pidfd_open"):
+        head_of(folder, keeper=keeper, starts=False).ensure()
+    assert list(folder.iterdir()) == []
+
+
 # What is recorded
 
 
@@ -276,6 +284,26 @@ def test_what_outlives_its_start_is_of_the_head_and_a_number_that_another_proces
     record(folder, killed.pid)
     killed.kill()
     killed.wait()
+    assert [process.pid for process in head.costs()] == [left]
+    head.stop()
+    assert left not in table() and alive(another.pid)
+    for pid in below - {left}:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_head_that_an_earlier_release_started_is_this_one(head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    ray, another = server(processes, "raylet"), server(processes, "raylet")
+    below = descendants([ray.pid, another.pid], table())
+    (left,) = (pid for pid in below if os.getsid(pid) == ray.pid)
+    who = identity(ray.pid)
+    assert who is not None
+    earlier = {"address": "127.0.0.1:1", "keeper": False, "join": None, "session": "session_1", "boot_id": who.boot_id}
+    (folder / "ray.json").write_text(json.dumps(earlier | {"sessions": [another.pid]}))
+    assert head.costs() == [], "its `ray start` had ended, so another process has that number now"
+
+    (folder / "ray.json").write_text(json.dumps(earlier | {"sessions": [ray.pid]}))
+    ray.kill()
+    ray.wait()
     assert [process.pid for process in head.costs()] == [left]
     head.stop()
     assert left not in table() and alive(another.pid)
