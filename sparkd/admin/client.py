@@ -202,6 +202,7 @@ def base_url(text: str) -> str:
     try:
         url = urlsplit(text if "://" in text else f"http://{text}")
         port = url.port
+        (url.hostname or "").encode("idna")  # as a socket reads it
     except ValueError as error:
         raise ConfigError(f"--url: the address cannot be read ({error}); {form}.") from None
     if "@" in url.netloc:

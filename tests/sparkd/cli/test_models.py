@@ -316,7 +316,8 @@ def test_an_address_may_be_short(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["unix:/run/x", "http://u:secret@h:1", "http://u:secret@h:x", "http://u:secret@[h", "http://h:1/other", "h:65536"]
+    "text",
+    ["unix:/run/x", "http://u:secret@h:1", "http://u:secret@h:x", "http://u:secret@[h", "http://h:1/other", "h:65536", "10.0..5:4000"],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
