@@ -49,7 +49,9 @@ def write_private(path: Path, text: str, *, sync: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        # A new file: one that another user laid there, or left open to all, would stay theirs and stay open.
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             if sync:
