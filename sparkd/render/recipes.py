@@ -68,6 +68,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     from sparkd.config.parser_choice import in_words
 
     least, most, spec = recipe["nodes"]["min"], recipe["nodes"]["max"], recipe["spec"]
+    quantize = spec.get("quantize")
     facts = {
         "model": recipe["model"],
         "file": recipe["path"],
@@ -79,7 +80,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     }
     settings = {
         "tensor_parallel": spec.get("tensor_parallel"),
-        "quantize": (spec.get("quantize") or {}).get("format"),
+        "quantize": quantize["format"] if isinstance(quantize, dict) else quantize,
         "kv_cache": spec.get("kv_cache"),
     }
     made = [f"{name}={shlex.quote(str(value))}" for name, value in recipe["env"].items()]
