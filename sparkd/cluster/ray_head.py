@@ -49,13 +49,11 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class RayProcess:
+class RayProcess(Cost):
     """One process of Ray, and its cost."""
 
     name: str
     pid: int
-    anonymous_bytes: int
-    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class RayHead:
 
     def costs(self) -> list[RayProcess]:
         """Memory and CPU time of every process of this head, largest first."""
-        costs = [RayProcess(stat.name, stat.pid, *process_cost(stat.pid)) for stat in self._processes()]
+        costs = [RayProcess(*process_cost(stat.pid), stat.name, stat.pid) for stat in self._processes()]
         return sorted(costs, key=lambda process: -process.anonymous_bytes)
 
     def listeners(self) -> list[str]:
