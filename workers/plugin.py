@@ -39,7 +39,6 @@ def register() -> None:
         from workers.vllm.load.config import NAME
         from workers.vllm.load.loader import SparkStreamLoader
         from workers.vllm.load.method import SparkConfig
-        from workers.vllm.load.warmup import make_ready_if_told
 
         described = _describing(engine_args.create_model_config)
     except (ImportError, AttributeError) as error:
@@ -51,7 +50,6 @@ def register() -> None:
     register_quantization(NAME)(SparkConfig)
     register_loader(LOAD_FORMAT)(SparkStreamLoader)
     engine_args.create_model_config = described
-    make_ready_if_told(os.environ)
 
 
 def _hush_media() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,7 +157,7 @@ class Placer:
         answers = await asyncio.gather(*asking, return_exceptions=True)
         if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
             return
-        await HUB.run(lambda: look(spec, env, _published(config)))
+        await HUB.run(lambda: look(spec, env))
 
     async def _better(self, entry: PlacedEntry, alone: Requirement | None) -> Placement | None:
         """For `quantize: auto`, a placement over several nodes if they hold a better format than one node does.
@@ -277,15 +277,6 @@ class Placer:
 
 def _never_fits(refusal: FitRefusal) -> DoesNotFit:
     return DoesNotFit(refusal.message, lasts=True, reason=refusal.failure)
-
-
-def _published(config: Config) -> Iterator[str]:
-    """The Hub ids of the recipes, to suggest one for a mistyped id."""
-    book = config.book()
-    for name in book.names():
-        file, _ = book.read(name)
-        if file is not None:
-            yield file.recipe.model
 
 
 def _quality(need: Requirement) -> int:

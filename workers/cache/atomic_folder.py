@@ -7,7 +7,6 @@ inside it and move up, `config.json` last, because no program takes a folder wit
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,52 +28,31 @@ def appearing(target: str) -> Iterator[str]:
     """
     place = os.path.realpath(target)
     is_new = not os.path.lexists(place)
-    _refuse_full(place, target)
+    if not is_new and (not os.path.isdir(place) or set(os.listdir(place)) - {_NOTHING, WRITING}):
+        raise CheckpointError("it is there already", file=target, cure="Give a folder that is not there yet, or an empty one")
     writing = os.path.join(place, WRITING)
     os.makedirs(writing, exist_ok=True)
     moved: list[str] = []
-    with _alone(writing, target):
-        try:
-            _refuse_full(place, target)  # another export may have ended meanwhile
-            for left in os.listdir(writing):  # left by an export that was killed
-                _remove(os.path.join(writing, left))
-            yield writing
-            sync_folder(writing)
-            for name in sorted(os.listdir(writing), key=lambda name: (name == LAST, name)):
-                if name == LAST:
-                    sync_folder(place)
-                moved.append(os.path.join(place, name))
-                os.rename(os.path.join(writing, name), moved[-1])
-            os.rmdir(writing)
-        except BaseException:
-            for path in (*reversed(moved), writing):
-                _remove(path)
-            if is_new:
-                with contextlib.suppress(OSError):
-                    os.rmdir(place)
-            raise
+    try:
+        for left in os.listdir(writing):  # left by an export that was killed
+            _remove(os.path.join(writing, left))
+        yield writing
+        sync_folder(writing)
+        for name in sorted(os.listdir(writing), key=lambda name: (name == LAST, name)):
+            if name == LAST:
+                sync_folder(place)
+            moved.append(os.path.join(place, name))
+            os.rename(os.path.join(writing, name), moved[-1])
+        os.rmdir(writing)
+    except BaseException:
+        for path in (*reversed(moved), writing):
+            _remove(path)
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(place)
+        raise
     sync_folder(place)
     sync_folder(os.path.dirname(place))
-
-
-@contextlib.contextmanager
-def _alone(folder: str, target: str) -> Iterator[None]:
-    """Hold the folder's lock, except on a network file system without locks. Raises CheckpointError where another export holds it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError("another export writes into it", file=target, cure="Wait for it, or give another folder") from None
-        yield
-    finally:
-        os.close(fd)
-
-
-def _refuse_full(place: str, target: str) -> None:
-    if os.path.lexists(place) and (not os.path.isdir(place) or set(os.listdir(place)) - {_NOTHING, WRITING}):
-        raise CheckpointError("it is there already", file=target, cure="Give a folder that is not there yet, or an empty one")
 
 
 def _remove(path: str) -> None:

@@ -3,7 +3,7 @@
 An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
 A reader holds a shared lock on an entry's manifest, a remover an exclusive lock. `.writing-<entry>` is an entry that is being
 written, under an exclusive lock on `.writing-<entry>.lock`; if that lock is free its writer has died. `.gone-*` is on its way out.
-`.calibrations` has the figures that scales of activations are made from; an entry names the file of its own.
+`.calibrations` has the figures that scales of activations are made from, a few kilobytes a model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from workers.cache.manifest import (
     format_name,
     model_name,
 )
-from workers.quantization.calibration_file import FOLDER as CALIBRATIONS
 
 GIB = 1 << 30
 # Bytes that stay free on the cache's disk for other programs.
@@ -46,9 +45,6 @@ LOCK = ".lock"
 # Keys in a manifest's notes.
 SPELLINGS = "formats"
 UNMEASURED_INPUTS = "unmeasured_inputs"
-CALIBRATION = "calibration"
-# A calibration that no entry names may be that of a load whose entry is not written yet, or cannot be.
-_UNUSED_S = 24 * 3600.0
 _KEPT = " It stays, and the checkpoint is read this time."
 _KEY = re.compile(r"[0-9a-f]{16}")
 _ENTRY = re.compile(rf"[a-z0-9][a-z0-9._-]*-{_KEY.pattern}")
@@ -225,8 +221,7 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
 
 
 def sweep(cache_dir: str) -> int:
-    """Remove the leftovers of writers and removers that died, and calibrations of entries that have gone, and return their bytes; call it
-    under `locked`. Raises OSError."""
+    """Remove the leftovers of writers and removers that died, and return their bytes; call it under `locked`. Raises OSError."""
     freed = 0
     for name in sorted(os.listdir(cache_dir)):
         path = os.path.join(cache_dir, name)
@@ -237,28 +232,7 @@ def sweep(cache_dir: str) -> int:
             with turn(own) as mine:
                 if mine and os.path.isdir(own):
                     freed += _dropped(own)
-    for path in _unused_calibrations(cache_dir):
-        with contextlib.suppress(FileNotFoundError):
-            freed += os.path.getsize(path)
-            os.unlink(path)
     return freed
-
-
-def _unused_calibrations(cache_dir: str) -> list[str]:
-    """The files of calibrations that no entry names, and no load has used for a day. Raises OSError."""
-    try:
-        kept = [(file.name, file.path) for file in os.scandir(os.path.join(cache_dir, CALIBRATIONS)) if _is_old(file)]
-    except FileNotFoundError:
-        return []
-    named = {entry.manifest.notes.get(CALIBRATION) for entry in entries(cache_dir) if entry.manifest is not None} if kept else ()
-    return [path for name, path in kept if name not in named]
-
-
-def _is_old(file: os.DirEntry[str]) -> bool:
-    try:
-        return time.time() - file.stat().st_mtime > _UNUSED_S
-    except FileNotFoundError:
-        return False
 
 
 def written_now(cache_dir: str) -> int:

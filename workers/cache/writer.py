@@ -129,29 +129,13 @@ class CacheWriter:
     def bytes_written(self) -> int:
         return self._writer.bytes_written if self._writer is not None else 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a copy of a tensor, after a wait for room."""
-        if (place := self._tensor_of(name, tensor)) is not None:
-            self._put([place], tensor)
-
-    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-        """Like `add`, for quantized tensors [names, ..] of one shape; those that are adjacent in the file are taken at once."""
-        tensors = [tensor for name in names if (tensor := self._tensor_of(name, stacked[0])) is not None]
-        start = 0
-        for at in range(1, len(tensors) + 1):
-            before = tensors[at - 1]
-            if at < len(tensors) and (tensors[at].shard, tensors[at].offset) == (before.shard, before.offset + before.nbytes):
-                continue
-            self._put(tensors[start:at], stacked[start:at])
-            start = at
+    def add(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        """Take a copy of tensors [names, ..], after a wait for room."""
+        self._take(lambda writer: writer.add(names, stacked))
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
         """Like `add`, for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
-        place = None if self._writer is None else self._writer.tensors.get(name)
-        if place is None or start_byte < 0 or start_byte + view.numel() > place.nbytes:
-            self.abandon(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which the cache's layout does not have")
-            return
-        self._put([place], view, start_byte)
+        self._take(lambda writer: writer.add_chunk(name, start_byte, view))
 
     def finish(self) -> str:
         """Complete the entry and return the state. Called after the load's last tensor."""
@@ -168,20 +152,11 @@ class CacheWriter:
         """End without an entry, for instance after a cancelled load, and remove the written files."""
         self._end(CheckpointError(reason))
 
-    def _tensor_of(self, name: str, tensor: torch.Tensor) -> ShardTensor | None:
-        """The tensor's place in its shard. For a tensor that does not match the layout: ends the writing and returns None."""
-        place = None if self._writer is None else self._writer.tensors.get(name)
-        code = CODES.get(tensor.dtype)
-        if place is None or place.dtype != code or place.nbytes != tensor.numel() * tensor.element_size():
-            self.abandon(f"{name} came as {code} of shape {list(tensor.shape)}, which the cache's layout does not have")
-            return None
-        return place
-
-    def _put(self, places: Sequence[ShardTensor], tensor: torch.Tensor, start: int = 0) -> None:
+    def _take(self, take: Callable[[ShardWriter], None]) -> None:
         if self._writer is None or self.state != "writing":
             return
         try:
-            self._writer.put(places, bytes_of(tensor), start)
+            take(self._writer)
         except Exception as error:  # noqa: BLE001 - the reason is kept and reported: the model serves without its cache
             self._end(error)
 
@@ -314,6 +289,21 @@ class ShardWriter:
             self._threads.append(threading.Thread(target=self._work, name=f"stream-write-{number}", daemon=True))
             self._threads[-1].start()
 
+    def add(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        """Take a copy of tensors [names, ..] of one shape; those that are adjacent in the file are taken at once."""
+        tensors = [self.tensors[name] for name in names]
+        start = 0
+        for at in range(1, len(tensors) + 1):
+            before = tensors[at - 1]
+            if at < len(tensors) and (tensors[at].shard, tensors[at].offset) == (before.shard, before.offset + before.nbytes):
+                continue
+            self.put(tensors[start:at], bytes_of(stacked[start:at]))
+            start = at
+
+    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+        """Like `add`, for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
+        self.put([self.tensors[name]], view, start_byte)
+
     def put(self, tensors: Sequence[ShardTensor], view: torch.Tensor, start: int = 0) -> None:
         """Take the bytes (uint8, 1-D) of tensors that are adjacent in a file, or, from byte `start` on, a part of one.
 
@@ -332,7 +322,7 @@ class ShardWriter:
                     self._submit(block)
             at = end
         for tensor in tensors:
-            self._left[tensor.name] -= view.numel() if len(tensors) == 1 else tensor.nbytes
+            self._left[tensor.name] -= view.numel() // len(tensors)
 
     def flush(self) -> None:
         """Wait until all bytes of `put` are in the files. Raises the error that ended the writing."""

@@ -32,10 +32,10 @@ class DirectFile:
     fallback_reason: why it is not.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, size_bytes: int | None = None, direct: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> None:
         self.path = os.fspath(path)
-        self.direct = direct
-        self.fallback_reason = None if direct else "buffered reads were chosen"
+        self.direct = True
+        self.fallback_reason: str | None = None
         self._flags = os.O_RDONLY if size_bytes is None else os.O_RDWR | os.O_CREAT
         self._fds: dict[bool, int] = {}  # with O_DIRECT, and without it
         self._unwritten = 0

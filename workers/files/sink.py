@@ -94,12 +94,8 @@ class TransferSink:
         try:
             while (task := self._next()) is not None:
                 self._do(*task, buffer, link)
-        except (RankError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - `fetch` raises it; the others end too
             self._error = self._error or error
-        except Exception as error:
-            # The others end too.
-            self._error = self._error or error
-            raise
         finally:
             link.close()
             buffer.close()

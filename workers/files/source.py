@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -24,7 +25,7 @@ from urllib.parse import quote, unquote
 
 from workers.files.chunks import CHUNK_BYTES, Buffer
 from workers.files.direct_file import DirectFile
-from workers.files.manifest import File, ModelManifest
+from workers.files.manifest import ModelManifest
 
 MOST_CONNECTIONS = 64
 IDLE_S = 300.0
@@ -106,11 +107,9 @@ class _Answers(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._held = _Held()
         self._buffer: Buffer | None = None
 
     def finish(self) -> None:
-        self._held.close()
         if self._buffer is not None:
             self._buffer.close()
         super().finish()
@@ -131,12 +130,15 @@ class _Answers(BaseHTTPRequestHandler):
             self._refuse(416, f"{name[:200]} has no such bytes")
             return
         self._buffer = self._buffer or Buffer()
+        path = source.root / file.name
         try:
-            data = self._buffer.read(self._held.of(source.root / file.name, file), offset, end - offset)
+            status = path.stat()
+            with closing(DirectFile(path)) as opened:
+                data = self._buffer.read(opened, offset, end - offset)
         except OSError as error:
             self._refuse(409, f"{file.name} cannot be read: {error.strerror or error}")
             return
-        if len(data) != end - offset:
+        if len(data) != end - offset or (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
             self._refuse(409, f"{file.name} has changed while it was copied")
             return
         self.send_response(206)
@@ -154,27 +156,6 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_header(REFUSAL, quote(reason))
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-
-class _Held:
-    """The file that was asked for last, open."""
-
-    def __init__(self) -> None:
-        self._name, self._file = "", None  # type: str, DirectFile | None
-
-    def of(self, path: Path, file: File) -> DirectFile:
-        if self._file is None or self._name != file.name:
-            status = path.stat()
-            if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise OSError(0, "it has changed since the copy began")
-            self.close()
-            self._name, self._file = file.name, DirectFile(path)
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def main() -> None:

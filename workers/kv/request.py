@@ -43,10 +43,6 @@ class CacheRequest:
         others = any(getattr(settings, name) is not None for name in (*SIZES, "at_most_bytes", "reserved_bytes"))
         return f"{BLOCKS_FLAG} asks for {settings.blocks:,} blocks{', which overrides kv_cache and memory_gib' if others else ''}"
 
-    def at_most(self) -> int | None:
-        """Most bytes for `auto`; None without a limit."""
-        return self._settings.at_most_bytes
-
     def reserved(self, reading: MemoryReading) -> Reserved | None:
         """The limit by reserved_bytes and the engine's present memory; None without a limit."""
         whole = self._settings.reserved_bytes
@@ -55,7 +51,11 @@ class CacheRequest:
     def limit(self, reading: MemoryReading) -> int | None:
         """The smaller of both limits, while the engine's further demand is unknown."""
         reserve = self.reserved(reading)
-        limits = [limit for limit in (self.at_most(), None if reserve is None else max(0, reserve.left(Demand()))) if limit is not None]
+        limits = [
+            limit
+            for limit in (self._settings.at_most_bytes, None if reserve is None else max(0, reserve.left(Demand())))
+            if limit is not None
+        ]
         return min(limits, default=None)
 
     def is_plenty(self, need: CacheCosts, reading: MemoryReading) -> bool:
@@ -63,7 +63,7 @@ class CacheRequest:
         size, within = self.asked(need), None
         if size is None:
             reserve = self.reserved(reading)
-            size, within = self.at_most(), None if reserve is None else reserve.left(Demand())
+            size, within = self._settings.at_most_bytes, None if reserve is None else reserve.left(Demand())
         if size is None or (within is not None and within < size + PLENTY_BYTES):
             return False
         left = reading.room - size - self.margin(reading)

@@ -285,7 +285,9 @@ class Sizing:
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
-        bounds = SizeBounds(wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks=self._settings.blocks is not None)
+        bounds = SizeBounds(
+            wish.asked(need), self._settings.at_most_bytes, wish.reserved(reading), by_blocks=self._settings.blocks is not None
+        )
         sized = pool(reading.room, demand, wish.margin(reading), need, bounds)
         self._held = self._rehearsal.taken()
         reasons = "; ".join(reason for reason in (wish.why(), sized.limit, course.why) if reason) or None

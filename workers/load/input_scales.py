@@ -15,9 +15,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 from sparkd.checkpoint import Checkpoint
@@ -91,50 +90,27 @@ def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputS
     if cache_dir is None:
         return InputScales(_measured(checkpoint, text))
     path = calibration_file(cache_dir, checkpoint, text)
-    with _locked(path) as file:
-        largest = _read(file)
-        if not largest:
-            largest = _measured(checkpoint, text)
-            if file is not None and largest:
-                _write(file, largest, path)
-        return InputScales(largest)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[str] | None]:
-    """The file, which no other rank has open meanwhile; None, with the reason in the log, where it cannot be written."""
-    with ExitStack() as opened:
-        file = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = opened.enter_context(open(path, "a+", encoding="utf-8"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.utime(path)  # the sweep of the cache removes what is not used
-        except OSError as error:
-            _not_kept(error, path)
-        yield file
-
-
-def _read(file: IO[str] | None) -> dict[str, float]:
-    """Empty where nothing was kept, or what was is damaged."""
-    if file is not None:
-        file.seek(0)
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            return {str(name): float(value) for name, value in json.load(file).items()}
-    return {}
-
-
-def _write(file: IO[str], largest: Mapping[str, float], path: Path) -> None:
+    largest: dict[str, float] | None = None
     try:
-        file.truncate(0)
-        json.dump(largest, file)
-        file.flush()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            largest = _kept(file)
+            if not largest:
+                largest = _measured(checkpoint, text)
+                file.truncate(0)
+                json.dump(largest, file)
     except OSError as error:
-        _not_kept(error, path)
+        logger.info("sparkd: the measurement is not kept: %s: %s.", error.filename or path, error.strerror)
+    return InputScales(_measured(checkpoint, text) if largest is None else largest)
 
 
-def _not_kept(error: OSError, path: Path) -> None:
-    logger.info("sparkd: the measurement is not kept: %s: %s.", error.filename or path, error.strerror)
+def _kept(file: IO[str]) -> dict[str, float]:
+    """Empty where nothing was kept, or its writer ended in the midst."""
+    file.seek(0)
+    with suppress(ValueError):
+        return dict(json.load(file))
+    return {}
 
 
 def _measured(checkpoint: Checkpoint, text: str) -> dict[str, float]:

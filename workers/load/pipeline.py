@@ -38,11 +38,11 @@ SHAPE = "weight_shape"  # a tensor that no kernel reads: for the cache only, bec
 class CacheSink(Protocol):
     """Takes the finished tensors, for the quantized cache. The pass waits for it."""
 
-    def add(self, name: str, tensor: torch.Tensor) -> None: ...
+    def add(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        """Tensors [names, ..]."""
 
-    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None: ...
-
-    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
+    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+        """The bytes (uint8, 1-D) of a tensor from `start_byte` on."""
 
 
 class Watcher(Protocol):
@@ -231,7 +231,7 @@ class Pipeline:
         self._look([unit.plain], loaded)
         part = loaded.view(rows, *output.shape[1:]) if output.shape else loaded.view(())
         if self.sink is not None:
-            self.sink.add(output.name, part)
+            self.sink.add([output.name], part.unsqueeze(0))
         tensor = part
         if tuple(part.shape) != output.shape:
             tensor = torch.empty(output.shape, dtype=dtype, device=self._device)
@@ -298,10 +298,10 @@ class Pipeline:
         if outputs[0][0].suffix == SHAPE:
             if self.sink is not None:
                 for output, weight, _ in outputs:
-                    self.sink.add(output.name, torch.tensor(weight.source.shape, dtype=stacked.dtype))
+                    self.sink.add([output.name], torch.tensor([weight.source.shape], dtype=stacked.dtype))
             return
         if self.sink is not None:
-            self.sink.add_stacked([output.name for output, *_ in outputs], stacked)
+            self.sink.add([output.name for output, *_ in outputs], stacked)
         targets = [self._target(output, weight, need, stacked.shape[1:]) for output, weight, need in outputs]
         for start, stop in evenly_spaced(targets):
             if targets[start] is not None:

@@ -52,7 +52,7 @@ class ProgressFile:
         self._began_s = time.monotonic()
         self._points.clear()
         self._points.append((self._began_s, 0))
-        self._write(always=True)
+        self._write()
 
     def advance(self, bytes_done: int, units_done: int) -> None:
         self._section["bytes_done"] = bytes_done
@@ -70,12 +70,12 @@ class ProgressFile:
     def cache(self, state: str, size_bytes: int = 0, why: str | None = None) -> None:
         """Report the state of the cache: none, writing, written, failed or skipped. why: of the latter two, or why the load waits."""
         self._section |= {"cache_state": state, "cache_bytes": size_bytes, "cache_why": why}
-        self._write(always=True)
+        self._write()
 
     def done(self, read_bytes: int, direct: bool) -> None:
         rate = self._section["bytes_done"] / max(time.monotonic() - self._began_s, 1e-9)
         self._section |= {"phase": "done", "eta_s": None, "bytes_per_s": rate, "read_bytes": read_bytes, "direct": direct}
-        self._write(always=True)
+        self._write()
 
     def failed(self, message: str, *, lasting: bool = False) -> None:
         """Report the end of the load by an error. lasting: the next load with the same settings would end the same way.
@@ -84,10 +84,8 @@ class ProgressFile:
         """
         line = " ".join("".join(char if char.isprintable() else " " for char in message[: 2 * FAILURE_CHARS]).split())[:FAILURE_CHARS]
         self._section |= {"phase": "failed", "eta_s": None, "failure": line, "failure_lasts": lasting}
-        self._write(always=True)
+        self._write()
 
-    def _write(self, *, always: bool = False) -> None:
-        if self._path is None or (not always and time.monotonic() - self._written_s < INTERVAL_S):
-            return
+    def _write(self) -> None:
         self._written_s = time.monotonic()
         rank_report.tell(self._path, self._rank, "load", self._section)

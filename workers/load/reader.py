@@ -18,8 +18,8 @@ from sparkd.errors import CheckpointError
 from workers.files.direct_file import ALIGNMENT, DirectFile
 from workers.load.ring import Ring
 
-MIB = 2**20
-# Seconds that `close` waits for the threads; a thread that is in a longer read (a dead network file system) ends after that read.
+BLOCK_BYTES = 8 * 2**20
+# Seconds for which its end waits for the threads; a thread that is in a longer read (a dead network file system) ends after that read.
 _JOIN_S = 10.0
 # Measured: every other part of 1 GiB (one of two ranks needs the rows of a row-parallel weight like that), on a disk that reads 1.5 GB/s
 # with four threads and O_DIRECT. Parts of 8, 16, 32, 64 and 128 KiB take 5.0 to 6.8, 2.4 to 3.7, 1.3 to 2.6, 0.8 to 1.5 and 0.6 to 0.7 s if
@@ -36,14 +36,6 @@ class ByteRange(NamedTuple):
     path: str
     offset: int
     nbytes: int
-
-
-class ReaderClosed(RuntimeError):
-    """The reader was closed before or during the request for the next chunk."""
-
-
-class RingExhausted(RuntimeError):
-    """The consumer requested the next chunk while it holds every block, so that none can become free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +69,11 @@ class Chunk:
         self.start = start
         self.view = view
         self.last = last
-        self._held: _HeldBlock | None = held
+        self._held = held
 
     def release(self) -> None:
-        """Release the chunk; its block is free once all its chunks are. From any thread, in any order; a second call has no effect."""
-        held = self._held
-        if held is not None:
-            held.reader._release(self, held)
+        """Release the chunk, once; its block is free once all its chunks are. From any thread, in any order."""
+        self._held.reader._release(self._held)
 
 
 class _HeldBlock:
@@ -98,47 +88,30 @@ class _HeldBlock:
 
 
 class Reader:
-    """An iterator of chunks, in the order of `ranges`, and a context manager that ends the threads and frees the ring.
+    """A context in which one iteration gives the chunks in the order of `ranges`; its end ends the threads and frees the ring.
 
     A range comes in one chunk if a block can hold it, with the bytes before it down to a multiple of the alignment; otherwise in several.
     An empty range comes as one empty chunk. Small ranges share a block, which is free again when all their chunks are released.
 
     The consumer may request the next chunk while it holds fewer than `blocks` blocks (`held_blocks`); with half of them or fewer the disk
-    stays busy. If it holds all of them it would wait for itself: RingExhausted.
+    stays busy.
 
     pin: registers the ring with CUDA; stats.unpinned_reason says why where that fails.
-    direct: None falls back to buffered reads, file by file, where the file system has no O_DIRECT; True raises there; False always reads
-        buffered.
 
-    Raises CheckpointError for a file that is missing, unreadable or too short: at once where the file system shows it, otherwise with the
-    chunk.
+    A file whose file system has no O_DIRECT is read through the page cache. Raises CheckpointError for a file that is missing, unreadable
+    or too short: at once where the file system shows it, otherwise with the chunk.
     """
 
     def __init__(
-        self,
-        ranges: Sequence[ByteRange],
-        *,
-        block_bytes: int = 8 * MIB,
-        blocks: int = 8,
-        threads: int = 4,
-        pin: bool,
-        direct: bool | None = None,
+        self, ranges: Sequence[ByteRange], *, block_bytes: int = BLOCK_BYTES, blocks: int = 8, threads: int = 4, pin: bool
     ) -> None:
-        if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:
-            raise ValueError(
-                f"A ring needs two blocks of a multiple of {ALIGNMENT} bytes and one thread: {blocks} of {block_bytes}, {threads} threads."
-            )
+        """block_bytes: a multiple of ALIGNMENT. blocks: at least two."""
         self.blocks = blocks
-        self.ring_bytes = block_bytes * blocks
-        self._files = {path: SourceFile(path, direct=direct) for path in {byte_range.path: None for byte_range in ranges}}
+        self._files = {path: SourceFile(path) for path in {byte_range.path: None for byte_range in ranges}}
         self._plan: list[Block] = plan_blocks(ranges, self._files, block_bytes)
-        for block in self._plan:
-            for read in block.reads:
-                read.file.expect(1)
         self._block_bytes = block_bytes
         self._pin = pin
         self._ring: Ring | None = None
-        self._tensor: torch.Tensor | None = None
         self._threads = [threading.Thread(target=self._work, name=f"stream-read-{number}", daemon=True) for number in range(threads)]
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
@@ -147,39 +120,43 @@ class Reader:
         self._next_read = 0
         self._next_given = 0
         self._results: dict[int, int | BaseException] = {}
-        self._working = 0
-        self._failed = False
-        self._closed = False
+        self._ended = False
         self._bytes_read = 0
         self._waited_s = 0.0
         self._unpinned_reason: str | None = None
-        self._planned: Iterator[PlannedChunk] = iter(())
-        self._held: _HeldBlock | None = None
-        self._base = 0
 
     def __enter__(self) -> Reader:
-        self._start()
+        self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
+        self._unpinned_reason = self._ring.unpinned_reason
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with self._lock:
+            self._ended = True
+            self._results.clear()
+            self._freed.notify_all()
+        until = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):  # of a dead network file system, files stay open
+            for file in self._files.values():
+                file.close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
-    def __iter__(self) -> Reader:
-        self._start()
-        return self
-
-    def __next__(self) -> Chunk:
-        if self._closed:
-            raise ReaderClosed("The reader is closed.")
-        planned = next(self._planned, None)
-        if planned is None:
-            self._next_block()
-            planned = next(self._planned)
-        held, tensor = self._held, self._tensor
-        if held is None or tensor is None:
-            raise ReaderClosed("The reader is closed.")
-        begin = self._base + planned.at
-        return Chunk(planned.byte_range, planned.start, tensor[begin : begin + planned.nbytes], planned.last, held)
+    def __iter__(self) -> Iterator[Chunk]:
+        ring = self._ring
+        if ring is None:
+            raise RuntimeError("The reader is closed.")
+        for index, block in enumerate(self._plan):
+            ring_block = self._filled_block(index)
+            held, base = _HeldBlock(self, ring_block, len(block.chunks)), ring_block * self._block_bytes
+            for planned in block.chunks:
+                begin = base + planned.at
+                yield Chunk(planned.byte_range, planned.start, ring.tensor()[begin : begin + planned.nbytes], planned.last, held)
 
     @property
     def held_blocks(self) -> int:
@@ -200,75 +177,20 @@ class Reader:
                 waited_s=self._waited_s,
             )
 
-    def close(self) -> None:
-        """End the reads, join the threads and free the ring. From any thread; a second call has no effect."""
+    def _filled_block(self, index: int) -> int:
+        """Wait for a block of the plan. Returns its block of the ring; raises the error of its reads."""
         with self._lock:
-            self._closed = True
-            ring, self._ring = self._ring, None
-            self._tensor = None
-            self._held = None
-            self._results.clear()
-            self._freed.notify_all()
-            self._filled.notify_all()
-        until = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        if ring is not None:
-            ring.close()
-
-    def _start(self) -> None:
-        if self._closed:
-            raise ReaderClosed("The reader is closed.")
-        if self._ring is not None:
-            return
-        self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
-        self._tensor = self._ring.tensor()
-        self._unpinned_reason = self._ring.unpinned_reason
-        for thread in self._threads:
-            with self._lock:
-                self._working += 1
-            try:
-                thread.start()
-            except BaseException:
-                self._leave()
-                self.close()
-                raise
-
-    def _next_block(self) -> None:
-        """Wait for the next block. Raises StopIteration after the last."""
-        with self._lock:
-            index = self._next_given
-            if index == len(self._plan):
-                raise StopIteration
-            if index not in self._results:
-                since = time.monotonic()
-                self._filled.wait_for(lambda: self._closed or index in self._results or self._waits_for_itself(index))
-                self._waited_s += time.monotonic() - since
-            if self._closed:
-                raise ReaderClosed("The reader was closed while the next chunk was awaited.")
-            if index not in self._results:
-                raise RingExhausted(
-                    f"All {self.blocks} blocks of the ring are held by unreleased chunks: release some before asking for the next."
-                )
-            result = self._results[index]
+            since = time.monotonic()
+            self._filled.wait_for(lambda: index in self._results)
+            self._waited_s += time.monotonic() - since
+            result = self._results.pop(index)
             if isinstance(result, BaseException):
                 raise result
-            del self._results[index]
             self._next_given += 1
-            block = self._plan[index]
-            self._held = _HeldBlock(self, result, len(block.chunks))
-            self._base = result * self._block_bytes
-            self._planned = iter(block.chunks)
+            return result
 
-    def _waits_for_itself(self, index: int) -> bool:
-        return self._next_read == index and not self._free
-
-    def _release(self, chunk: Chunk, held: _HeldBlock) -> None:
+    def _release(self, held: _HeldBlock) -> None:
         with self._lock:
-            if chunk._held is None:
-                return
-            chunk._held = None
             held.chunks_left -= 1
             if held.chunks_left == 0:
                 self._free.append(held.ring_block)
@@ -276,22 +198,20 @@ class Reader:
 
     def _work(self) -> None:
         """The loop of one thread. It takes the next block and a free part of the ring together, so that earlier blocks are always ahead."""
-        try:
-            while (task := self._take()) is not None:
-                index, ring_block = task
-                try:
-                    result: int | BaseException = ring_block if self._fill(index, ring_block) else ReaderClosed("The reader is closed.")
-                except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
-                    traceback.clear_frames(raised.__traceback__)  # they hold views, which would keep a closed ring's memory
-                    result = raised
-                with self._lock:
-                    if isinstance(result, BaseException):
-                        self._failed = True
-                        self._freed.notify_all()
-                    self._results[index] = result
-                    self._filled.notify()
-        finally:
-            self._leave()
+        while (task := self._take()) is not None:
+            index, ring_block = task
+            result: int | BaseException = ring_block
+            try:
+                self._fill(index, ring_block)
+            except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
+                traceback.clear_frames(raised.__traceback__)  # they hold views, which would keep a closed ring's memory
+                result = raised
+            with self._lock:
+                if isinstance(result, BaseException):
+                    self._ended = True
+                    self._freed.notify_all()
+                self._results[index] = result
+                self._filled.notify()
 
     def _take(self) -> tuple[int, int] | None:
         with self._lock:
@@ -305,30 +225,17 @@ class Reader:
             return index, self._free.pop()
 
     def _nothing_left(self) -> bool:
-        return self._closed or self._failed or self._next_read == len(self._plan)
+        return self._ended or self._next_read == len(self._plan)
 
-    def _fill(self, index: int, ring_block: int) -> bool:
+    def _fill(self, index: int, ring_block: int) -> None:
         ring = self._ring
         if ring is None:
-            return False
+            return
         memory = ring.memory(ring_block)
         for read in self._plan[index].reads:
-            if self._closed:
-                return False
             count = read.file.read(memory[read.at : read.at + read.length], read.offset, read.wanted)
-            read.file.finished()
             with self._lock:
                 self._bytes_read += count
-        return True
-
-    def _leave(self) -> None:
-        """End one thread. The last one closes the open files, even where `close` has not waited for it."""
-        with self._lock:
-            self._working -= 1
-            last = self._working == 0
-        if last:
-            for file in self._files.values():
-                file.close()
 
 
 class PlannedChunk(NamedTuple):
@@ -375,10 +282,6 @@ def plan_blocks(ranges: Sequence[ByteRange], files: Mapping[str, SourceFile], bl
     for byte_range in ranges:
         file = files[byte_range.path]
         position, end = byte_range.offset, byte_range.offset + byte_range.nbytes
-        if position < 0 or byte_range.nbytes < 0:
-            raise ValueError(
-                f"A range of {byte_range.path} begins at {position} and has {byte_range.nbytes} bytes; neither can be negative."
-            )
         if end > file.size_bytes:
             raise CheckpointError(f"the file ends at byte {file.size_bytes}, before byte {end}", file=file.path, cure=_AGAIN)
         if position == end:
@@ -417,13 +320,12 @@ def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, posit
 
 
 class SourceFile:
-    """Safe for several threads.
+    """A file of a checkpoint, whose errors are CheckpointErrors. Safe for several threads.
 
-    direct: None reads through the page cache where the file system does not take O_DIRECT, True raises there, False always does so.
     Raises CheckpointError when the file is not there or is none.
     """
 
-    def __init__(self, path: str, *, direct: bool | None) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         try:
             facts = os.stat(path)
@@ -432,19 +334,12 @@ class SourceFile:
         if not stat.S_ISREG(facts.st_mode):
             raise CheckpointError("this is not a regular file", file=path, cure="Name a checkpoint whose shards are files")
         self.size_bytes = facts.st_size
-        self._file = DirectFile(path, direct=direct is not False)
-        self._must_be_direct = direct is True
-        self._lock = threading.Lock()
-        self._reads_left = 0
+        self._file = DirectFile(path)
 
     @property
     def fallback_reason(self) -> str | None:
         reason = self._file.fallback_reason
         return reason and f"{self.path} is read through the page cache, which is dropped behind every block: {reason}."
-
-    def expect(self, reads: int) -> None:
-        """Announce reads; the file is closed after the last of them."""
-        self._reads_left += reads
 
     def read(self, buffer: memoryview, offset: int, wanted: int) -> int:
         """Fill `buffer` with the file's bytes from `offset` on, at least `wanted`; returns the number read. Raises CheckpointError."""
@@ -453,23 +348,13 @@ class SourceFile:
         except OSError as error:
             traceback.clear_frames(error.__traceback__)  # they hold views of `buffer`
             raise _unreadable(self.path, f"{len(buffer)} bytes at {offset} cannot be read", error) from error
-        if self._must_be_direct and self._file.fallback_reason:
-            problem = f"O_DIRECT is required, but {self._file.fallback_reason}"
-            raise CheckpointError(problem, file=self.path, cure="Put the checkpoint on a local ext4 or xfs, or allow buffered reads")
         if count < wanted:
             problem = f"the file ends at byte {offset + count}, before byte {offset + wanted}"
             raise CheckpointError(problem, file=self.path, cure=_AGAIN)
         return count
 
-    def finished(self) -> None:
-        """Note the end of one of the expected reads."""
-        with self._lock:
-            self._reads_left -= 1
-        if self._reads_left == 0:
-            self.close()
-
     def close(self) -> None:
-        """Close the file. No thread may be reading. A second call has no effect."""
+        """Close the file. No thread may be reading."""
         self._file.close()
 
 

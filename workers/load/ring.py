@@ -37,15 +37,10 @@ class Ring:
             raise RuntimeError("The ring is closed.")
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def unpin(self) -> None:
-        """Unpin the memory, which stays usable. Waits for the device; a second call has no effect."""
-        device, self._device = self._device, None
-        if self._tensor is not None and device is not None and self.unpinned_reason is None:
-            _unregister(self._tensor, device)
-
     def close(self) -> None:
-        """Free the ring. A second call has no effect."""
-        self.unpin()
+        """Unpin the memory, for which it waits for the device, and free it. A second call has no effect."""
+        if self._tensor is not None and self._device is not None and self.unpinned_reason is None:
+            _unregister(self._tensor, self._device)
         self._tensor, self._bytes = None, None
 
 

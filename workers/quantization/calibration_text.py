@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 from sparkd.errors import CheckpointError
@@ -19,7 +17,8 @@ def text_of(path: str | None) -> str:
     if path is None:
         return OWN.read_text(encoding="utf-8")
     try:
-        data = _content(path)
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"the text for the calibration cannot be read: {error.strerror}", file=path, cure=_CURE) from None
     if len(data) > MOST_BYTES or len(data.strip()) < LEAST_BYTES:
@@ -29,9 +28,3 @@ def text_of(path: str | None) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise CheckpointError("the text for the calibration is not UTF-8", file=path, cure=_CURE) from None
-
-
-def _content(path: str) -> bytes:
-    """At most one byte more than a text may have; nothing of what is no regular file, which could make a reader wait."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return file.read(MOST_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""

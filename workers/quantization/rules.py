@@ -24,8 +24,6 @@ _REGEX = "re:"
 _CLASS = "class:"
 _WILD = re.compile(r"[*?\[]")
 _SET = re.compile(r"\[[^\[\]]+\]")
-# An expression of plain characters and sets, with what may stand before and after them.
-_PLAIN = re.compile(r"(\^?(?:\.\*)?)((?:\w|\\?\.|\[[\w-]+\])+?)((?:\.\*)?\$?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ def kept_unless_named(module: str, kind: str) -> frozenset[str]:
 def _components(match: str, source: str) -> list[str]:
     """The globs of a pattern, one for each component of a path. Raises ConfigError."""
     if match.startswith(_REGEX):
-        glob = _glob_of(match.removeprefix(_REGEX)) or "one such as o_proj, *_proj, layers.0.* or layers.[0-3].mlp"
-        raise refused(source, f"{match!r} is a regular expression, and a rule is a glob; write {glob}")
+        globs = "o_proj, *_proj, layers.0.* or layers.[0-3].mlp"
+        raise refused(source, f"{match!r} is a regular expression, and a rule is a glob; write one such as {globs}")
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
@@ -110,14 +108,3 @@ def _components(match: str, source: str) -> list[str]:
         if before == "experts" and part != "*" and not part.isidentifier():
             raise refused(source, f"{match!r} picks among experts, and all experts of a layer have one format; write experts.*")
     return parts
-
-
-def _glob_of(expression: str) -> str | None:
-    """The glob in place of an expression such as `.*_proj$` or `layers\\.0\\.`; None where it has alternatives or repetitions."""
-    plain = _PLAIN.fullmatch(expression)
-    if plain is None:
-        return None
-    before, text, after = plain[1], plain[2].replace("\\", ""), plain[3]
-    start = "" if before == "^" or text.startswith(".") else "*"
-    end = "" if after == "$" or text.endswith(".") else "*"
-    return f"{start}{text.strip('.')}{end}"

@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from workers.cache.atomic_folder import appearing
 from workers.cache.layout import companions_bytes, lay_out, neighbours, write_companions
 from workers.cache.manifest import on_device
 from workers.cache.store import CachedCheckpoint, find
-from workers.cache.writer import MARGIN_BYTES, MIB, ShardWriter, Staging, bytes_of, layout_of
+from workers.cache.writer import MARGIN_BYTES, MIB, ShardWriter, Staging, layout_of
 from workers.files.direct_file import DirectFile
 from workers.load.input_scales import measured
 from workers.load.pipeline import Pipeline, Receivers
@@ -165,9 +165,10 @@ def _quantize(
     device = _device(request.device)
     on_gpu = device.type == "cuda"
     writer = ShardWriter(folder, shards, Staging(STAGING_BYTES, BLOCK_BYTES, pin=on_gpu, threads=2))
-    into = _Into(writer, tell)
-    pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), receivers=Receivers(into, into), dtype=_dtype(checkpoint.config))
-    into.total = pipeline.bytes_total
+    watcher = _Watcher(tell)
+    receivers = Receivers(writer, watcher)
+    pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), receivers=receivers, dtype=_dtype(checkpoint.config))
+    watcher.total = pipeline.bytes_total
     try:
         for _ in pipeline.tensors():
             # The sink has taken the tensors.
@@ -179,23 +180,10 @@ def _quantize(
     return writer.bytes_total
 
 
-class _Into:
-    """The pipeline's sink and watcher: takes every tensor, and waits for the disk."""
-
-    def __init__(self, writer: ShardWriter, tell: Tell) -> None:
+class _Watcher:
+    def __init__(self, tell: Tell) -> None:
         self.total = 0
-        self._writer = writer
         self._tell = tell
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self.add_chunk(name, 0, bytes_of(tensor))
-
-    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-        for name, tensor in zip(names, stacked, strict=True):
-            self.add(name, tensor)
-
-    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
-        self._writer.put([self._writer.tensors[name]], view, start_byte)
 
     def advance(self, bytes_done: int, _units_done: int) -> None:
         self._tell("checkpoint", bytes_done, self.total)

@@ -34,12 +34,8 @@ class Cache:
         self.came: dict[str, torch.Tensor] = {}
         self.ends: list[str] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self.came[name] = tensor.clone()
-
-    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
-        for name, tensor in zip(names, stacked, strict=True):
-            self.add(name, tensor)
+    def add(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        self.came.update((name, tensor.clone()) for name, tensor in zip(names, stacked, strict=True))
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
         known = self.came.get(name, torch.empty(0, dtype=torch.uint8))

@@ -193,8 +193,7 @@ def test_a_rank_without_room_for_its_entry_hands_nothing_to_a_writer(
     """Beside a writer each tensor is placed by itself. The rank of a stage, whose tensor-parallel rank is 0, has a report of its own."""
     handed: list[str] = []
     monkeypatch.setattr(loader, "rank_of_world", lambda: (1, 2))
-    monkeypatch.setattr(CacheWriter, "add", lambda _self, name, _tensor: handed.append(name))
-    monkeypatch.setattr(CacheWriter, "add_stacked", lambda _self, names, _stacked: handed.extend(names))
+    monkeypatch.setattr(CacheWriter, "add", lambda _self, names, _stacked: handed.extend(names))
     settings = {"quantize": "int4-g32", "cache_dir": str(tmp_path / "cache"), "progress": str(tmp_path / "progress")}
     load(folder, settings | {"cache_limit_bytes": 1}, stage)
 

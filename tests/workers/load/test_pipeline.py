@@ -413,10 +413,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     parts: dict[str, torch.Tensor] = {}
 
     class Keep:
-        def add(self, name: str, tensor: torch.Tensor) -> None:
-            parts[name] = tensor.clone()
-
-        def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        def add(self, names: Sequence[str], stacked: torch.Tensor) -> None:
             parts.update((name, tensor.clone()) for name, tensor in zip(names, stacked, strict=True))
 
         def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:

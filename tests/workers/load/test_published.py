@@ -1,6 +1,6 @@
 """Checkpoints that were quantized elsewhere pass through: vLLM's own loader and ours fill its real classes alike, bit for bit.
 
-vLLM's CPU build has a kernel's layout for dense AWQ and GPTQ, and ours for dense NVFP4; for experts neither has, so those are filled only.
+vLLM's CPU build has a kernel's layout for dense AWQ and GPTQ; for NVFP4 and for experts it has none, so those are filled only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,37 @@ from tests.support.architectures import ARCHITECTURES, SOURCES
 from tests.support.checkpoints import MIB, write_checkpoint
 from tests.workers.load.loading import load
 from workers import plugin
-from workers.vllm.load.cpu_kernels import register_linear_kernels
 
 UNTOUCHED = 0xA5
 # The KV cache's own, and biases of experts that have none: no such checkpoint has them.
 _NOT_STORED = re.compile(r"\.attn\._?([qkv]_(scale|zero_point)|prob_scale)$|\.w(13|2)_bias$")
 
 
+class Filled:
+    """In the place of a kernel for NVFP4, which vLLM's CPU build lacks: it is never asked to compute."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def input_quant_key(self) -> None: ...
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def registered(one_rank: None) -> None:
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.platforms import PlatformEnum
+
     plugin.register()
-    register_linear_kernels()
+    register_linear_kernel(Filled, PlatformEnum.CPU, "nvfp4")
 
 
 @pytest.fixture

@@ -20,16 +20,11 @@ from workers.load.virtual import VirtualCheckpoint
 from workers.quantization.formats import FORMATS, Format
 from workers.quantization.packed import in_vllm, is_interleaved, packed_of
 from workers.quantization.recipe import QuantizationRecipe
-from workers.vllm.load.warmup import make_ready
 from workers.vllm.symbols import symbol
 
 NAME = "spark"  # of the quantization method
 
-KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
-BLOCK_BYTES = 8 * 2**20
-RING_BYTES = 64 * 2**20
-# A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory (`python -m tests.bench.loader`).
-CPU_RING_BYTES = 32 * 2**20
+KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "enable_weights_track")
 
 BLOCK = 128
 # vLLM's gpt-oss takes some parts of its experts one at a time (models/gpt_oss.py, _get_streamed_expert_info), and on a GPU only the integer
@@ -56,8 +51,6 @@ class LoaderSettings:
 
     cache_dir: folder of quantized checkpoints, None for no cache.
     progress: file for the load's progress.
-    ring_bytes: memory for reads in flight; None for the device's default.
-    direct: False forbids O_DIRECT, True requires it, None uses it where the file system has it.
     enable_weights_track: False loads a model although the checkpoint lacks weights, as for vLLM's setting of the same name.
     """
 
@@ -65,9 +58,6 @@ class LoaderSettings:
     cache_dir: str | None = None
     cache_limit_bytes: int | None = None
     progress: str | None = None
-    ring_bytes: int | None = None
-    block_bytes: int = BLOCK_BYTES
-    direct: bool | None = None
     enable_weights_track: bool = True
 
     @classmethod
@@ -83,9 +73,6 @@ class LoaderSettings:
             ("cache_dir", str, "a folder"),
             ("progress", str, "a file"),
             ("cache_limit_bytes", int, "a number of bytes"),
-            ("ring_bytes", int, "a number of bytes"),
-            ("block_bytes", int, "a number of bytes"),
-            ("direct", bool, "true or false"),
             ("enable_weights_track", bool, "true or false"),
         ):
             if key not in settings:
@@ -95,19 +82,7 @@ class LoaderSettings:
             if not is_of_kind or (isinstance(value, int) and kind is int and value <= 0):
                 problem = f"the setting {key!r} of spark_stream must be {what}, not {value!r}"
                 raise CheckpointError(problem, cure="Correct --model-loader-extra-config")
-        parsed = cls(recipe=recipe, **settings)
-        smallest = CPU_RING_BYTES if parsed.ring_bytes is None else parsed.ring_bytes
-        if parsed.block_bytes % 4096 or smallest < 2 * parsed.block_bytes:
-            raise CheckpointError(
-                f"ring_bytes {smallest} and block_bytes {parsed.block_bytes} do not suit each other",
-                cure="block_bytes is a multiple of 4096 and ring_bytes at least twice that",
-            )
-        return parsed
-
-    def blocks(self, *, on_gpu: bool) -> int:
-        """The number of blocks of the ring."""
-        ring_bytes = self.ring_bytes or (RING_BYTES if on_gpu else CPU_RING_BYTES)
-        return ring_bytes // self.block_bytes
+        return cls(recipe=recipe, **settings)
 
     def may_be_cached(self, model: str) -> bool:
         """Whether the cache has an entry for this model; only `find` checks that it is valid."""
@@ -146,8 +121,6 @@ def describe(engine_args: Any) -> None:
         raise ValueError(
             f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
         )
-    if formats and symbol("current_platform").is_cuda() and not settings.may_be_cached(engine_args.model):
-        make_ready(os.environ)
     described["quant_method"] = NAME
     overrides = engine_args.hf_overrides
     if callable(overrides):

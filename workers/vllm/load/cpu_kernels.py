@@ -7,7 +7,6 @@ imports no vLLM.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,94 +18,18 @@ from workers.load.formats import quantizer
 from workers.load.formats.fp8 import BLOCK
 from workers.load.formats.nvfp4 import rounded_activations
 from workers.quantization.formats import Format
-from workers.vllm.symbols import symbol
 
 # Rows of a weight that are dequantized at a time: an output head in float32 would be gigabytes.
 ROWS = 2 * BLOCK
 
 
-@functools.cache
-def register_linear_kernels() -> None:
-    """Give vLLM's own NVFP4, MXFP4 and INT4 schemes a kernel on a CPU, for checkpoints quantized elsewhere.
-
-    Idempotent. Raises MissingSymbol.
-    """
-    register, cpu = symbol("register_linear_kernel"), symbol("PlatformEnum").CPU
-    for kernel, kind in ((SparkNvfp4Kernel, "nvfp4"), (SparkMxfp4Kernel, "mxfp4"), (SparkInt4Kernel, "mp")):
-        register(kernel, cpu, kind)
-
-
-class _Kernel:
-    """Answer vLLM's question to a linear kernel class before it uses one."""
-
-    def __init__(self, config: Any, **_names: Any) -> None:
-        self.config = config
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        return True, None
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return -1
-
-    def input_quant_key(self) -> None:
-        """None: activations arrive in their own precision."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing is repacked."""
-
-
-class SparkNvfp4Kernel(_Kernel):
-    """NVFP4 as vLLM's schemes prepare it: `weight`, `weight_scale`, and `weight_global_scale` as a factor. Activations stay as they are."""
-
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return packed_linear(x, layer.weight, layer.weight_scale, layer.weight_global_scale.reciprocal().view(-1), bias, "nvfp4")
-
-
-class SparkMxfp4Kernel(_Kernel):
-    """MXFP4 as vLLM's schemes prepare it: `weight`, `weight_scale`."""
-
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return packed_linear(x, layer.weight, layer.weight_scale, None, bias, "mxfp4")
-
-
-class SparkInt4Kernel(_Kernel):
-    """Symmetric INT4 in the layout of a compressed-tensors checkpoint: for shapes that vLLM's own kernel does not take."""
-
-    def __init__(self, config: Any, w_q_param_name: str, w_s_param_name: str, **_names: Any) -> None:
-        super().__init__(config)
-        self._names = w_q_param_name, w_s_param_name
-
-    @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        if str(config.weight_type) != "uint4b8" or config.zero_points:
-            return False, "only symmetric INT4 (uint4b8) is built"
-        if config.group_size < 2 or config.partition_weight_shape[0] % config.group_size or config.group_size % 2:
-            return False, f"groups of {config.group_size} do not divide {config.partition_weight_shape[0]} columns"
-        return True, None
-
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight, scale = (getattr(layer, name) for name in self._names)
-        return packed_linear(x, weight, scale, None, bias, "int4")
-
-
-def packed_linear(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str) -> Tensor:
-    """x [..., K] times the transpose of a packed weight of N rows -> [..., N] in x's dtype.
+def product(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str) -> Tensor:
+    """x [..., K] times the transpose of a packed weight of N rows, float32 -> float32 [..., N].
 
     weight, scale: a quantizer's parts.
     divisor: NVFP4's global scale, float32 [1] or [N].
     form: a Format's name, that of its weights.
     """
-    return torch.ops.sparkd.packed_linear(x, weight, scale, divisor, bias, form)
-
-
-def product(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str) -> Tensor:
-    """The product of `packed_linear`, float32 [..., K] -> float32 [..., N]."""
     name = "weight" if form.startswith("fp8") else "weight_packed"
     scales = scale.split(ROWS // BLOCK if form == "fp8_block" else ROWS)
     divisors = (x.new_ones(1) if divisor is None else divisor).expand(weight.shape[0]).split(ROWS)
@@ -118,6 +41,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, fo
 
 
 def _packed_linear(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str) -> Tensor:
+    """`product` in x's dtype."""
     out = product(x.float(), weight, scale, divisor, form)
     return (out if bias is None else out + bias).to(x.dtype)
 

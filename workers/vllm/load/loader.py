@@ -11,8 +11,9 @@ import gc
 import inspect
 import logging
 import re
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,27 +23,27 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.cache.load_session import LoadSession, virtual_of
 from workers.cache.manifest import on_device
-from workers.cache.store import CALIBRATION, SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
+from workers.cache.store import SPELLINGS, UNMEASURED_INPUTS, CachedCheckpoint, find
 from workers.cache.writer import CacheContent
+from workers.load.formats import amax_each, global_scale, quantizer
 from workers.load.input_scales import CURE, measured
 from workers.load.progress import ProgressFile
 from workers.load.reader import Reader
 from workers.load.virtual import VirtualCheckpoint
-from workers.quantization.calibration_file import calibration_file
 from workers.quantization.calibration_text import text_of
+from workers.quantization.formats import Format
 from workers.vllm.load.ask_model import ANOTHER_MODEL, ask, rank_of_world, source_of
 from workers.vllm.load.config import NAME, LoaderSettings, linear_modules, local_folder, quantization_config
-from workers.vllm.load.cpu_kernels import register_linear_kernels
 from workers.vllm.load.method import formats_of
 from workers.vllm.load.repack import repack_in_place
-from workers.vllm.load.warmup import compile_kernels
 from workers.vllm.symbols import symbol
 
 DefaultModelLoader: Any = symbol("DefaultModelLoader")
-current_platform: Any = symbol("current_platform")
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
+# Blocks of 8 MiB. A CPU quantizes 0.2 GB/s: half of a GPU's ring keeps it busy, and more would waste memory.
+RING_BLOCKS, CPU_RING_BLOCKS = 8, 4
 # The first GPUs with FP4 tensor cores.
 _FP4_CAPABILITY = (10, 0)
 # The errors of a model class that does not accept a tensor.
@@ -70,12 +71,6 @@ class SparkStreamLoader(DefaultModelLoader):
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._placing = ""
-        if current_platform.is_cpu():
-            try:
-                register_linear_kernels()
-            except SparkdError as error:
-                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
-                raise
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load as the base class does. On a GPU, compile the kernels meanwhile, so that the first unit does not wait for them.
@@ -84,7 +79,7 @@ class SparkStreamLoader(DefaultModelLoader):
         """
         if model_config.quantization == NAME and torch.cuda.is_available() and not self._settings.may_be_cached(model_config.model):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
-            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
+            _compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -163,21 +158,19 @@ class SparkStreamLoader(DefaultModelLoader):
         formats = recipe.assign(checkpoint) if is_spark else {}
         spellings = sorted({form.spelling for form in formats.values()})
         virtual = VirtualCheckpoint(checkpoint, formats)
-        unmeasured, calibration = 0, None
+        unmeasured = 0
         if any(form.rounds_activations for form in formats.values()):
             progress.begin(0, 0, "", "calibration")
-            text = text_of(recipe.calibration)
             # The ranks of a node take turns at the file, and those after the first find what it has kept. In a broadcast they would wait
             # for no longer than gloo does, which is less than a large model takes.
-            inputs = measured(checkpoint, text, cache_dir or symbol("VLLM_CACHE_ROOT"))
-            calibration = None if cache_dir is None else calibration_file(cache_dir, checkpoint, text).name
+            inputs = measured(checkpoint, text_of(recipe.calibration), cache_dir or symbol("VLLM_CACHE_ROOT"))
             virtual.input_scale = inputs.of
             unmeasured = inputs.unmeasured(virtual.rounded_inputs)
             _warn_of_unmeasured(unmeasured)
         session = self._session_of(virtual, model_config, model, checkpoint, progress)
         if formats and cache_dir is not None:
             described = quantization_config(formats, linear_modules(checkpoint))
-            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured, CALIBRATION: calibration}
+            notes = {SPELLINGS: spellings, UNMEASURED_INPUTS: unmeasured}
             content = CacheContent(checkpoint, cache_recipe, None, described, {}, notes)
             session.use_cache(cache_dir, content, self._settings.cache_limit_bytes, rank_of_world())
         return self._begun(session, spellings)
@@ -197,13 +190,8 @@ class SparkStreamLoader(DefaultModelLoader):
         check = partial(self.track_weights_loading, quantized=True) if self._settings.enable_weights_track else None
         is_quantized = bool(virtual.formats) or entry is not None
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=is_quantized, check=check)
-        reader = partial(
-            Reader,
-            block_bytes=self._settings.block_bytes,
-            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
-            pin=device.type == "cuda",
-            direct=self._settings.direct,
-        )
+        on_gpu = device.type == "cuda"
+        reader = partial(Reader, blocks=RING_BLOCKS if on_gpu else CPU_RING_BLOCKS, pin=on_gpu)
         self._session = LoadSession(virtual, device, reader, trace, model_config.dtype, progress, entry)
         return self._session
 
@@ -239,6 +227,20 @@ class SparkStreamLoader(DefaultModelLoader):
             stats.waited_s,
         )
         session.progress.done(stats.bytes_read, stats.direct)
+
+
+def _compile_kernels(forms: Collection[Format], device: torch.device) -> None:
+    """Run each format's quantizer once, in a separate thread. A failure occurs again at the first unit."""
+
+    def run() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
+            weight = torch.zeros(2, 128, 2048, dtype=torch.bfloat16, device=device)
+            largest = amax_each(weight)
+            for form in forms:
+                shared = {"global_scale": global_scale(largest)} if form.family.has_divisor else {}
+                quantizer(form).quantize(weight, **shared)
+
+    threading.Thread(target=run, name="stream-compile", daemon=True).start()
 
 
 def _warn_of_unmeasured(count: int) -> None:

@@ -18,7 +18,6 @@ from workers.vllm.symbols import symbol
 
 RoutedExperts: Any = symbol("RoutedExperts")
 LinearBase: Any = symbol("LinearBase")
-QuantizeMethodBase: Any = symbol("QuantizeMethodBase")
 CompressedTensorsConfig: Any = symbol("CompressedTensorsConfig")
 CompressedTensorsLinearMethod: Any = symbol("CompressedTensorsLinearMethod")
 ParallelLMHead: Any = symbol("ParallelLMHead")

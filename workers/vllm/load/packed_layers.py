@@ -18,7 +18,7 @@ from workers.load.formats import quantizer
 from workers.load.formats.fp8 import BLOCK
 from workers.load.formats.nvfp4 import INPUT_SCALE
 from workers.quantization.formats import Format, fitting
-from workers.vllm.load.cpu_kernels import ACTIVATIONS, packed_linear
+from workers.vllm.load.cpu_kernels import ACTIVATIONS
 from workers.vllm.symbols import symbol
 
 FusedMoEMethodBase: Any = symbol("FusedMoEMethodBase")
@@ -82,7 +82,8 @@ class PackedScheme:
         weight = layer.weight if self.form.name.startswith("fp8") else layer.weight_packed
         if self.form.rounds_activations:
             x = torch.ops.sparkd.rounded_activations(x, layer.input_global_scale)
-        return packed_linear(x, weight, layer.weight_scale, getattr(layer, "weight_global_scale", None), bias, self.form.weight_name)
+        divisor = getattr(layer, "weight_global_scale", None)
+        return torch.ops.sparkd.packed_linear(x, weight, layer.weight_scale, divisor, bias, self.form.weight_name)
 
     def _check(self, layer: torch.nn.Module, partitions: list[int], k: int) -> None:
         where = getattr(layer, "prefix", "") or type(layer).__name__

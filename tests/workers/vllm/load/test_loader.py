@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.support.late import Late
 from workers import plugin
+from workers.load.reader import BLOCK_BYTES
 from workers.quantization.formats import Format
 from workers.vllm.load import config
 from workers.vllm.load.config import quantization_config
@@ -84,7 +85,6 @@ def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_
         ({"quantization": "fp8"}, "--quantization fp8 .*`quantize`"),
         ({"model": "/no/such/folder/at/all"}, "/no/such/folder/at/all"),
         ({"model_loader_extra_config": {"quantise": "nvfp4"}}, "'quantise'"),
-        ({"model_loader_extra_config": {"block_bytes": 5000}}, "multiple of 4096"),
     ],
 )
 def test_what_cannot_be_loaded_is_said_in_one_sentence(folder, args, sentence, monkeypatch):
@@ -139,7 +139,7 @@ def test_settings_are_frozen(folder):
     settings = loader.LoaderSettings.parse({"quantize": "nvfp4"})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.cache_dir = "x"  # type: ignore[misc]
-    rings = {on_gpu: settings.blocks(on_gpu=on_gpu) * settings.block_bytes for on_gpu in (True, False)}
-    assert rings == {True: 64 << 20, False: 32 << 20}
-    asked = loader.LoaderSettings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20})
-    assert asked.blocks(on_gpu=False) * asked.block_bytes == 48 << 20
+
+
+def test_the_rings_memory_is_what_the_documents_say() -> None:
+    assert [blocks * BLOCK_BYTES for blocks in (loader.RING_BLOCKS, loader.CPU_RING_BLOCKS)] == [64 << 20, 32 << 20]

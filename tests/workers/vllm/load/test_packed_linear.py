@@ -16,10 +16,8 @@ from workers.load.formats import quantizer
 from workers.load.formats.nvfp4 import rounded_activations
 from workers.quantization.formats import Format
 from workers.vllm.load import cpu_kernels
-from workers.vllm.load.cpu_kernels import packed_linear, register_linear_kernels
 
 packed_layers = Late("workers.vllm.load.packed_layers")
-kernels = Late("vllm.model_executor.kernels.linear")
 layers = Late("vllm.model_executor.layers.linear")
 compressed = Late("vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors")
 quant_utils = Late("vllm.model_executor.layers.quantization.utils.quant_utils")
@@ -76,7 +74,7 @@ def test_a_product_is_that_of_the_dequantized_weights(form: Format, dtype: torch
     """Of more rows than are dequantized at a time."""
     parts, meant = quantized(form, cpu_kernels.ROWS + 300, 256)
     x, bias = torch.randn(*shape, 256).to(dtype), torch.randn(len(meant)).to(dtype)
-    got = packed_linear(x, *packed(parts), bias, form.name)
+    got = torch.ops.sparkd.packed_linear(x, *packed(parts), bias, form.name)
     assert (got.dtype, got.shape) == (dtype, (*shape, len(meant)))
     assert_product(got, x, meant, bias)
 
@@ -86,13 +84,15 @@ def test_a_weight_is_not_dequantized_whole(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.nn.functional.linear", lambda x, weight: rows.append(len(weight)) or linear(x, weight))
     parts, meant = quantized(Format("nvfp4"), 3 * cpu_kernels.ROWS + 1, 32)
     x = torch.randn(1, 32)
-    assert_product(packed_linear(x, *packed(parts), None, "nvfp4"), x, meant)
+    assert_product(torch.ops.sparkd.packed_linear(x, *packed(parts), None, "nvfp4"), x, meant)
     assert rows == [*[cpu_kernels.ROWS] * 3, 1]
 
 
 def test_torch_compile_sees_one_operator() -> None:
     parts, meant = quantized(Format("nvfp4"), 128, 128)
-    compiled = torch.compile(lambda x: packed_linear(x, *packed(parts), None, "nvfp4") + 1, backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: torch.ops.sparkd.packed_linear(x, *packed(parts), None, "nvfp4") + 1, backend="eager", fullgraph=True
+    )
     for tokens in (1, 4):
         x = torch.randn(tokens, 128)
         assert_product(compiled(x), x, meant, torch.ones(128))
@@ -178,39 +178,3 @@ def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
         layers.MergedColumnParallelLinear(256, [64, 64], bias=False, quant_config=on_cpu(Format("fp8_block")), prefix="gate_up")
     with pytest.raises(CheckpointError, match=r"head: .* fp8"):
         embedding.ParallelLMHead(256, 256, quant_config=on_cpu(Format("fp8_block")), prefix="head")
-
-
-def test_vllms_own_schemes_find_our_kernels() -> None:
-    for _ in range(2):
-        register_linear_kernels()
-    x = torch.randn(2, 256)
-    layer = torch.nn.Module()
-    parts, meant = quantized(Format("nvfp4"), 64, 256)
-    layer.weight, layer.weight_scale, layer.weight_global_scale = (
-        parts["weight_packed"],
-        parts["weight_scale"],
-        1 / parts["weight_global_scale"][0],
-    )
-    kernel = kernels.init_nvfp4_linear_kernel()
-    kernel.process_weights_after_loading(layer)
-    assert_product(kernel.apply_weights(layer, x), x, meant)
-    parts, meant = quantized(Format("mxfp4"), 64, 256)
-    layer.weight, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
-    assert_product(kernels.init_mxfp4_linear_kernel().apply_weights(layer, x), x, meant)
-
-
-def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
-    register_linear_kernels()
-    config = kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4b8, torch.bfloat16, 64, False)
-    kind = kernels.choose_mp_linear_kernel(config)
-    assert kind is cpu_kernels.SparkInt4Kernel
-    kernel = kind(config, w_q_param_name="weight_packed", w_s_param_name="weight_scale", w_zp_param_name="weight_zero_point")
-    layer = torch.nn.Module()
-    parts, meant = quantized(Format("int4", 64), 72, 256)
-    layer.weight_packed, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
-    kernel.process_weights_after_loading(layer)
-    x = torch.randn(2, 256)
-    assert_product(kernel.apply_weights(layer, x), x, meant)
-    assert not kind.can_implement(
-        kernels.MPLinearLayerConfig((256, 72), (256, 72), Late("vllm.scalar_type").scalar_types.uint4, torch.bfloat16, 64, True)
-    )[0]
