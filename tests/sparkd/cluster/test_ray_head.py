@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,8 @@ def record(folder: Path, pid: int, **changes: Any) -> None:
     """As the record of a head whose `ray start` was this process."""
     who = identity(pid)
     assert who is not None
-    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "starter": asdict(who) | changes}))
+    session = {"sessions": [pid], "start_ticks": who.start_ticks, "boot_id": who.boot_id}
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1"} | session | changes))
 
 
 @pytest.mark.parametrize("how", [[], ["stubborn"]])
@@ -273,10 +273,11 @@ def test_what_outlives_its_start_is_of_the_head_and_a_number_that_another_proces
         record(folder, another.pid, **changes)
         assert head.costs() == []
 
-    record(folder, killed.pid)
     killed.kill()
     killed.wait()
-    assert [process.pid for process in head.costs()] == [left]
+    for changes in ({"start_ticks": 1}, {"start_ticks": None}):  # an earlier release noted none
+        record(folder, left, **{"sessions": [killed.pid]} | changes)
+        assert [process.pid for process in head.costs()] == [left]
     head.stop()
     assert left not in table() and alive(another.pid)
     for pid in below - {left}:
