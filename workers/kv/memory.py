@@ -70,7 +70,8 @@ class MemoryReading:
 def host(proc: Path = PROC) -> MemoryReading:
     """The host's memory, within the limits of this process's control groups. Raises OSError where /proc/meminfo is unreadable."""
     fields = read_fields(proc)
-    reclaimable = fields.get("Active(file)", 0) + fields.get("Inactive(file)", 0)
+    files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
+    reclaimable = sum(files) if files else fields.get("Cached", 0)
     total, available, free = (fields.get(name, 0) for name in ("MemTotal", "MemAvailable", "MemFree"))
     return MemoryReading(total, available, free, reclaimable)
 
