@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -89,13 +88,3 @@ def answers(model: Any, status: int = 200, *, media_type: str | None = None, des
     if media_type is not None:
         answer["content"] = {media_type: {"schema": {"type": "string"}}}
     return {"status_code": status, "response_model": None, "responses": {status: answer}}
-
-
-def described_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """FastAPI's document with the two ways to show a key. On loopback without keys configured none is asked for."""
-    schemes = {
-        "bearer": {"type": "http", "scheme": "bearer", "description": "An admin key: `Authorization: Bearer KEY`"},
-        "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in a header of its own"},
-    }
-    components = {**document.get("components", {}), "securitySchemes": schemes}
-    return {**document, "components": components, "security": [{"bearer": []}, {"key": []}, {}]}

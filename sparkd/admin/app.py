@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Security
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -28,7 +29,6 @@ from sparkd.admin.answers import (
     TakenIn,
     accepted,
     answers,
-    described_document,
 )
 from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.bench_routes import register_benches
@@ -68,6 +68,8 @@ PEERS_KEPT_S, PEERS_TIMEOUT_S = 10.0, 1.5
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
+_BEARER = HTTPBearer(scheme_name="bearer", description="An admin key: `Authorization: Bearer KEY`", auto_error=False)
+_API_KEY = APIKeyHeader(name="x-api-key", scheme_name="key", description="The same key in a header of its own", auto_error=False)
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -96,7 +98,8 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
         redirect_slashes=False,
         # The names of a generated client's functions.
         generate_unique_id_function=lambda route: route.name,
-        dependencies=[Depends(_refuse_unknown)],
+        # The edge checks the key: these are for the document.
+        dependencies=[Depends(_refuse_unknown), Security(_BEARER), Security(_API_KEY)],
         responses={
             "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what to do"},
             "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
@@ -104,8 +107,6 @@ def admin_app(supervisor: Supervisor, registry: Registry, journal: Journal, clus
     )
     # Each route of a router that an app includes is made twice, and the routes are what an app takes its time for.
     app.router.prefix, app.router.route_class = ADMIN_ROOT, BoundedRoute
-    plain = app.openapi
-    app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
     _register(app.router, supervisor, registry, journal, cluster, parts)
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)

@@ -20,7 +20,7 @@ from sparkd.checkpoint.bounded_read import read_bounded
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.fields import is_name
-from sparkd.config.quantize import recipe
+from sparkd.config.quantize import canonical, parse
 from sparkd.control.registry import Registry
 from sparkd.errors import BadRequest, ConfigError
 from sparkd.recipes.library import RecipeLibrary
@@ -61,12 +61,13 @@ def benched(registry: Registry, snapshot: Snapshot, name: str) -> Benched:
     nodes = {rank.node_id for rank in view.ranks} or {node.node_id for node in snapshot.nodes}
     readings = [node.reading for node in snapshot.nodes if node.reading and node.node_id in nodes]
     gpus = sorted({reading.gpu_name for reading in readings if reading.gpu_name})
+    written = canonical(spec.quantize)
     subject = BenchSubject(
         model=spec.name,
         source=spec.model,
         checkpoint=folder and checkpoint_of(folder),
         entry=dict(spec.given),
-        format=str(spec.quantize.get("format")) if isinstance(spec.quantize, Mapping) else spec.quantize,
+        format=str(written["format"]) if isinstance(written, Mapping) else written,
         vllm=full_version_in(spec.runtime_of(engine)),
         driver=driver_of(DRIVER),
         sparkd=__version__,
@@ -105,7 +106,7 @@ def lend(registry: Registry, name: str, form: str) -> str:
     lent = f"{name}.bench-{form.replace(' ', '-')}"
     if not is_name(lent):
         raise ConfigError(f"{lent} cannot be a model, because its name is too long. Give {name} a shorter name.")
-    made = recipe(None if form == STORED else spec.quantize if form == ENTRY else form)
+    made = spec.quantize if form == ENTRY else parse(None if form == STORED else form)
     changes: dict[str, Any] = {
         "name": lent,
         "quantize": made,

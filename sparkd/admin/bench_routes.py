@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from sparkd.admin.answers import Accepted, accepted
-from sparkd.admin.benches import Benches
+from sparkd.admin.benches import Benches, Benching
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import answer_metric, measured
-from sparkd.bench.job import Work
-from sparkd.bench.profile import DEFAULT, BenchProfile, named, parsed, shipped
-from sparkd.bench.quality_bench import quality_bench
+from sparkd.bench.profile import BenchProfile, named, shipped
 from sparkd.bench.result import BenchResult, BenchState, BenchSubject, Kind
-from sparkd.errors import BadRequest
-
-MOST_PROFILE_CHARS = 65_536
-
-
-def _printable(value: str) -> str:
-    """A name is printed on terminals later: it holds no escape sequence and no sign that turns the direction of writing."""
-    if not value.isprintable():
-        raise ValueError("a name is expected, without control characters and invisible ones")
-    return value
-
-
-_Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
-
-
-class Benching(BaseModel, extra="forbid"):
-    """A bench that is asked for.
-
-    profile: of a bench of speed, one that comes with sparkd.
-    profile_text: another one, in sparkrun's YAML.
-    book, book_name: a text for llama-benchy; a bench that goes on needs the one that it began with.
-    times, other: of a bench of loads, the loads of each way and the model of the swaps.
-    formats, text, text_name: of a bench of quality.
-    resume: the bench to go on with.
-    force: measure although others use a model.
-    """
-
-    model: str = Field(max_length=256)
-    kind: Literal["speed", "load", "quality"] = "speed"
-    book: str | None = Field(default=None, min_length=1000)
-    book_name: _Shown | None = None
-    times: int = Field(default=3, ge=1, le=50)
-    other: str | None = Field(default=None, max_length=256)
-    formats: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=16)
-    text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
-    text_name: _Shown | None = None
-    profile: Annotated[_Shown, Field(max_length=80)] = DEFAULT
-    profile_text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
-    resume: str | None = Field(default=None, max_length=128)
-    force: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,22 +71,10 @@ class BenchProfiles(BaseModel):
 
 
 def register_benches(api: APIRouter, benches: Benches) -> None:
-    async def work_of(what: Benching) -> Work:
-        if what.kind == "load":
-            if what.resume is not None:
-                raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
-            return benches.loads(what.model, what.times, what.other)
-        if what.kind == "quality":
-            await benches.check_lendable(what.model)
-            return quality_bench(what.formats, what.text, what.text_name)
-        profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
-        book = None if what.book is None else (what.book, what.book_name)
-        return await benches.speed(profile, book)
-
     @api.post("/bench", status_code=202, summary="Measure a model by a profile; the operation tells how far it is")
     async def start_bench(what: Benching) -> BenchStarted:
-        started = await benches.start(what.model, await work_of(what), resume=what.resume, force=what.force)
-        return BenchStarted(**asdict(accepted(started.operation)), bench=started.bench)
+        operation, bench = await benches.start(what)
+        return BenchStarted(**asdict(accepted(operation)), bench=bench)
 
     @api.get("/bench", summary="The benches whose results are kept, and the one that runs")
     async def list_benches() -> BenchRows:

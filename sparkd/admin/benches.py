@@ -11,17 +11,19 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field
 
 from sparkd.admin.bench_facts import Benched, benched, check_lendable, lend, rates_of
 from sparkd.admin.jobs import Jobs, Tell, message_of
 from sparkd.bench.job import Job, Work
 from sparkd.bench.load_bench import LoadBench, load_bench
-from sparkd.bench.profile import BenchProfile
+from sparkd.bench.profile import DEFAULT, named, parsed
+from sparkd.bench.quality_bench import quality_bench
 from sparkd.bench.result import FOLDER, BenchResult, BenchStore, CellResult, Kind
-from sparkd.bench.speed_bench import SpeedBench, speed_bench
+from sparkd.bench.speed_bench import speed_bench
 from sparkd.capacity.plan_for_node import learn
 from sparkd.control.registry import Registry
 from sparkd.control.supervisor import Supervisor
@@ -34,14 +36,44 @@ from sparkd.units import GIB
 from workers.host.interpreter import PACKAGE_DIR, module_command
 
 KIND = "bench"
+MOST_PROFILE_CHARS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """bench: the id of its result."""
+def _printable(value: str) -> str:
+    """A name is printed on terminals later: it holds no escape sequence and no sign that turns the direction of writing."""
+    if not value.isprintable():
+        raise ValueError("a name is expected, without control characters and invisible ones")
+    return value
 
-    operation: Operation
-    bench: str
+
+_Shown = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
+
+
+class Benching(BaseModel, extra="forbid"):
+    """A bench that is asked for.
+
+    profile: of a bench of speed, one that comes with sparkd.
+    profile_text: another one, in sparkrun's YAML.
+    book, book_name: a text for llama-benchy; a bench that goes on needs the one that it began with.
+    times, other: of a bench of loads, the loads of each way and the model of the swaps.
+    formats, text, text_name: of a bench of quality.
+    resume: the bench to go on with.
+    force: measure although others use a model.
+    """
+
+    model: str = Field(max_length=256)
+    kind: Literal["speed", "load", "quality"] = "speed"
+    book: str | None = Field(default=None, min_length=1000)
+    book_name: _Shown | None = None
+    times: int = Field(default=3, ge=1, le=50)
+    other: str | None = Field(default=None, max_length=256)
+    formats: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=16)
+    text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
+    text_name: _Shown | None = None
+    profile: Annotated[_Shown, Field(max_length=80)] = DEFAULT
+    profile_text: str | None = Field(default=None, max_length=MOST_PROFILE_CHARS)
+    resume: str | None = Field(default=None, max_length=128)
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +118,25 @@ class Benches:
         """Raises NotFound and StateError."""
         return self._now(await asyncio.to_thread(self.store.read, bench_id))
 
-    async def start(self, model: str, work: Work, *, resume: str | None = None, force: bool = False) -> Started:
-        """Measure a model, or the cells that an earlier bench has not measured.
+    async def start(self, what: Benching) -> tuple[Operation, str]:
+        """Measure a model, or the cells that an earlier bench has not measured; the operation, and the id of the result.
 
-        Raises UnknownModel, BadRequest, StateError, and Conflict where another bench or a load is under way, or others use a model."""
-        async with self._turn:
-            return await self._started(model, work, resume, force=force)
-
-    async def speed(self, profile: BenchProfile, book: tuple[str, str | None] | None) -> SpeedBench:
-        """A bench of speed. Raises BadRequest where llama-benchy is not installed.
-
-        book: a text and its name.
+        Raises UnknownModel, BadRequest, StateError, and Conflict where another bench or a load is under way, or others use a model.
         """
-        return await asyncio.to_thread(speed_bench, profile, self._folder, book)
-
-    def loads(self, model: str, times: int, other: str | None) -> LoadBench:
-        """A bench of loads. Raises BadRequest and Conflict."""
-        return load_bench(model, times, other, self._supervisor.snapshot().models.values())
-
-    async def check_lendable(self, model: str) -> None:
-        """Raises UnknownModel, and BadRequest for a model that has no unquantized form to compare with."""
-        await asyncio.to_thread(check_lendable, self._registry, model)
+        work = await self._work(what)
+        async with self._turn:
+            await self._jobs.wait_for_cancelled(KIND)
+            views = self._supervisor.snapshot().models
+            view = next((view for view in views.values() if what.model in (view.name, *view.aliases)), None)
+            if view is None:
+                raise UnknownModel(what.model, list(views))
+            self._refuse_beside_others(view, views.values(), work.kind, force=what.force)
+            result = await self._begun(view, work, what.resume)
+            await asyncio.to_thread(self.store.write, result)
+            wanted = {name: (other.want, other.wanted_by) for name, other in views.items()}
+            self._last = _Running(result.id, view.name, work, wanted)
+            operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="What was measured is kept.")
+            return operation, result.id
 
     async def subject(self, model: str) -> Benched:
         """Raises UnknownModel."""
@@ -134,19 +164,17 @@ class Benches:
         """The bench that is under way. A cancelled one is until its figures are written."""
         return self._last if self._jobs.running(KIND) else None
 
-    async def _started(self, model: str, work: Work, resume: str | None, *, force: bool) -> Started:
-        await self._jobs.wait_for_cancelled(KIND)
-        views = self._supervisor.snapshot().models
-        view = next((view for view in views.values() if model in (view.name, *view.aliases)), None)
-        if view is None:
-            raise UnknownModel(model, list(views))
-        self._refuse_beside_others(view, views.values(), work.kind, force=force)
-        result = await self._begun(view, work, resume)
-        await asyncio.to_thread(self.store.write, result)
-        wanted = {name: (other.want, other.wanted_by) for name, other in views.items()}
-        self._last = _Running(result.id, view.name, work, wanted)
-        operation = self._jobs.start(KIND, view.name, partial(self._measure, self._last), remains="What was measured is kept.")
-        return Started(operation, result.id)
+    async def _work(self, what: Benching) -> Work:
+        if what.kind == "load":
+            if what.resume is not None:
+                raise BadRequest("A bench of loads cannot go on with an earlier one: start it without `resume`.", param="resume")
+            return load_bench(what.model, what.times, what.other, self._supervisor.snapshot().models.values())
+        if what.kind == "quality":
+            await asyncio.to_thread(check_lendable, self._registry, what.model)
+            return quality_bench(what.formats, what.text, what.text_name)
+        profile = named(what.profile) if what.profile_text is None else await asyncio.to_thread(parsed, what.profile, what.profile_text)
+        book = None if what.book is None else (what.book, what.book_name)
+        return await asyncio.to_thread(speed_bench, profile, self._folder, book)
 
     def _refuse_beside_others(self, view: ModelView, views: Collection[ModelView], kind: Kind, *, force: bool) -> None:
         self._jobs.refuse_second(KIND, "bench")
@@ -244,27 +272,22 @@ class Benches:
 
 
 def refuse_a_mixture(earlier: BenchResult, model: str, work: Work) -> None:
-    """Raises BadRequest where the rest of an earlier bench would be measured of another model, or by another tool, text or profile.
+    """Raises BadRequest where the rest of an earlier bench would be measured of another model, or with another text or profile.
 
-    A text is the same where its hash is. A result of an earlier release does not name its text, so that one is not compared.
+    A text is the same where its hash is.
     """
-    tools = (earlier.tool.partition(" ")[0], work.tool.partition(" ")[0])
-    pairs: list[tuple[str, str | None, str | None]] = [
+    has_cells = [cell.cell for cell in earlier.cells] == [*work.cells]
+    pairs = (
         ("model", earlier.subject.model, model),
         ("kind", earlier.kind, work.kind),
-        ("tool", *tools),
-        ("profile", earlier.profile, work.profile),
-    ]
-    if earlier.text is not None and work.text is not None and _digest(earlier.text) != _digest(work.text):
-        pairs.insert(3, ("text", earlier.text, work.text))
-    theirs, ours = (cell.cell.name for cell in earlier.cells), (cell.name for cell in work.cells)
-    pairs += [(f"cell {number}", *names) for number, names in enumerate(zip_longest(theirs, ours), 1)]
+        ("text", earlier.text, earlier.text if _digest(earlier.text) == _digest(work.text) else work.text),
+        ("profile", earlier.profile, work.profile if has_cells else f"{work.profile} with other cells"),
+    )
     for what, was, is_now in pairs:
         if was != is_now:
-            noun = "profile" if what.startswith("cell ") else what
-            because = f"its {what} is {was or 'missing'}, not {is_now or 'missing'}, and a result has one {noun}"
-            raise BadRequest(f"{earlier.id} cannot go on: {because}. Give the same {noun}.", param="resume")
+            because = f"its {what} is {was or 'missing'}, not {is_now or 'missing'}, and a result has one {what}"
+            raise BadRequest(f"{earlier.id} cannot go on: {because}. Give the same {what}.", param="resume")
 
 
-def _digest(text: str) -> str:
-    return text.rpartition(" (")[2]
+def _digest(text: str | None) -> str:
+    return (text or "").rpartition(" (")[2]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field
 
 from sparkd.config.yaml_file import MAX_DEPTH
 from sparkd.errors import BadRequest
-from sparkd.recipes.admin_policy import KEYS
 from workers.host.hub_cache import is_revision
 
 # In a whole body. A long entry with its mix, its variables and its arguments has some hundred.
@@ -64,29 +63,18 @@ def _check_bounds(body: bytes) -> None:
         raise BadRequest(f"The body is nested deeper than {MAX_DEPTH} levels: send it with fewer.")
 
 
-class _OfModel(BaseModel, extra="forbid"):
-    """A body with the entry of a model in its `spec`."""
-
-    spec: dict[str, Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _within_spec(cls, body: Any) -> Any:
-        if isinstance(body, Mapping) and (beside := sorted((KEYS - {"name"}).intersection(body))):
-            raise ValueError(f'{", ".join(beside)} must stand within spec: write {{"spec": {{"{beside[0]}": ..}}}}')
-        return body
-
-
-class NewModel(_OfModel):
+class NewModel(BaseModel, extra="forbid"):
     """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
 
     name: str = Field(max_length=MAX_NAME)
+    spec: dict[str, Any]
     load: bool = True
 
 
-class ChangedModel(_OfModel):
+class ChangedModel(BaseModel, extra="forbid"):
     """The keys of an added model from now on; a new name is added. load: request RUNNING. A running engine is started again."""
 
+    spec: dict[str, Any]
     load: bool = False
 
 

@@ -37,7 +37,6 @@ _KEY_FILE_BYTES = 1 << 16
 _KEY = re.compile(r"[!-~]{1,512}")
 # The daemon's key files may have a name in front of a key (sparkd.config.api_keys).
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}:[ \t]+")
-_NAMES_A_PORT = re.compile(r"://[^/]*:\d{1,5}(?:/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Client:
 
         return httpx.Client(
             base_url=self.base_url,
-            # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+            # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.pages).
             headers={"x-sparkd-client": "cli"} | ({"authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,
@@ -201,26 +200,18 @@ class Client:
 
 def base_url(text: str) -> str:
     """`host:port`, `host`, or a whole URL, with or without /v1, as scheme://host:port. Raises ConfigError."""
-    if text == DEFAULT_URL:
-        return text
-    import httpx
-
-    whole = text if "://" in text else f"http://{text}"
+    form = "write it as http://host:port"
     try:
-        url = httpx.URL(whole)
-    except httpx.InvalidURL:
-        raise ConfigError(f"--url: {text!r} is not an address; write it as http://host:port.") from None
-    if url.userinfo:
+        url = urlsplit(text if "://" in text else f"http://{text}")
+        port = url.port
+    except ValueError as error:
+        raise ConfigError(f"--url: the address cannot be read ({error}); {form}.") from None
+    if "@" in url.netloc:
         raise ConfigError("--url: the address must not contain a user or password; give the admin key by SPARKD_ADMIN_KEY or --key-file.")
-    if (url.port or 0) > 65535:
-        raise ConfigError(f"--url: {text!r} has the port {url.port}, and there is none above 65535; sparkd's own is 4000.")
-    odd = url.path.rstrip("/") not in ("", "/v1") or url.query
-    if url.scheme not in ("http", "https") or not url.host or odd:
-        raise ConfigError(f"--url: {text!r} is not sparkd's address; write it as http://host:port.")
-    # httpx hides a scheme's own port, and http://host:80 must stay on 80.
-    if url.scheme == "http" and not _NAMES_A_PORT.search(whole):
-        url = url.copy_with(port=4000)
-    return str(url.copy_with(path="/")).rstrip("/")
+    if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/") not in ("", "/v1") or url.query:
+        raise ConfigError(f"--url: {text!r} is not sparkd's address; {form}.")
+    default = ":4000" if url.scheme == "http" and port is None else ""
+    return f"{url.scheme}://{url.netloc.rstrip(':')}{default}"
 
 
 def admin_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:

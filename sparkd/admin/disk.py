@@ -22,7 +22,7 @@ from sparkd.state.nouns import ModelState, Operation, Progress
 from sparkd.units import GIB
 from workers.host.hub_cache import cache_places
 
-VERIFY = "verify"
+REMOVE, VERIFY = "remove", "verify"
 REMOVE_TIMEOUT_S = 120.0
 # For one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
 VERIFY_TIMEOUT_S = 1800.0
@@ -70,13 +70,6 @@ class DiskAnswer(BaseModel):
     folders: list[DiskFolder]
 
 
-class RemovedEntry(BaseModel):
-    kind: str
-    id: str
-    node: str
-    freed_bytes: int
-
-
 class Disk:
     """The models, quantized weights and profiles on the nodes' disks, and which models use them."""
 
@@ -100,8 +93,8 @@ class Disk:
                 folders.append(DiskFolder(**folder, node=node, limit_bytes=self._limit_bytes(folder["kind"])))
         return DiskAnswer(entries=entries, folders=folders)
 
-    async def remove(self, kind: str, name: str, node: str | None) -> RemovedEntry:
-        """Raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
+    async def remove(self, kind: str, name: str, node: str | None) -> Operation:
+        """Begin; raises Conflict where a model that is not at rest may use it or a pull runs, NotFound where the node does not list it."""
         node = node or self._cluster.node_ip
         entries = (await self.listing()).entries
         entry = next((entry for entry in entries if (entry.kind, entry.id, entry.node) == (kind, name, node)), None)
@@ -112,9 +105,14 @@ class Disk:
         for record in self._registry.records.values():
             if record.state not in _AT_REST and _may_use(record, entry):
                 raise Conflict(f"{kind}/{name} was not removed: {record.name}, which is {record.state.value}, may use it. Unload it first.")
+        return self._jobs.start(REMOVE, name, partial(self._remove, entry), remains="The node may have removed it already.")
+
+    async def _remove(self, entry: DiskEntry, _: Tell) -> str:
+        kind, name, node = entry.kind, entry.id, entry.node
         freed = await self._cluster.ask(node, "remove_stored", kind, name, *self._where(), timeout_s=REMOVE_TIMEOUT_S)
-        self._journal.say("disk", None, f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB.", node=node, freed_bytes=freed)
-        return RemovedEntry(kind=kind, id=name, node=node, freed_bytes=freed)
+        message = f"{kind}/{name} was removed from {node}: {freed / GIB:.1f} GiB."
+        self._journal.say("disk", None, message, node=node, freed_bytes=freed)
+        return message
 
     async def verify(self, kind: str | None, name: str | None) -> Operation:
         """Begin; the operation's message names the faults. Raises Conflict for a second one: each holds a thread of an agent."""
@@ -188,6 +186,6 @@ def register_disk(api: APIRouter, disk: Disk) -> None:
     async def verify(which: Annotated[Verifying, Body(default_factory=Verifying)]) -> Accepted:
         return accepted(await disk.verify(which.kind, which.id))
 
-    @api.delete("/disk/{kind}/{id}", summary="Remove one entry of a node, the daemon's own unless `node` names another")
-    async def remove_stored(kind: str, id: str, node: Annotated[str | None, Query(max_length=64)] = None) -> RemovedEntry:
-        return await disk.remove(kind, id, node)
+    @api.delete("/disk/{kind}/{id}", status_code=202, summary="Remove one entry of a node, the daemon's own unless `node` names another")
+    async def remove_stored(kind: str, id: str, node: Annotated[str | None, Query(max_length=64)] = None) -> Accepted:
+        return accepted(await disk.remove(kind, id, node))

@@ -1,4 +1,4 @@
-"""The jobs of the admin API: pulls, measurements, benches and verifications, which clients follow and cancel as operations."""
+"""The jobs of the admin API: pulls, measurements, benches, verifications and removals, which clients follow and cancel as operations."""
 
 from __future__ import annotations
 

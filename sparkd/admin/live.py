@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -27,11 +28,9 @@ from sparkd.gateway.scraper import Scraper
 from sparkd.state.series import Excerpt, Series
 from sparkd.state.snapshot import Snapshot
 
-EVERY_S, EARLY_S = 1.0, 0.1
-# Without a look of the supervisor.
-LATE_S = 2.0
-# Cables and incidents are asked of every node: that seldom, and sooner where something has happened.
-ASK_EVERY_S, ASK_SOONER_S = 30.0, 5.0
+EVERY_S = 1.0
+# Cables and incidents are asked of every node, and so not every second.
+ASK_EVERY_S = 10.0
 
 DAY_S = 86400
 MOST_SERIES = 64
@@ -94,10 +93,7 @@ class Live:
         self.stream = LiveStream()
         self.starts = Starts()
         self.series = series
-        journal.snapshot_followers.append(self._watch)
-        # The snapshot of the supervisor's last tick, and the wall clock of the last document.
-        self._seen: Snapshot | None = None
-        self._shown_s = float("-inf")
+        supervisor.snapshot_followers.append(self.starts.look)
         self._supervisor = supervisor
         self._registry = registry
         self._journal = journal
@@ -105,25 +101,21 @@ class Live:
         self._scraper = scraper
         self._measured = rates
         self._boundary = boundary
-        # The nodes' answers, the moment of the question, and the number of the newest event by then.
         self._answers = NodeAnswers()
-        self._asked_s, self._asked_seq = float("-inf"), -1
-        self._asking = False
+        self._asked_s = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until cancelled: behind a look of the supervisor, once a second, and at once for the first page."""
+        """Until cancelled: once in each second of the wall clock, and at once for the first page."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self.stream.asked.clear()
                     with self._boundary.around("live"):
                         await self._turn(tasks)
-                    try:
-                        async with asyncio.timeout(LATE_S):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(EVERY_S - self._journal.wall() % EVERY_S):
                             await self.stream.asked.wait()
-                    except TimeoutError:
-                        # The supervisor waits for something: its state is shown all the same.
-                        self._seen = None
         finally:
             self.series.close()
 
@@ -131,25 +123,14 @@ class Live:
         """The figures of the last span_s. Raises StateError."""
         return await asyncio.to_thread(self.series.read, names, span_s, self._journal.wall())
 
-    def _watch(self, snapshot: Snapshot) -> None:
-        """The supervisor looks four times a second while a model starts."""
-        self._seen = snapshot
-        self.starts.look(snapshot)
-        if snapshot.at_s - self._shown_s >= EVERY_S - EARLY_S:
-            self.stream.asked.set()
-
     async def _turn(self, tasks: asyncio.TaskGroup) -> None:
-        rates, watched = self._scraper.rates(), self.stream.watched
-        # For a page another snapshot, of this moment; the series do with what the supervisor saw.
-        snapshot = self._supervisor.snapshot() if self._seen is None or watched else self._seen
-        self._shown_s = snapshot.at_s
+        snapshot, rates, watched = self._supervisor.snapshot(), self._scraper.rates(), self.stream.watched
         self._scraper.watched = watched
+        event = None
         if watched:
-            last_event = self._journal.feed.behind_newest(0)
-            self._ask_soon(tasks, last_event)
-            self.stream.publish(await asyncio.to_thread(self._event, snapshot, rates, last_event))
-        else:
-            self.stream.publish(None)
+            self._ask_nodes(tasks)
+            event = await asyncio.to_thread(self._event, snapshot, rates, self._journal.feed.behind_newest(0))
+        self.stream.publish(event)
         await asyncio.to_thread(self.series.write, snapshot.at_s, series_of(snapshot, rates))
 
     def _event(self, snapshot: Snapshot, rates: Mapping[str, Rates], last_event: int) -> str:
@@ -159,21 +140,16 @@ class Live:
         document = document_of(snapshot, rates, pins, config.memory.limits, last_event, self._answers)
         return f"event: snapshot\ndata: {_DOCUMENT.dump_json(document, by_alias=True).decode()}\n\n"
 
-    def _ask_soon(self, tasks: asyncio.TaskGroup, last_event: int) -> None:
-        age_s = time.monotonic() - self._asked_s
-        due = age_s >= ASK_EVERY_S or (last_event != self._asked_seq and age_s >= ASK_SOONER_S)
-        if due and not self._asking:
-            self._asking = True
-            self._boundary.spawn(tasks, "live", self._ask(last_event))
+    def _ask_nodes(self, tasks: asyncio.TaskGroup) -> None:
+        if time.monotonic() - self._asked_s >= ASK_EVERY_S and (self._asking is None or self._asking.done()):
+            self._asked_s = time.monotonic()
+            self._asking = self._boundary.spawn(tasks, "live", self._ask())
 
-    async def _ask(self, last_event: int) -> None:
-        try:
-            report = await fabric_of(self._registry, self._cluster, self._measured())
-            by_node = await self._cluster.ask_all("incidents")
-            newest = [str(rows[-1]["id"]) for rows in by_node.values() if rows]
-            self._answers = NodeAnswers(cables_of(report), max(newest, default=None))
-        finally:
-            self._asking, self._asked_s, self._asked_seq = False, time.monotonic(), last_event
+    async def _ask(self) -> None:
+        report = await fabric_of(self._registry, self._cluster, self._measured())
+        by_node = await self._cluster.ask_all("incidents")
+        newest = [str(rows[-1]["id"]) for rows in by_node.values() if rows]
+        self._answers = NodeAnswers(cables_of(report), max(newest, default=None))
 
 
 def register_live(api: APIRouter, live: Live) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from workers.rank.log import NON_DEFAULT, STARTED
 LAYERS_KEPT_S = 30.0
 LINES_TIMEOUT_S = 10.0
 
+_PLAIN = (bool, int, float, str, type(None))
 _COMMAND = re.compile(rf"{STARTED} \d+: (.+)$")
 _ARGUMENTS = re.compile(rf"{NON_DEFAULT}(\{{.*\}})\s*$")
 
@@ -150,19 +152,9 @@ def engine_settings(lines: Iterable[str]) -> dict[str, Any]:
     started = arguments = None
     for line in lines:
         started, arguments = started or _COMMAND.search(line), arguments or _ARGUMENTS.search(line)
-    command, engine = None, None
-    if started is not None:
-        try:
-            command = shlex.split(started[1])
-        except ValueError:
-            command = None
+    engine = None
     if arguments is not None:
-        try:
-            engine = {str(name): value if _is_plain(value) else str(value) for name, value in ast.literal_eval(arguments[1]).items()}
-        except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
-            engine = None
-    return {"command": command, "engine": engine}
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+        # vLLM prints an argument of a class of its own as Python would not read it.
+        with suppress(ValueError, SyntaxError):
+            engine = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in ast.literal_eval(arguments[1]).items()}
+    return {"command": None if started is None else shlex.split(started[1]), "engine": engine}

@@ -29,15 +29,18 @@ class Meaning(BaseModel):
     known: str | None = Field(description="The known model that is meant; null for one to add, and where `model` was not asked for")
 
 
-class RecipeSummary(BaseModel):
+class _Recipe(BaseModel):
     name: str
     description: str
     model: str
     quantize: Any
-    nodes: int
     speculative: str
     decode_tokens_per_s: Any
     path: str
+
+
+class RecipeSummary(_Recipe):
+    nodes: int
 
 
 class Recipes(BaseModel):
@@ -45,17 +48,10 @@ class Recipes(BaseModel):
     problems: list[str]
 
 
-class RecipeChoice(BaseModel):
+class RecipeChoice(_Recipe):
     """The whole recipe, and what it comes to."""
 
-    name: str
-    description: str
-    model: str
-    quantize: Any
     nodes: dict[str, Any]
-    speculative: str
-    decode_tokens_per_s: Any
-    path: str
     container: dict[str, Any] | None
     needs_vllm: Any
     spec: dict[str, Any]

@@ -111,19 +111,17 @@ class Starts:
                 # An adopted engine may have answered an earlier daemon.
                 start.ended, start.end_s = "READY", view.since_s
             elif not starting:
-                start.ended, start.end_s = _end_of(view), snapshot.at_s
+                start.ended, start.end_s = "FAILED" if view.state is ModelState.FAILED else "STOPPED", snapshot.at_s
         for name in self._starts.keys() - snapshot.models.keys():
             del self._starts[name]
 
     def of(self, model: str, disk_bytes_s: float | None = None) -> ModelStart:
-        """disk_bytes_s: the rate of the node's disk; if it is unknown, the fastest read rate of this load stands for it."""
+        """disk_bytes_s: the rate of the node's disk; None where it is unknown."""
         start = self._starts.get(model)
         if start is None:
             return ModelStart(model, disk_bytes_s)
-        phases = start.rows()
-        rate = disk_bytes_s or max(filter(None, (phase.bytes_per_s for phase in phases)), default=None)
         seconds = None if start.end_s is None else round(start.end_s - start.began_s, 3)
-        return ModelStart(model, rate, start.began_s, seconds, start.ended, phases)
+        return ModelStart(model, disk_bytes_s, start.began_s, seconds, start.ended, start.rows())
 
 
 def _read_bytes(view: ModelView) -> int | None:
@@ -134,10 +132,6 @@ def _read_bytes(view: ModelView) -> int | None:
     if progress.read_bytes is not None or progress.weights_gib is None:
         return progress.read_bytes
     return int(progress.weights_gib * GIB)
-
-
-def _end_of(view: ModelView) -> str:
-    return "FAILED" if view.state is ModelState.FAILED else "STOPPED"
 
 
 def _begun(view: ModelView, engine_s: float) -> dict[str, float]:

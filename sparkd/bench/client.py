@@ -1,10 +1,8 @@
-"""The daemon as a bench sees it: a client of /v1, /metrics and the admin API."""
+"""The daemon as a bench sees it: a client of /v1 and the admin API."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,11 +15,7 @@ from sparkd.gateway.rates import Sample as Counters
 from sparkd.gateway.rates import sample_of
 from sparkd.gateway.routes import ADMIN_ROOT, model_path
 
-ANSWER_S = 120.0
-# Series of /metrics: the used share of a model's KV cache, and its engine's memory.
-_SERIES = re.compile(r"^(vllm:kv_cache_usage_perc|sparkd_engine_(?:host|device)_bytes)\{(.*)\} (\S+)$", re.MULTILINE)
-_MODEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
-
+ANSWER_S, WAIT_S = 120.0, 60.0
 Model = dict[str, Any]  # as GET /models has it
 
 
@@ -29,7 +23,7 @@ class Client:
     """key: an admin key, empty where the daemon is open. Nothing of the environment's proxies is used."""
 
     def __init__(self, base_url: str, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+        # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.pages).
         headers = {"x-sparkd-client": "bench"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._http = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None, transport=transport)
 
@@ -49,6 +43,13 @@ class Client:
     async def delete(self, path: str, **parameters: Any) -> dict[str, Any]:
         return await self._asked("DELETE", path, params=parameters)
 
+    async def finished(self, operation: dict[str, Any]) -> None:
+        """Wait for the end of a long action. Raises RankError with its message where it did not succeed."""
+        while operation["state"] == "RUNNING":
+            operation = await self.get(f"/operations/{operation['id']}", wait_s=WAIT_S)
+        if operation["state"] != "SUCCEEDED":
+            raise RankError(operation["message"])
+
     async def models(self) -> dict[str, Model]:
         return {model["name"]: model for model in (await self.get("/models"))["models"]}
 
@@ -64,24 +65,12 @@ class Client:
             return None
         return sample_of(page, time.monotonic())
 
-    async def held(self, model: str) -> tuple[float | None, int | None]:
-        """(the used share of a model's KV cache, bytes of its engine on all nodes), as /metrics showed them last."""
-        try:
-            page = (await self._http.get("/metrics", timeout=ANSWER_S)).text
-        except httpx.HTTPError:
-            return None, None
-        kv_use, held_bytes = None, None
-        for name, labels, text in _SERIES.findall(page):
-            found = _MODEL.search(labels)
-            value = float(text)
-            # A name of a model needs no escape in a label, but for a quote or a backslash, which it cannot have.
-            if found is None or found[1] != model or not math.isfinite(value):
-                continue
-            if name == "vllm:kv_cache_usage_perc":
-                kv_use = max(value, kv_use or 0.0)
-            else:
-                held_bytes = int(value) + (held_bytes or 0)
-        return kv_use, held_bytes
+    async def live(self) -> AsyncIterator[dict[str, Any]]:
+        """The page's document (sparkd.admin.live_document), once a second until the daemon ends. Raises what httpx raises."""
+        async with self._http.stream("GET", f"{ADMIN_ROOT}/live") as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
 
     @asynccontextmanager
     async def completion(self, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 Likely = Sequence[Mapping[str, float]]  # one {token id: log-probability} for each position, as JSON brings it
@@ -18,9 +17,9 @@ def divergences(reference: Likely, other: Likely, top: int) -> list[float]:
     return [_kl(mine, theirs, top) for mine, theirs in zip(reference, other, strict=True)]
 
 
-def perplexity(ids: Sequence[int], likely: Likely) -> float:
-    """exp of the mean negative log-probability of every token but the first."""
-    return math.exp(-statistics.fmean(position[str(token)] for token, position in zip(ids[1:], likely, strict=True)))
+def losses(ids: Sequence[int], likely: Likely) -> list[float]:
+    """The negative log-probability of every token but the first, nats."""
+    return [-position[str(token)] for token, position in zip(ids[1:], likely, strict=True)]
 
 
 def _kl(mine: Mapping[str, float], theirs: Mapping[str, float], top: int) -> float:

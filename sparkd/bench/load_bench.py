@@ -17,12 +17,12 @@ from sparkd.bench.client import has_token
 from sparkd.bench.figures import WAYS, one_line
 from sparkd.bench.result import Cell, LoadRow, LoadWay, Phase
 from sparkd.bench.running_bench import RunningBench, loads_beside
-from sparkd.config.quantize import is_best
 from sparkd.errors import BadRequest, Conflict, RankError
 from sparkd.gateway.routes import model_path
 from sparkd.state.nouns import STARTING, ModelState
 from sparkd.state.snapshot import ModelView
 from workers.host.disk_rate import largest, rate
+from workers.quantization.best_wish import BEST
 
 PROFILE = "loads"
 POLL_S = 0.2
@@ -217,7 +217,7 @@ class _Loads:
     async def _forget_quantized(self) -> None:
         """Remove what is kept of the model's weights in its format, on every node. Raises RankError while a model is loaded."""
         for entry in await self._quantized():
-            await self._client.delete(f"/disk/{entry['kind']}/{quote(entry['id'], safe='')}", node=entry["node"])
+            await self._client.finished(await self._client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"]))
 
     async def _quantized(self) -> list[dict[str, Any]]:
         return quantized_of(self._model, self._quantize, (await self._client.get("/disk"))["entries"])
@@ -230,7 +230,7 @@ class _Loads:
 def quantized_of(model: str, quantize: object, entries: Collection[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of the model's checkpoint in its format, by their names `<model>-<format>-<key>`; of `auto` and `best` those in every
     format."""
-    recipe = quantize if isinstance(quantize, Mapping) and not is_best(quantize) else {}
+    recipe = quantize if isinstance(quantize, Mapping) and quantize["format"] != BEST else {}
     name = f"{recipe['format']}-mixed" if recipe.get("layers") else recipe.get("format", "")
     ending = f"-{name}" if name else ""
     ours = [entry for entry in entries if entry["kind"] == "quantized" and model in entry["used_by"]]

@@ -50,12 +50,9 @@ def energy(
     prompt = prompt if _seconds(prompts) >= LEAST_S else None
     output = output if _seconds(running) - _seconds(prompts) >= LEAST_S else None
     return Energy(
-        idle_w=idle_w,
         mean_w=mean_w,
         peak_w=max(inside, default=mean_w),
         joules=whole,
-        prompt_joules=prompt,
-        output_joules=output,
         joules_per_prompt_token=prompt / tokens[0] if prompt is not None and tokens[0] else None,
         joules_per_output_token=output / tokens[1] if output is not None and tokens[1] else None,
     )

@@ -17,9 +17,9 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd import __version__
-from sparkd.bench.answer_logprobs import ReadPassage, read_passage, read_tokens
+from sparkd.bench.answer_logprobs import read_passage, read_tokens
 from sparkd.bench.client import Client
-from sparkd.bench.divergence import divergences, perplexity
+from sparkd.bench.divergence import divergences, losses
 from sparkd.bench.figures import one_line
 from sparkd.bench.passages import (
     GREEDY_TOKENS,
@@ -34,7 +34,7 @@ from sparkd.bench.passages import (
 )
 from sparkd.bench.result import Cell, QualityRow, text_label
 from sparkd.bench.running_bench import RunningBench
-from sparkd.config.quantize import recipe
+from sparkd.config.quantize import canonical, parse
 from sparkd.errors import BadRequest, EngineError, RankError, SparkdError
 from sparkd.gateway.routes import model_path
 from workers.quantization.formats import Format
@@ -122,23 +122,23 @@ class QualityBench(BaseModel):
     async def _measured(
         self, client: Client, lent: str, form: str, reference: _Reference | None, tell: Callable[[str, float], None]
     ) -> tuple[QualityRow, _Reference | None]:
-        said, divergent, losses, pieces = _Reference(), list[float](), list[float](), passages(self.content)
+        said, divergent, lost, pieces = _Reference(), list[float](), list[float](), passages(self.content)
         for number, piece in enumerate(pieces):
             tell("reading the text", 0.5 + 0.25 * number / len(pieces))
             question: dict[str, Any] = {"prompt": piece, "max_tokens": 1, "prompt_logprobs": LOOKED_UP}
             read = read_passage(await _answer(client, lent, question))
-            theirs = None if reference is None or form == STORED else reference.likely[number]
-            mine, apart, loss = _compared(read, theirs, keep=form == STORED)
-            said.likely.append(mine)
-            divergent += apart
-            losses += [loss] * len(read.likely)
+            lost += losses(read.ids, read.likely)
+            if form == STORED:
+                said.likely.append([dict(sorted(position.items(), key=lambda item: -item[1])[:TOP]) for position in read.likely])
+            elif reference is not None:
+                divergent += divergences(reference.likely[number], read.likely, TOP)
         tell(f"{len(prompts())} prompts", 0.75)
         question = {"prompt": list(prompts()), "max_tokens": GREEDY_TOKENS, "ignore_eos": True}
         said.tokens = read_tokens(await _answer(client, lent, question))
         row = QualityRow(
             format=form,
-            perplexity=_perplexity(losses),
-            tokens=len(losses),
+            perplexity=math.exp(fmean(lost)),
+            tokens=len(lost),
             kl=fmean(divergent) if divergent else None,
             kl_p99=quantiles(divergent, n=100, method="inclusive")[98] if len(divergent) > 1 else None,
             agreement=agreement(reference.tokens, said.tokens) if reference is not None and form != STORED else None,
@@ -151,7 +151,7 @@ def _formats_of(quantize: Mapping[str, Any] | str | None) -> tuple[str, ...]:
     if not isinstance(quantize, Mapping):
         return FORMATS
     form = quantize.get("format")
-    return (form,) if isinstance(form, str) and recipe(form) == quantize else (ENTRY,)
+    return (form,) if isinstance(form, str) and canonical(parse(form)) == quantize else (ENTRY,)
 
 
 async def _answer(client: Client, model: str, question: Mapping[str, Any]) -> bytes:
@@ -171,19 +171,6 @@ async def _answer(client: Client, model: str, question: Mapping[str, Any]) -> by
     except TimeoutError:
         raise EngineError(f"{model} did not answer within {ANSWER_S:,.0f} s: give a shorter text.") from None
     return bytes(answer)
-
-
-def _compared(
-    read: ReadPassage, reference: list[dict[str, float]] | None, *, keep: bool
-) -> tuple[list[dict[str, float]], list[float], float]:
-    """The TOP log-probabilities of each position where they are to be kept, the KL of each position, the mean loss."""
-    apart = divergences(reference, read.likely, TOP) if reference is not None else []
-    best = [dict(sorted(each.items(), key=lambda item: -item[1])[:TOP]) for each in read.likely] if keep else []
-    return best, apart, math.log(perplexity(read.ids, read.likely))
-
-
-def _perplexity(losses: list[float]) -> float:
-    return math.exp(fmean(losses))
 
 
 def check_format(form: str) -> None:

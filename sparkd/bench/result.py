@@ -21,7 +21,7 @@ LoadWay = Literal["first", "cached", "swap", "back"]
 
 
 class Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
 
 class Cell(Value):
@@ -41,12 +41,9 @@ class Cell(Value):
 class Energy(Value):
     """The energy of all GPUs of the model's nodes. Joules a token are of the power above idle; null: too short a phase to tell."""
 
-    idle_w: float | None = Field(description="Median before the first cell, the model loaded and no request running")
     mean_w: float
     peak_w: float
     joules: float = Field(description="Integral over the cell, idle power included")
-    prompt_joules: float | None = Field(description="Integral above idle while a request had no token yet")
-    output_joules: float | None = Field(description="Integral above idle while each request that ran had a token")
     joules_per_prompt_token: float | None
     joules_per_output_token: float | None
 
@@ -211,7 +208,7 @@ class BenchResult(Value):
     started_s: float
     ended_s: float | None = None
     latency_mode: str | None = Field(default=None, description="llama-benchy's way to measure the latency that it subtracts")
-    idle_w: float | None = None
+    idle_w: float | None = Field(default=None, description="Median before the first cell, the model loaded and no request running")
     predicted_bytes: int | None = None
     predicted: Predicted | None = None
     published: list[Published] = []

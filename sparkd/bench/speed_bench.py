@@ -6,11 +6,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.bench import benchy
@@ -24,8 +26,8 @@ from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.errors import BadRequest, RankError
 from sparkd.gateway.rates import Sample as Counters
 
-# As often as the nodes read their power.
-SAMPLE_EVERY_S = 1.0
+# The page's document comes each second. Until a stream that broke is opened again.
+NEXT_S, AGAIN_S = 5.0, 1.0
 # A result keeps that many samples at most: two hours by the second.
 MOST_SAMPLES = 7200
 IDLE_S = 10.0
@@ -66,9 +68,9 @@ class SpeedBench(BaseModel):
         await bench.keep(subject=subject, latency_mode=self.chosen.args.latency_mode)
         watch = _Watch(bench.client, bench.model)
         earlier = bench.result.samples
-        await watch.look()
         watching = asyncio.create_task(watch.run())
         try:
+            await watch.next()
             if bench.result.idle_w is None:
                 await bench.keep(idle_w=await watch.idle())
             for number, cell in enumerate(bench.result.cells):
@@ -114,7 +116,7 @@ class SpeedBench(BaseModel):
             after = await client.counters(model)
             if after is None or (await client.model(model))["ranks"] != ranks:
                 raise RankError(f"The engine of {model} was started again meanwhile: `sparkd events` says why.")
-            await watch.look()
+            await watch.next()
             if watch.loads:
                 raise RankError(f"{', '.join(watch.loads)} was loaded meanwhile, so its figures say nothing.")
         except RankError as error:
@@ -171,42 +173,52 @@ def speed_bench(profile: BenchProfile, folder: Path, book: tuple[str, str | None
 
 
 class _Watch:
-    """Looks at the nodes and the engine of a model every SAMPLE_EVERY_S.
+    """Follows what the page shows of the nodes and the engine of a model, once a second.
 
     loads: other models that began to load since it was emptied.
     """
 
     def __init__(self, client: Client, model: str) -> None:
         self._client, self._model = client, model
+        self._news = asyncio.Event()
         self.moments: list[Moment] = []
         self.loads: list[str] = []
 
     async def run(self) -> None:
+        """Until cancelled. A stream that breaks leaves a gap."""
         while True:
-            await asyncio.sleep(SAMPLE_EVERY_S)
-            await self.look()
+            with suppress(httpx.HTTPError):
+                async for document in self._client.live():
+                    self.take(document)
+            await asyncio.sleep(AGAIN_S)
 
-    async def look(self) -> None:
-        """A daemon that does not answer for a moment leaves a gap."""
-        try:
-            models, readings = await self._client.models(), (await self._client.get("/memory"))["readings"]
-        except RankError:
-            return
+    async def next(self) -> None:
+        """Wait for the next document. A daemon that sends none for NEXT_S leaves a gap."""
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEXT_S):
+                await self._news.wait()
+
+    def take(self, document: Mapping[str, Any]) -> None:
+        models, nodes = document["models"], document["nodes"]
+        model = models.get(self._model, {"ranks": [], "rates": None})
         self.loads += [name for name in loads_beside(models.values(), self._model) if name not in self.loads]
-        nodes = {rank["node"] for rank in models[self._model]["ranks"]} if self._model in models else set()
-        ours = [reading for reading in readings if reading["node"] in nodes]
-        kv_use, held_bytes = await self._client.held(self._model)
+        ours = [
+            nodes[node]["reading"] for node in sorted({rank["node"] for rank in model["ranks"]} & nodes.keys()) if nodes[node]["reading"]
+        ]
+        held = [engine for node in nodes.values() for engine in node["engines"] if engine["model"] == self._model]
         self.moments.append(
             Moment(
-                time.time(),
+                document["at_s"],
                 _whole([reading["gpu_power_w"] for reading in ours]),
                 max((reading["gpu_celsius"] for reading in ours if reading["gpu_celsius"] is not None), default=None),
                 tuple(sorted({reason for reading in ours for reason in reading["gpu_throttled"] or ()})),
-                held_bytes,
-                kv_use,
+                sum((engine["host_bytes"] or 0) + (engine["device_bytes"] or 0) for engine in held) if held else None,
+                model["rates"] and model["rates"]["kv_usage"],
                 ours[0]["gpu_at_s"] if len(ours) == 1 else None,
             )
         )
+        self._news.set()
 
     async def idle(self) -> float | None:
         """The median power in watts over IDLE_S, as the first seconds may still be those of a request; None where no node tells."""

@@ -66,17 +66,15 @@ def benchy_json(result: BenchResult) -> dict[str, Any]:
     """The document that llama-benchy would have written for all measured cells in one run.
 
     latency_ms: the median over the cells of what llama-benchy subtracted from the first response, since each cell was a run of its own.
-    latency_mode: of a result that does not say, `none` where nothing was subtracted, else `unknown`.
     prefix_caching_enabled: whether a cell has a row of its context, which llama-benchy writes with prefix caching alone.
     """
     rows = [row for cell in measured(result) for row in cell.rows]
-    latency_ms = _latency_ms(rows)
     ended_s = result.started_s if result.ended_s is None else result.ended_s
     return {
         "version": result.tool.rpartition(" ")[2],
         "timestamp": datetime.fromtimestamp(ended_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
-        "latency_mode": result.latency_mode or ("unknown" if latency_ms else "none"),
-        "latency_ms": latency_ms,
+        "latency_mode": result.latency_mode,
+        "latency_ms": _latency_ms(rows),
         "model": arena_name(result.subject),
         "prefix_caching_enabled": any(row.get("is_context_prefill_phase") for row in rows),
         "max_concurrency": max_concurrency(result),
@@ -145,7 +143,7 @@ def notes(result: BenchResult) -> Iterator[str]:
 
 
 STATES = {"running": "is still running", "failed": "failed", "cancelled": "was cancelled", "done": "is done"}
-_CELL_HEAD = ["cell", "prompt t/s", "t/s", "first token ms", "W mean", "J/output token", "W peak", "W idle", "J/prompt token"]
+_CELL_HEAD = ["cell", "prompt t/s", "t/s", "first token ms", "W mean", "J/output token", "W peak", "J/prompt token"]
 _CELL_HEAD += ["KV peak", "prefix hits", "preemptions", "accepted by position", "°C peak", "memory GiB", "predicted GiB", "throttled"]
 _LOAD_HEAD = ["way", "model", "s", "first answer s", "weights s", "read GB/s (of the disk's)", "disk GB/s", "phases"]
 
@@ -153,9 +151,9 @@ _LOAD_HEAD = ["way", "model", "s", "first answer s", "weights s", "read GB/s (of
 def _cell_row(result: BenchResult, cell: CellResult) -> list[str]:
     energy, engine, machine = cell.energy, cell.engine, cell.machine
     timed = [answer_metric(cell, key) for key in ("pp_throughput", "tg_throughput", "e2e_ttft")]
-    watts: list[float | None] = [None] * 5
+    watts: list[float | None] = [None] * 4
     if energy is not None:
-        watts = [energy.mean_w, energy.joules_per_output_token, energy.peak_w, energy.idle_w, energy.joules_per_prompt_token]
+        watts = [energy.mean_w, energy.joules_per_output_token, energy.peak_w, energy.joules_per_prompt_token]
     return [
         cell.cell.name,
         *("-" if each is None else spread_text(each) for each in timed),

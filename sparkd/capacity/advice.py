@@ -21,6 +21,7 @@ from sparkd.capacity.fit import (
     serving_of,
     short_cache,
     single_formats,
+    source_of,
 )
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
@@ -28,6 +29,7 @@ from sparkd.capacity.kv_cache import fitting, longest, sized
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
+from sparkd.errors import DoesNotFit
 from sparkd.hardware import Hardware
 from sparkd.units import GIB, gib
 
@@ -78,7 +80,7 @@ def advised(cure: Cure | None) -> str:
 class FitRefusal:
     """Why a model does not fit.
 
-    reason: without a full stop.
+    reason: without a full stop, and without the model's name, which stands before it wherever it is shown.
     cure: the largest lever.
     cause: the limit that the model exceeds.
     """
@@ -90,6 +92,11 @@ class FitRefusal:
     @property
     def message(self) -> str:
         return f"{self.reason}. {advised(self.cure)}."
+
+    @property
+    def failure(self) -> str:
+        """The reason of a load that fails so: a length has the name that vLLM's own refusal of it has."""
+        return "ContextTooLong" if self.cause == "length" else DoesNotFit.__name__
 
     def to_json(self) -> dict[str, str]:
         return {"cause": self.cause, "message": self.message}
@@ -103,15 +110,14 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
     """
     args, option, known = need.args, need.option, need.known
     if option is not None and option.cause in ("length", "vllm"):
-        reason = f"vLLM refuses it: {doubt_in_short(option.reason or '')}" if option.cause == "vllm" else option.reason
-        return FitRefusal(f"{args.name} cannot be served: {reason}", replace(_cure(option, [option], 1), effect=""), option.cause)
+        return FitRefusal(_reason(option), replace(_cure(option, [option], 1), effect=""), option.cause)
     if option is not None and known is not None and (lacks := _lacks(option, known, need.gib, most_gib, where)):
         return lacks
-    if share := share_too_large(args, need.gib, need.hardware, most_gib, where):
+    if share := share_too_large(args, need.gib, need.node, most_gib, where):
         return share
     if need.gib > most_gib:
         size = Cure(deed=f"give kv_cache {'a smaller size' if isinstance(args.cache, Mapping) else 'a size'}, or set memory_gib")
-        return FitRefusal(f"{args.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB", size)
+        return FitRefusal(f"{_BEGIN['memory']}it asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB", size)
     return None
 
 
@@ -123,15 +129,20 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
             return None
         least_gib = ceil(known.least / GIB)
         cure = _smaller(option, known, int(args.memory_gib * GIB)) if least_gib > most_gib else Cure({"memory_gib": least_gib})
-        return FitRefusal(f"{args.name} does not fit into memory_gib: {args.memory_gib:g}: {needs}", cure or _SMALLER)
+        return FitRefusal(f"{_BEGIN['memory']}its entry has memory_gib: {args.memory_gib:g}, and {needs}", cure or _SMALLER)
     kept = 0.0 if args.share is not None else (args.margin_bytes or 0) / GIB
     room = int((most_gib - kept) * GIB)
     if known.sureness != GUESS and (short := short_cache(args, known)):
-        return FitRefusal(f"{args.name} does not fit: {short}", _cache_cure(option, known, room - known.fixed))
+        return FitRefusal(f"{_BEGIN['cache']}{short}", _cache_cure(option, known, room - known.fixed), "cache")
     if known.surely <= room:
         return None
     free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
-    return FitRefusal(f"{args.name} does not fit: {needs}; {where} offers {most_gib} GiB{free}", _smaller(option, known, room) or _SMALLER)
+    reason = f"{_BEGIN['memory']}{needs}; {where} offers {most_gib} GiB{free}"
+    return FitRefusal(reason, _smaller(option, known, room) or _SMALLER)
+
+
+def _reason(option: Option) -> str:
+    return f"{_BEGIN[option.cause or 'memory']}{doubt_in_short(option.reason or '')}"
 
 
 def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: int, where: str) -> FitRefusal | None:
@@ -142,7 +153,7 @@ def share_too_large(args: EngineArgs, gib: int, hardware: Hardware, most_gib: in
     share = args.share if args.memory_gib is None else None
     if share is None or gib <= most_gib or gib != ceil(share * (hardware.memory_bytes / GIB)):
         return None
-    reason = f"{args.name} asks for {gib} GiB of unified memory ({args.share_words}) and {where} offers {most_gib} GiB"
+    reason = f"{_BEGIN['memory']}it asks for {gib} GiB of unified memory ({args.share_words}) and {where} offers {most_gib} GiB"
     return FitRefusal(reason, Cure(deed=f"choose {int(100 * share * most_gib / gib) / 100:g} or less"))
 
 
@@ -158,14 +169,13 @@ def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> 
     counted = [(option, option.footprint) for option in options if option.footprint is not None]
     fewest = min(options, key=lambda option: (option.nodes, option.ways[1]))
     option = max(counted, key=lambda pair: min(pair[1].free_bytes, pair[1].load_free_bytes))[0] if counted else fewest
-    reason = f"{_BEGIN[option.cause or 'memory']}{doubt_in_short(option.reason or '')}"
     cure = None
     if option.cause == "memory" and option.footprint is not None and not is_open:
         args, room = option.args, max(0, room_of(option.args, option.node))
         cure = _smaller(option, option.footprint, room)
         if cure is None and args.split != (1, 1):
             cure = advice(option, room, instead_of=prod(args.split))
-    return FitRefusal(reason, cure or _cure(option, options, nodes), option.cause or "memory")
+    return FitRefusal(_reason(option), cure or _cure(option, options, nodes), option.cause or "memory")
 
 
 def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
@@ -188,9 +198,9 @@ def advice(option: Option, room: int, ways: Ways = (1, 1), *, instead_of: int = 
     if serving.unknown:
         return None
     node = replace(option.node, memory_bytes=room, system_bytes=0)
-    one = replace(args, max_model_len=serving.max_model_len, cache=AUTO, margin_bytes=0, share=None, memory_gib=None)
-    options = [fitted(candidate, node, ways) for candidate in single_formats(one, headers, node)]
-    own = AS_STORED if args.quantize is None or is_open(args.quantize) else args.recipe.default.spelling
+    one = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
+    options = [fitted(candidate, node, ways) for candidate in single_formats(source_of(one, headers, node))]
+    own = AS_STORED if args.spec.quantize is None or is_open(args.spec.quantize) else args.recipe.default.spelling
     if not instead_of and any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way
     split = {"tensor_parallel": ways[0]} if instead_of else {}

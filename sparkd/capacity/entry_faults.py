@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparkd.capacity.evidence import Evidence
-from sparkd.capacity.fit import Option, candidates_of, checked
+from sparkd.capacity.fit import Option, candidates_of, checked, source_of
 from sparkd.capacity.formats import mixes_of
 from sparkd.capacity.headers import headers_here, inventory_in
 from sparkd.capacity.weights import uneven_groups
@@ -83,13 +83,13 @@ def file_fault(args: EngineArgs) -> CheckpointError | None:
 
     The missing files of a hub id are fetched by its engine. CheckpointUncounted: of these files only the engine knows.
     """
-    folder = folder_of(args.model, args.revision, args.env)
-    if folder is None or not os.path.isdir(folder) or (args.load_format is not None and args.load_format not in _READS_SAFETENSORS):
+    spec, folder = args.spec, folder_of(args.spec.model, args.spec.revision, args.env)
+    if folder is None or not os.path.isdir(folder) or (spec.load_format is not None and spec.load_format not in _READS_SAFETENSORS):
         return None
     try:
         inventory_in(folder)
     except CheckpointIncomplete as error:
-        return error if args.model.startswith("/") else None
+        return error if spec.model.startswith("/") else None
     except CheckpointError as error:
         return error
     except OSError:
@@ -102,7 +102,7 @@ def format_fault(args: EngineArgs) -> str | None:
     QuantizationRecipe.assign refuses, or a size that no mix of formats is as small as. None where it would not, or the headers are not on
     this machine."""
     headers, wish = headers_here(args), args.wish
-    if headers is None or args.quantize in (None, AUTO):
+    if headers is None or args.spec.quantize in (None, AUTO):
         return None
     try:
         if wish is not None:
@@ -123,7 +123,7 @@ def _refused(args: EngineArgs, runtime: InquiryRuntime) -> Option | None:
     args, headers = args.undecided(), headers_here(args)
     if headers is None:
         return None
-    stored, *_ = candidates_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime)))
+    stored, *_ = candidates_of(source_of(args, headers, SPARK, Evidence(ask=partial(kept_here, runtime=runtime))))
     option = checked(stored, SPARK, args.split)
     return option if option.cause in _OF_VLLM else None
 

@@ -15,6 +15,7 @@ from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.capacity.weights import Inventory
 from sparkd.checkpoint import Checkpoint
 from sparkd.config.engine_args import EngineArgs
+from sparkd.config.quantize import canonical
 from sparkd.hardware import Hardware
 from sparkd.vllm.ask.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQuestion, Stage
 from sparkd.vllm.ask.model import files_of
@@ -158,41 +159,6 @@ def nobody(questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
     return [None] * len(questions)
 
 
-class Answers:
-    """Asks no question twice: a plan makes many accounts of one model."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-        self._kept: dict[object, ModelAnswer | None] = {}
-
-    def ask(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
-        unanswered = {key: question for question in questions if (key := _identity(question)) not in self._kept}
-        if unanswered:
-            self._kept.update(zip(unanswered, self._ask(list(unanswered.values())), strict=True))
-        return self.kept(questions)
-
-    @property
-    def answered(self) -> bool:
-        """Whether any question was answered."""
-        return any(answer is not None for answer in self._kept.values())
-
-    @property
-    def unanswered(self) -> int:
-        """How many questions have no answer."""
-        return sum(answer is None for answer in self._kept.values())
-
-    def kept(self, questions: Sequence[ModelQuestion]) -> Sequence[ModelAnswer | None]:
-        """The answers to those that were asked before, without asking."""
-        return [self._kept.get(_identity(question)) for question in questions]
-
-
-def _identity(question: ModelQuestion) -> object:
-    model = question.folder, tuple(question.files.items())
-    split = question.tensor_parallel, question.pipeline_parallel
-    draft = None if question.draft is None else question.draft.folder
-    return model, draft, tuple(question.tensors), question.args, tuple(sorted(question.env.items())), split, question.platform
-
-
 class Consultation:
     """Asks vLLM about one model.
 
@@ -228,12 +194,22 @@ class Consultation:
         self._tensors = () if self._here else tuple(checkpoint.tensors.values())
         self._answers: dict[Way, ModelAnswer | None] = {}
 
-    def ask(self, ways: Iterable[Way]) -> None:
-        """Ask about the first MOST_QUESTIONS of these."""
+    def ask(self, ways: Iterable[Way], ask: Ask | None = None) -> None:
+        """Ask about the first MOST_QUESTIONS of these that were not asked about before. ask: in place of the consultation's own."""
         wanted = [way for way in dict.fromkeys(ways) if way not in self._answers][:MOST_QUESTIONS]
         if wanted:
-            answers = self._ask([self._question(way) for way in wanted])
+            answers = (ask or self._ask)([self._question(way) for way in wanted])
             self._answers |= {way: answer for way, answer in zip(wanted, answers, strict=True) if answer is None or self._is_for(answer)}
+
+    @property
+    def answered(self) -> bool:
+        """Whether any question was answered."""
+        return any(answer is not None for answer in self._answers.values())
+
+    @property
+    def unanswered(self) -> int:
+        """How many questions have no answer."""
+        return sum(answer is None for answer in self._answers.values())
 
     def exact(self, recipe: QuantizationRecipe, serving: Serving) -> Exact:
         """vLLM's answer; without a number where it gave none. For a format that no question was about, the cache alone, which no format
@@ -248,14 +224,13 @@ class Consultation:
                 exact = None  # it may be the stored format that vLLM does not split or does not run
         return exact or NO_ANSWER
 
-    def ask_formats(self, inventory: Inventory, quantize: QuantizationRecipe | None, splits: Sequence[Ways]) -> Inventory:
+    def ask_formats(self, inventory: Inventory, quantize: QuantizationRecipe | None, splits: Sequence[Ways], ask: Ask) -> None:
         """Ask about the model as stored at every split, which settles the cache for all formats, then about each format, best first.
 
-        quantize: as in sparkd.capacity.formats.recipes. Returns the inventory with vLLM's sizes (see `completed`).
+        quantize: as in sparkd.capacity.formats.recipes.
         """
         stored = [(AS_IT_IS, *split) for split in splits]
-        self.ask([*stored, *((recipe, *split) for _, recipe in recipes(inventory, quantize) for split in splits)])
-        return self.completed(inventory)
+        self.ask([*stored, *((recipe, *split) for _, recipe in recipes(inventory, quantize) for split in splits)], ask)
 
     def completed(self, inventory: Inventory) -> Inventory:
         """The inventory with vLLM's own sizes of the model in place of those that config.json lacks, and with its longest request."""
@@ -299,7 +274,7 @@ def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm:
     """A digest of an entry without any `auto`.
 
     flags: of sparkd.config.engine_flags.flags_of.
-    quantize: the value of its key.
+    quantize: of sparkd.config.quantize.canonical.
     env: the engine's.
     vllm: its version; None if it is unknown.
     """
@@ -366,7 +341,7 @@ class Evidence:
         """The measurements of an earlier start of this engine."""
         if not self.profiles:
             return None
-        engine = engine_of(args.flags, args.quantize, args.env, self.vllm, hardware.platform)
+        engine = engine_of(args.flags, canonical(args.spec.quantize), args.env, self.vllm, hardware.platform)
         return peaks_of(self.profiles, engine, headers.identity, ways, hardware.name)
 
 

@@ -41,20 +41,30 @@ Unlinked = Mapping[int, str]
 LINKED: Unlinked = MappingProxyType({})
 
 
-class Candidate(NamedTuple):
-    """A model in one of the formats that come into question.
+class Source(NamedTuple):
+    """A checkpoint from which an entry may be served: its own, or a copy of that which others have quantized.
 
-    args: the entry in this format.
-    headers: of its files, or of those of a quantized copy.
-    recipe: of its weights.
-    format: the recipe's name in a plan.
-    is_copy: whether it is another checkpoint than the entry names.
+    args: the entry with this checkpoint.
+    headers: of its files.
     """
 
     args: EngineArgs
     headers: Headers
     evidence: Evidence
     consultation: Consultation
+
+
+class Candidate(NamedTuple):
+    """A source in one of the formats that come into question.
+
+    args: the entry in this format.
+    recipe: of its weights.
+    format: the recipe's name in a plan.
+    is_copy: whether it is another checkpoint than the entry names.
+    """
+
+    source: Source
+    args: EngineArgs
     recipe: QuantizationRecipe
     format: str
     is_copy: bool = False
@@ -115,38 +125,46 @@ def splits(most: int) -> Iterator[Ways]:
         yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
-def candidates_of(
-    args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING, *, beside: bool = False
-) -> list[Candidate]:
+def source_of(args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING) -> Source:
+    """node: as the one on which it is to run."""
+    return Source(args, headers, evidence, evidence.consultation(args, headers, node))
+
+
+def copies_of(own: Source, node: Hardware) -> list[Source]:
+    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
+    with it there is none."""
+    args = own.args
+    if args.spec.trust_remote_code:
+        return []
+    found = prequantized(args.spec.model, own.headers.model.checkpoint, {**os.environ, **args.env})
+    others = (args.with_keys(model=name, revision=None, quantize=None) for name, _ in found)
+    return [source_of(other, there, node, own.evidence) for other in others if (there := headers_here(other)) is not None]
+
+
+def candidates_of(own: Source, copies: Sequence[Source] = ()) -> list[Candidate]:
     """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
     data to calibrate with, then by ourselves (see `rank`), then in mixes that are smaller than any one format.
 
-    beside: with what this machine has of the model quantized already. Raises ConfigError where no mix is as small as the entry asks for.
+    copies: of the model, for `quantize: auto`. Raises ConfigError where no mix is as small as the entry asks for.
     """
-    if not is_open(args.quantize):
-        return _formatted(args, headers, [args.recipe], node, evidence)
-    choices = tuple(open_recipes(headers.model, args.wish, args.tensor_parallel or 1))
+    args = own.args
+    if not is_open(args.spec.quantize):
+        return _formatted(own, [args.recipe])
+    choices = tuple(open_recipes(own.headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
-    found = _formatted(args, headers, choices or (AS_IT_IS,), node, evidence)
-    if args.quantize == AUTO and beside:
-        found[1:1] = [
-            candidate._replace(is_copy=True)
-            for other, there in _copies(args, headers)
-            for candidate in _formatted(other, there, [AS_IT_IS], node, evidence)
-        ]
+    found = _formatted(own, choices or (AS_IT_IS,))
+    if args.spec.quantize == AUTO:
+        found[1:1] = [candidate._replace(is_copy=True) for copy in copies for candidate in _formatted(copy, [AS_IT_IS])]
     return found
 
 
-def single_formats(args: EngineArgs, headers: Headers, node: Hardware, evidence: Evidence = NOTHING) -> list[Candidate]:
+def single_formats(own: Source) -> list[Candidate]:
     """The model in each of sparkd.capacity.formats.FORMATS and as it is stored, best first."""
-    return _formatted(args, headers, [recipe for _, recipe in recipes(headers.model, None)], node, evidence)
+    return _formatted(own, [recipe for _, recipe in recipes(own.headers.model, None)])
 
 
-def _formatted(
-    args: EngineArgs, headers: Headers, choices: Iterable[QuantizationRecipe], node: Hardware, evidence: Evidence
-) -> list[Candidate]:
-    consultation = evidence.consultation(args, headers, node)
-    is_mixed = is_open(args.quantize)
+def _formatted(source: Source, choices: Iterable[QuantizationRecipe]) -> list[Candidate]:
+    args, is_mixed = source.args, is_open(source.args.spec.quantize)
 
     def called(recipe: QuantizationRecipe) -> str:
         if not recipe.quantizes:
@@ -154,27 +172,9 @@ def _formatted(
         return recipe.default.spelling if not recipe.rules else BEST if is_mixed else CONFIGURED
 
     return [
-        Candidate(
-            args if recipe == args.recipe and not is_mixed else args.quantized(recipe),
-            headers,
-            evidence,
-            consultation,
-            recipe,
-            called(recipe),
-        )
+        Candidate(source, args if recipe == args.recipe and not is_mixed else args.quantized(recipe), recipe, called(recipe))
         for recipe in choices
     ]
-
-
-def _copies(args: EngineArgs, headers: Headers) -> Iterator[tuple[EngineArgs, Headers]]:
-    """Each checkpoint of the same model that this machine has in four or eight bits. Trust in code belongs to the entry's own repository:
-    with it there is none."""
-    if args.trusts_code:
-        return
-    for name, _ in prequantized(args.model, headers.model.checkpoint, {**os.environ, **args.env}):
-        other = replace(args, model=name, revision=None, quantize=None)
-        if (there := headers_here(other)) is not None:
-            yield other, there
 
 
 def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
@@ -188,7 +188,7 @@ def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1),
         if options[-1].fits:
             return options[-1]
     tokens, first = max((option.longest, -number) for number, option in enumerate(options))
-    if tokens and candidates[-first].args.max_model_len == AUTO:
+    if tokens and candidates[-first].args.spec.max_model_len == AUTO:
         return fitted(candidates[-first], node, ways, unlinked, at_least=tokens)
     return min(options, key=_least)
 
@@ -199,21 +199,21 @@ def _least(option: Option) -> float:
 
 def checked(candidate: Candidate, node: Hardware, ways: Ways = (1, 1), unlinked: Unlinked = LINKED) -> Option:
     """The option without its footprint: with the reason for which vLLM or the loader would refuse it, if there is one."""
-    args, consultation, recipe = candidate.args, candidate.consultation, candidate.recipe
+    (_, stored, _, consultation), args, recipe = candidate.source, candidate.args, candidate.recipe
     consultation.ask([(AS_IT_IS, *ways), (recipe, *ways)])
-    headers = replace(candidate.headers, model=consultation.completed(candidate.headers.model))
+    headers = replace(stored, model=consultation.completed(stored.model))
     serving = serving_of(args, headers, node, ways)
     option = Option(args, headers, candidate.format, candidate.is_copy, node, ways, serving)
     # vLLM takes a longrope's shorter length by itself, and its longer one where the entry asks for it.
-    longest = max(candidate.headers.model.shape.max_len, headers.model.shape.max_len)
-    if isinstance(args.max_model_len, int) and args.max_model_len > longest and not _is_beyond(args, headers.model):
-        reason = f"{args.max_model_len:,} tokens are more than the {longest:,} that the model supports"
+    longest = max(stored.model.shape.max_len, headers.model.shape.max_len)
+    if isinstance(args.spec.max_model_len, int) and args.spec.max_model_len > longest and not _is_beyond(args, headers.model):
+        reason = f"{args.spec.max_model_len:,} tokens are more than the {longest:,} that the model supports"
         return replace(option, reason=reason, cause="length", longest=longest)
     # As sparkd.cluster.placer: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if ways[0] > 1 and option.nodes in unlinked:
         return replace(option, reason=unlinked[option.nodes], cause="links")
     try:
-        formatted = candidate.headers.model.formatted(recipe)
+        formatted = stored.model.formatted(recipe)
         uneven = uneven_groups(formatted)
     except CheckpointError as error:
         return replace(option, reason=error.clause, cause="format")
@@ -241,15 +241,15 @@ def fitted(
     option = checked(candidate, node, ways, unlinked)
     if option.reason is not None:
         return option
-    args, headers, recipe = candidate.args, option.headers, candidate.recipe
-    model = replace(candidate.headers.model.formatted(recipe), inventory=headers.model)
-    is_auto, most = args.max_model_len == AUTO, option.serving.max_model_len
+    (_, stored, evidence, consultation), args, recipe = candidate.source, candidate.args, candidate.recipe
+    headers, model = option.headers, replace(stored.model.formatted(recipe), inventory=option.headers.model)
+    is_auto, most = args.spec.max_model_len == AUTO, option.serving.max_model_len
 
     def at(tokens: int) -> Footprint:
-        own = args if tokens == most and not is_auto else replace(args, max_model_len=tokens)
+        own = args if tokens == most and not is_auto else args.with_keys(max_model_len=tokens)
         serving = serving_of(own, headers, node, ways)
-        exact = candidate.consultation.exact(recipe, serving)
-        measured = candidate.evidence.learned(own, headers, ways, node)
+        exact = consultation.exact(recipe, serving)
+        measured = evidence.learned(own, headers, ways, node)
         return footprint(model, serving, node, own, exact, measured)
 
     def fits(tokens: int) -> bool:
@@ -259,7 +259,7 @@ def fitted(
     longest, enough = largest(fits, most, CONTEXT_STEP), min(most, at_least) if is_auto else most
     tokens = max(longest, enough)
     needed = at(tokens)
-    own = replace(args, max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
+    own = args.with_keys(max_model_len=tokens) if is_auto and option.is_counted and longest >= enough else args
     option = replace(option, args=own, serving=replace(option.serving, max_model_len=tokens), footprint=needed, longest=longest)
     if longest >= enough:
         return option
@@ -270,21 +270,22 @@ def fitted(
 
 def serving_of(args: EngineArgs, headers: Headers, hardware: Hardware, ways: Ways = (1, 1)) -> Serving:
     """`unknown` of it says what the entry changes in a way that the formulas do not have."""
-    model, drafted, kv_dtype = headers.model, headers.drafting, args.kv_cache_dtype
+    spec, model, drafted = args.spec, headers.model, headers.drafting
+    kv_dtype = spec.kv_cache_dtype or "auto"
     # By its own quantizing, in a wider type or by another configuration vLLM makes other weights of the stored ones than are counted.
-    is_other = WEIGHTS in args.changes or (args.own_quantization and model.checkpoint.quantization is None)
+    is_other = WEIGHTS in args.changes or (spec.quantization is not None and model.checkpoint.quantization is None)
     uncounted = is_other or (drafted is None and args.drafts)
-    length = args.max_model_len if isinstance(args.max_model_len, int) else model.shape.max_len
+    length = spec.max_model_len if isinstance(spec.max_model_len, int) else model.shape.max_len
     batch = BATCH_TOKENS[hardware.platform]
     if not args.chunked_prefill:
         batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
     source = model.checkpoint.quantization
-    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (args.quantize is None or not source.requantizable):
+    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (spec.quantize is None or not source.requantizable):
         kv_dtype = source.kv_dtype
     plain = Serving(
         max_model_len=length,
-        max_num_seqs=args.max_num_seqs or SEQUENCES[hardware.platform],
-        max_num_batched_tokens=args.max_num_batched_tokens or batch,
+        max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
+        max_num_batched_tokens=spec.max_num_batched_tokens or batch,
         tensor_parallel=ways[0],
         pipeline_parallel=ways[1],
         prefix_caching=args.prefix_caching,

@@ -176,7 +176,7 @@ def footprint(
         "weights": held,
         "kv": kv.least if cache is None else cache,
         "peak": measured.peak if measured else step_bytes(shape, serving, images="vision" in weights.by_kind),
-        "graphs": measured.graphs if measured else graph_bytes(shape, serving, hardware, eager=args.enforce_eager),
+        "graphs": measured.graphs if measured else graph_bytes(shape, serving, hardware, eager=args.spec.enforce_eager),
         "context": context_bytes(hardware, ranks * stages),
         "processes": process_bytes(hardware),
     }

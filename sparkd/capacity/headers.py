@@ -49,7 +49,7 @@ class Headers:
 
 def headers_here(args: EngineArgs) -> Headers | None:
     """With the draft of the flags; None where the model's are not on this machine, or none of the kinds that are counted."""
-    folder = folder_of(args.model, args.revision, args.env)
+    folder = folder_of(args.spec.model, args.spec.revision, args.env)
     if folder is None:
         return None
     try:

@@ -12,8 +12,8 @@ from typing import Any
 
 from sparkd.capacity.evidence import FAMILIES, engine_of
 from sparkd.capacity.fit import Option
+from sparkd.capacity.placed_entry import refused_flags, runtime_of
 from sparkd.capacity.planned_entry import PlannedEntry
-from sparkd.capacity.requirement import refused_flags, runtime_of
 from sparkd.config import kv_cache, quantize
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.kv_cache import without_cpu_space
@@ -79,7 +79,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
         # By this name the next plan and the next start find what this one measures.
-        engine = engine_of(spec.vllm_flags(), spec.quantize, spec.environment(config.engine), vllm, platform)
+        engine = engine_of(spec.vllm_flags(), quantize.canonical(spec.quantize), spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
 
@@ -125,9 +125,8 @@ def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: H
 def _decided(written: ModelConfig, spec: ModelConfig, option: Option) -> dict[str, Any]:
     """The keys that a start decides. written: the entry before."""
     decided: dict[str, Any] = {"model": spec.model} if spec.model != written.model else {}
-    if is_open(written.quantize) and spec.quantize is not None:
-        recipe = QuantizationRecipe.parse(spec.quantize)
-        decided["quantize"] = spec.quantize if recipe.rules else recipe.default.spelling
+    if is_open(written.quantize) and isinstance(spec.quantize, QuantizationRecipe):
+        decided["quantize"] = spec.quantize.canonical() if spec.quantize.rules else spec.quantize.default.spelling
     if written.max_model_len == AUTO:
         decided["max_model_len"] = spec.max_model_len
     for key in ("tool_call_parser", "reasoning_parser"):

@@ -5,23 +5,26 @@ A model without an entry has one made for it (sparkd.capacity.planned_entry). Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkd.capacity.advice import FitRefusal, refusal, share_too_large
-from sparkd.capacity.evidence import EXACT, GUESS, Answers, Evidence, Ways, nobody
+from sparkd.capacity.evidence import EXACT, GUESS, Ask, Consultation, Evidence, Ways, nobody
 from sparkd.capacity.fit import (
     LINKED,
     Option,
+    Source,
     Unlinked,
     candidates_of,
     choose,
+    copies_of,
     doubt_in_short,
     fitted,
     rank,
     serving_of,
     single_formats,
+    source_of,
     splits,
 )
 from sparkd.capacity.footprint import cache_of
@@ -31,20 +34,13 @@ from sparkd.capacity.launch import start_of
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
 from sparkd.capacity.requirement import reserved_gib
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.checkpoint.quantization import SourceQuantization
 from sparkd.config.config import ModelConfig
-from sparkd.config.engine_args import EngineArgs, decided, engine_args, settings_uncounted
+from sparkd.config.engine_args import EngineArgs, engine_args, settings_uncounted
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import OTHER, measured
 from workers.kv.profiles import profiles_in
-
-if TYPE_CHECKING:
-    from sparkd.vllm.ask.model import InquiryRuntime
-
-# (folder or hub id, headers) -> the same for quantized copies of the model.
-Copies = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
 
 def plan(
@@ -55,8 +51,7 @@ def plan(
     *,
     read: Callable[[str], Checkpoint] = read_checkpoint,
     unlinked: Unlinked = LINKED,
-    copies: Copies | None = None,
-    answers: Answers | None = None,
+    ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan of an entry as plain JSON. Blocks.
 
@@ -64,8 +59,7 @@ def plan(
     checkpoint: the headers of the entry's model.
     read: reads the headers of a draft.
     unlinked: see sparkd.capacity.fit.
-    copies: called for `quantize: auto`.
-    answers: vLLM's, about the model.
+    ask: vLLM, about the model.
 
     Raises ConfigError and CheckpointError.
     """
@@ -74,47 +68,40 @@ def plan(
     spec, args = entry.spec, engine_args(entry.spec, entry.env)
     headers, nodes = Headers.of(args, checkpoint, read), max(request.nodes or 1, args.tensor_parallel or 1)
     ways = (args.split,) if args.tensor_parallel is not None else tuple(splits(nodes))
-    answers = answers or Answers(nobody)
-    evidence = Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm, answers.kept)
-    consultation = replace(evidence, ask=answers.ask).consultation(args, headers, hardware)
-    headers = replace(headers, model=consultation.ask_formats(headers.model, None if is_open(spec.quantize) else args.recipe, ways))
-    beside = dict(copies(spec.model, checkpoint)) if copies is not None and spec.quantize == AUTO else {}
-    options = _options(args, headers, hardware, evidence, ways, unlinked, beside=nodes == 1 and bool(beside))
+    source = source_of(args, headers, hardware, Evidence(profiles_in(str(entry.config.profiles_path)), entry.vllm))
+    consultation = source.consultation
+    consultation.ask_formats(headers.model, None if is_open(spec.quantize) else args.recipe, ways, ask)
+    vllm = _vllm_json(entry, consultation)
+    headers = replace(headers, model=consultation.completed(headers.model))
+    copies = copies_of(source, hardware) if spec.quantize == AUTO else []
+    options = _options(source._replace(headers=headers), copies if nodes == 1 else [], hardware, ways, unlinked)
     most_gib = max(1, _free(hardware) // GIB)
     if share := share_too_large(args, reserved_gib(args, hardware, most_gib), hardware, most_gib, "a node"):
         options = [replace(option, reason=share.reason, cause="memory") if option.fits else option for option in options]
     best = options[0] if options and options[0].fits else None
-    notes = [*_format_notes(spec, headers, args, options, beside)]
+    notes = [*_format_notes(spec, headers, args, options, copies)]
     if written != spec.tensor_parallel:
         notes.append(f"Its entry sets {written} nodes (tensor_parallel); this plan is for {nodes}.")
     notes += _guess_notes(spec, args, headers, options, consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, but measured by each start: the memory for {' and '.join(flags)} in extra_args.")
-    start = None if best is None else start_of(entry, best, decided(spec, best.args), hardware)
+    start = None if best is None else start_of(entry, best, best.args.spec, hardware)
     refused = share or refusal(options, nodes, is_open=is_open(spec.quantize))
     return {
         **to_json(args, headers, nodes, options, hardware, refused, start),
         "entry": {"name": spec.name, "origin": entry.origin} if entry.added is None else None,
         "notes": [*filter(None, notes)],
+        "vllm": vllm,
     }
 
 
-def _options(
-    args: EngineArgs,
-    headers: Headers,
-    node: Hardware,
-    evidence: Evidence,
-    splits: Sequence[Ways],
-    unlinked: Unlinked,
-    *,
-    beside: bool,
-) -> list[Option]:
+def _options(source: Source, copies: Sequence[Source], node: Hardware, splits: Sequence[Ways], unlinked: Unlinked) -> list[Option]:
     """The options, best first: at each split that which a start takes.
 
     Where the format is open, the other formats show why no better one was chosen, and the alternatives.
     """
-    others = single_formats(args, headers, node, evidence) if is_open(args.quantize) else []
-    candidates = candidates_of(args, headers, node, evidence, beside=beside)
+    others = single_formats(source) if is_open(source.args.spec.quantize) else []
+    candidates = candidates_of(source, copies)
     options: list[Option] = []
     for ways in splits:
         chosen = choose(candidates, node, ways, unlinked)
@@ -128,16 +115,17 @@ def _is_beside(option: Option, chosen: Option) -> bool:
     return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
 
 
-def _format_notes(
-    spec: ModelConfig, headers: Headers, args: EngineArgs, options: list[Option], beside: Mapping[str, Checkpoint]
-) -> Iterator[str]:
+def _format_notes(spec: ModelConfig, headers: Headers, args: EngineArgs, options: list[Option], copies: Sequence[Source]) -> Iterator[str]:
     source = headers.model.checkpoint.quantization
     if source is not None and not source.requantizable and is_open(spec.quantize):
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
-    taken = {option.args.model for option in options if option.is_copy}
-    for name, other in beside.items():
-        if other.quantization is not None:
-            yield _copy_note(name, other.quantization, f"rather than quantize {spec.model} here" if name in taken else None)
+    taken = {option.args.spec.model for option in options if option.is_copy}
+    for copy in copies:
+        how = f"{copy.args.spec.model} is on this machine: the same model, quantized already ({_method(copy.headers)})"
+        if copy.args.spec.model in taken:
+            yield f"{how}. sparkd serves it rather than quantize {spec.model} here."
+        else:
+            yield f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize here."
     yield from headers.model.unmet(args.recipe)
     if options and options[0].fits and options[0].format == "nvfp4" and options[0].node.platform == "cuda":
         yield (
@@ -146,11 +134,10 @@ def _format_notes(
         )
 
 
-def _copy_note(name: str, quantization: SourceQuantization, taken: str | None) -> str:
-    how = f"{name} is on this machine: the same model, quantized already ({quantization.method})"
-    if taken is not None:
-        return f"{how}. sparkd serves it {taken}."
-    return f"{how}. If the stored model does not fit and this is the only node, sparkd serves that copy rather than quantize one here."
+def _method(headers: Headers) -> str | None:
+    """How the stored weights are quantized; None where they are not."""
+    source = headers.model.checkpoint.quantization
+    return None if source is None else source.method
 
 
 def _free(hardware: Hardware) -> int:
@@ -169,7 +156,7 @@ def _guess_notes(spec: ModelConfig, args: EngineArgs, headers: Headers, options:
     reason = None if doubt is None else doubt_in_short(doubt)
     silent = "vLLM gave no answer" if reason is None or unknown else f"vLLM, which was asked, gave no answer: {reason}"
     if unknown:
-        what = " and ".join(settings_uncounted(spec, args)) or "what its draft takes"
+        what = " and ".join(settings_uncounted(args)) or "what its draft takes"
         cure = "a start measures it" if OTHER in unknown else "a plan asks vLLM without --quick, where its runtime is on this machine"
         cure = cure if reason is None else f"vLLM gave no answer: {reason}"
         yield f"The numbers are a guess, because sparkd has no formula for the effect of {what}; {cure}."
@@ -181,16 +168,16 @@ def _guess_notes(spec: ModelConfig, args: EngineArgs, headers: Headers, options:
         yield f"The numbers are a guess: {silent}."
 
 
-def vllm_json(runtime: InquiryRuntime, answers: Answers) -> dict[str, Any]:
+def _vllm_json(entry: PlannedEntry, consultation: Consultation) -> dict[str, Any]:
     """The vLLM that a plan may rely on.
 
     version: null where the runtime has no vLLM.
     answered: whether it answered a question.
     unanswered: the number of questions that it was not asked yet, or did not answer; 0 where this node has no such vLLM.
     """
-    version = runtime.version
-    unanswered = answers.unanswered if version is not None and runtime.away is None else 0
-    return {"runtime": runtime.place, "version": version, "answered": answers.answered, "unanswered": unanswered}
+    runtime = entry.runtime
+    unanswered = consultation.unanswered if runtime.version is not None and runtime.away is None else 0
+    return {"runtime": runtime.place, "version": runtime.version, "answered": consultation.answered, "unanswered": unanswered}
 
 
 def to_json(
@@ -212,7 +199,7 @@ def to_json(
     best = options[0] if options and options[0].fits else None
     cache = cache_of(args, hardware.platform) or {}
     return {
-        "model": args.model,
+        "model": args.spec.model,
         "folder": checkpoint.folder,
         "architecture": shape.architecture,
         "layers": shape.layers,
@@ -220,13 +207,12 @@ def to_json(
         "bytes": inventory.stored_bytes,
         "unloaded": dict(inventory.unloaded),
         "unknown_experts": inventory.unknown_experts() if any(option.format != AS_STORED for option in options) else {},
-        "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
+        "quantization": _method(headers),
         "hardware": asdict(hardware),
         "asked": {
             "nodes": nodes,
             "requests": int(cache.get("sequences", 1)),
-            "max_model_len": None if args.max_model_len == AUTO else serving_of(args, headers, hardware).max_model_len,
-            "eager": args.enforce_eager,
+            "max_model_len": None if args.spec.max_model_len == AUTO else serving_of(args, headers, hardware).max_model_len,
             "speculative": headers.drafting.method if headers.drafting is not None else None,
         },
         "options": [option_json(option) for option in options],
@@ -237,11 +223,11 @@ def to_json(
 
 def option_json(option: Option) -> dict[str, Any]:
     """An option as JSON. footprint: null where vLLM cannot serve the model that way."""
-    footprint, stored = option.footprint, option.headers.model.checkpoint.quantization
+    footprint = option.footprint
     most_gib = max(1, _free(option.node) // GIB)
     return {
-        "model": option.args.model,
-        "prequantized": stored.method if option.is_copy and stored is not None else None,
+        "model": option.args.spec.model,
+        "prequantized": _method(option.headers) if option.is_copy else None,
         "format": option.format,
         "nodes": option.nodes,
         "tensor_parallel": option.ways[0],

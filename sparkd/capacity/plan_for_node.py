@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from sparkd.capacity.evidence import Answers
 from sparkd.capacity.node_runtime import NodeRuntime
-from sparkd.capacity.plan import plan, vllm_json
+from sparkd.capacity.placed_entry import runtime_of
+from sparkd.capacity.plan import plan
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, entry_of, made_for
-from sparkd.capacity.requirement import runtime_of
 from sparkd.checkpoint import Checkpoint
 from sparkd.checkpoint.model_folder import unusable
-from sparkd.checkpoint.prequantized import prequantized
 from sparkd.checkpoint.remote_headers import checkpoint_at
 from sparkd.config.api_keys import KeySettings
 from sparkd.config.config import Config
@@ -35,8 +33,7 @@ from sparkd.fabric.environment import wants_rdma
 from sparkd.hardware import KNOWN, Hardware, machine
 from sparkd.state.documents import Documents
 from sparkd.vllm.ask.answers import ModelAnswer
-from sparkd.vllm.ask.cache import places as answers_in
-from sparkd.vllm.ask.model import Away, InquiryRuntime, ask, kept_answers
+from sparkd.vllm.ask.model import ask, kept_answers
 from sparkd.vllm.installed import full_version_in
 from workers.host.meminfo import mem_total_bytes
 from workers.host.runtime import GPU_SIGNS
@@ -202,22 +199,16 @@ def _answer(order: PlanOrder, ask: Callable[..., Sequence[ModelAnswer | None]] =
         if time.monotonic() > until_s:
             raise _too_slow(request.model)
 
-    there = order.there
-    entry, checkpoint = entry_here(request.model, order.spec, config, progress, order.places, there)
-    away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
-    runtime = InquiryRuntime(entry.spec.runtime_of(config.engine), answers_in(config.state_dir), away)
-    answers = Answers(partial(ask, runtime=runtime))
-    answer = plan(
+    entry, checkpoint = entry_here(request.model, order.spec, config, progress, order.places, order.there)
+    return plan(
         request,
         entry,
         checkpoint,
         order.hardware,
         read=lambda draft: checkpoint_at(draft, None, env, progress),
         unlinked=order.unlinked,
-        copies=lambda source, stored: prequantized(source, stored, env),
-        answers=answers,
+        ask=partial(ask, runtime=entry.runtime),
     )
-    return {**answer, "vllm": vllm_json(runtime, answers)}
 
 
 def _nodes(request: PlanRequest, spec: ModelConfig | None) -> int:

@@ -6,19 +6,21 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparkd.capacity.headers import OF_TEXT
 from sparkd.capacity.node_runtime import NodeRuntime
-from sparkd.capacity.requirement import runtime_of
+from sparkd.capacity.placed_entry import runtime_of
 from sparkd.checkpoint.source import name_of
 from sparkd.config.config import Config, ModelConfig
 from sparkd.config.quantize import AUTO
 from sparkd.errors import ConfigError, RankError, clause
 from sparkd.units import MOST
+from sparkd.vllm.ask.cache import places
+from sparkd.vllm.ask.model import Away, InquiryRuntime
 from sparkd.vllm.flags import DRAFTS, SPECULATIVE, draft_of, parsed, speculative_config, without
 from workers.host.runtime import API_SERVER, probe
 
@@ -71,7 +73,6 @@ class PlanRequest(BaseModel):
     kv_cache_dtype: KvDtype | None = None
     margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
     speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
-    enforce_eager: bool | None = None
     hardware: Literal["node", "spark", "h200"] = "node"
 
 
@@ -82,6 +83,7 @@ class PlannedEntry:
     vllm: the vLLM release of its runtime, None without vLLM.
     entrypoint: the engine's module.
     origin: the file or daemon that has the entry.
+    away: set where only another node has its runtime.
     added: None for a configured entry; of one that is made for a plan, its keys for sparkd.yaml.
     """
 
@@ -91,6 +93,12 @@ class PlannedEntry:
     entrypoint: str
     origin: str | None = None
     added: Mapping[str, Any] | None = field(default=None, compare=False)
+    away: Away | None = None
+
+    @property
+    def runtime(self) -> InquiryRuntime:
+        """The runtime whose vLLM is asked."""
+        return InquiryRuntime(self.spec.runtime_of(self.config.engine), places(self.config.state_dir), self.away)
 
     @property
     def env(self) -> dict[str, str]:
@@ -111,7 +119,8 @@ def entry_of(
     entrypoint = spec.entrypoint_of(config.engine)
     if entrypoint == AUTO:
         entrypoint = facts["entrypoint"] or API_SERVER
-    return PlannedEntry(spec, config, facts["vllm"], entrypoint, origin, {"model": spec.model} if made else None)
+    away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
+    return PlannedEntry(spec, config, facts["vllm"], entrypoint, origin, {"model": spec.model} if made else None, away)
 
 
 def made_for(source: str) -> ModelConfig:
@@ -136,7 +145,7 @@ def overlaid(entry: PlannedEntry, request: PlanRequest) -> PlannedEntry:
         added |= {"recipe": recipe} if recipe is not None else {"extra_args": flags} if flags else {}
     if overlay:
         spec = _validated(spec.name, {**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
-    return PlannedEntry(spec, entry.config, entry.vllm, entry.entrypoint, entry.origin, None if entry.added is None else added)
+    return replace(entry, spec=spec, added=None if entry.added is None else added)
 
 
 def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
@@ -152,7 +161,6 @@ def _requested(spec: ModelConfig, request: PlanRequest) -> dict[str, Any]:
         "kv_cache_dtype": request.kv_cache_dtype,
         "kv_margin_gib": request.margin_gib,
         "quantize": request.quantize,
-        "enforce_eager": request.enforce_eager,
     }
     return {key: value for key, value in requested.items() if value is not None}
 

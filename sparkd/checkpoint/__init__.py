@@ -14,9 +14,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from sparkd.checkpoint.classification import CLASSES, VISION_PARTS, tensor_class, towers_of
-from sparkd.checkpoint.foreign_json import shown
+from sparkd.checkpoint.foreign_json import MAX_JSON_BYTES, object_of, shown
 from sparkd.checkpoint.header import AGAIN, Shard, open_regular, read_header
-from sparkd.checkpoint.index import INDEX, object_of, read_index
 from sparkd.checkpoint.quantization import SourceQuantization, source_quantization
 from sparkd.checkpoint.shape import text_config
 from sparkd.checkpoint.tensors import TensorRef
@@ -31,11 +30,9 @@ CONFIG = "config.json"
 # The file of Mistral's own format that stands for config.json.
 PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
-# Limit far above any real file (an index of 190,000 tensors is 18 MB); a file of another kind under such a name is refused unparsed.
-MAX_JSON_BYTES = 32 << 20
+INDEX = "model.safetensors.index.json"
 # The largest published models have 280,000.
 MAX_TENSORS = 400_000
-_OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
 # In the order in which vLLM looks for them; it loads the first kind that exists (vllm/model_executor/model_loader/default_loader.py,
 # _prepare_weights).
 FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -125,14 +122,41 @@ def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> 
     Only the format that vLLM takes in a folder counts, so an incomplete set of *.bin beside complete safetensors lacks nothing, nor does a
     folder without Mistral's second copy.
 
-    names: the complete files below one folder.
+    names: the complete files of one folder, and of those below it, from which an engine takes nothing by itself.
     content: reads an index; where it raises CheckpointError or OSError, the numbers count.
     """
-    folders: dict[str, list[str]] = {}
-    for name in names:
-        folders.setdefault(os.path.dirname(name), []).append(os.path.basename(name))
-    wanted = (os.path.join(folder, name) for folder, here in folders.items() for name in _wanted(folder, here, content))
-    return frozenset(wanted) - frozenset(names)
+    here = [name for name in names if "/" not in name]
+    weights = [name for name in here if is_weights(name)]
+    kinds = {os.path.splitext(name)[1] for name in weights}
+    # Before the first file of a download is complete, only the index shows which files belong to it.
+    kind = next((suffix for suffix in FORMATS if suffix in kinds), ".safetensors" if INDEX in here else None)
+    if kind is None:
+        return frozenset()
+    weights = _first_copy([name for name in weights if name.endswith(kind)])
+    indexes = _first_copy([name for name in here if name.endswith(f"{kind}{INDEX_END}")], weights)
+    indexed = set[str]()
+    for name in [INDEX] if INDEX in indexes else indexes:
+        try:
+            indexed.update(read_index(content(name), name).values())
+        except (CheckpointError, OSError):
+            continue  # the loader reports the fault of this index
+    return frozenset(indexed or _numbered(weights)) - frozenset(names)
+
+
+def read_index(raw: bytes, path: str) -> dict[str, str]:
+    """Tensor -> name of its file. Raises CheckpointError.
+
+    A path that may lead out of the folder is refused, so that an index cannot reach other files.
+    """
+    cure = "Download the index again"
+    weight_map = object_of(raw, path, cure).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("it has no weight_map that names a tensor", file=path, cure=cure)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
+            problem = f"its weight_map names {shown(file)}, which is not the name of a file in this folder"
+            raise CheckpointError(problem, file=path, tensor=shown(name), cure=cure)
+    return weight_map
 
 
 def selected(source: Source) -> Selection:
@@ -198,29 +222,6 @@ class Folder:
         return (read_header(self.path(file)) for file in files)
 
 
-def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]) -> set[str]:
-    """All weights files that one folder should have, for `lacking_weights`. names: without the folder."""
-    weights = [name for name in names if is_weights(name)]
-    kinds = {os.path.splitext(name)[1] for name in weights}
-    # Before the first file of a download is complete, only the index shows which files belong to it.
-    begun = INDEX in names and not folder
-    kind = next((suffix for suffix in FORMATS if suffix in kinds), ".safetensors" if begun else None)
-    if kind is None:
-        return set()
-    weights = _first_copy([name for name in weights if name.endswith(kind)])
-    indexes = _first_copy([name for name in names if name.endswith(f"{kind}{INDEX_END}")], weights)
-    indexed = set[str]()
-    for name in [INDEX] if INDEX in indexes else indexes:
-        try:
-            path = os.path.join(folder, name)
-            indexed.update(read_index(content(path), path).values())
-        except (CheckpointError, OSError):
-            continue  # the loader reports the fault of this index
-    if indexed:
-        return indexed
-    return _numbered(weights)
-
-
 def _numbered(weights: Collection[str]) -> set[str]:
     """All files of the numbered sets (N-of-M) to which these names belong; where MAX_LACKING or more are missing, the first of them."""
     sets = dict.fromkeys((match[1], match[3], match[4]) for match in map(_NUMBERED.fullmatch, weights) if match)
@@ -269,9 +270,9 @@ def _weight_files(folder: str, names: Iterable[str]) -> list[str]:
     files = _first_copy(sorted(name for name in names if name.endswith(".safetensors")))
     if files:
         return files
-    others = sorted({os.path.splitext(name)[1] for name in names} & _OTHER_KINDS)
-    only = ", ".join(f"*{end}" for end in others)
+    others = sorted({os.path.splitext(name)[1] for name in names if is_weights(name)})
     if not others:
         raise CheckpointIncomplete("it holds no weights", file=folder, cure="Download the model's safetensors files")
+    only = ", ".join(f"*{end}" for end in others)
     cure = "Download the model's safetensors files, or convert it to them"
     raise CheckpointUncounted(f"there is no *.safetensors file in it, only {only}", file=folder, cure=cure)

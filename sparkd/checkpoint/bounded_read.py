@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparkd.checkpoint import CONFIG, MODELOPT, PARAMS
+from sparkd.checkpoint import CONFIG, INDEX, MODELOPT, PARAMS
 from sparkd.checkpoint.header import PREFIX_BYTES, open_regular
-from sparkd.checkpoint.index import INDEX
 from sparkd.errors import CheckpointError, CheckpointUnread
 from sparkd.execution.bounded_call import NoAnswer, call
 

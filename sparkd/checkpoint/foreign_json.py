@@ -11,6 +11,9 @@ from typing import Any
 
 from sparkd.errors import CheckpointError
 
+# Limit for a header, an index, a listing and any other JSON file, far above any real one: an index of 190,000 tensors is 18 MB. The
+# reference reader of headers accepts 100 MB (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
+MAX_JSON_BYTES = 32 << 20
 # An index has one value for each tensor. The largest published models have 280,000 tensors.
 MAX_VALUES = 400_000
 # A header has eight for each tensor: 100,000 tensors in one file. The 280,000 are in more than ten files.
@@ -35,6 +38,14 @@ def parsed(raw: bytes, path: str, cure: str, *, most: int = MAX_VALUES) -> Any:
         # Python reads no number of more than 4300 digits (sys.set_int_max_str_digits).
         reason = "a number in it is too long"
     raise CheckpointError(f"the JSON in it cannot be read: {reason}", file=path, cure=cure)
+
+
+def object_of(raw: bytes, path: str, cure: str) -> dict[str, Any]:
+    """The JSON object in a foreign file. Raises CheckpointError."""
+    value = parsed(raw, path, cure)
+    if not isinstance(value, dict):
+        raise CheckpointError("it holds no JSON object", file=path, cure=cure)
+    return value
 
 
 def shown(name: object) -> str:

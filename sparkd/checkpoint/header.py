@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
-from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, parsed, shown
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, MAX_JSON_BYTES, parsed, shown
 from sparkd.checkpoint.tensors import TensorRef
 from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUnread
 
-# Far above any published file's. The reference reader accepts 100 MB (tensor.rs, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 32 << 20
 MAX_DIMENSIONS = 64
 # The largest count of a 64-bit reader; it also bounds a product of hostile sizes.
 MAX_COUNT = 2**63 - 1
@@ -96,8 +94,8 @@ def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
     if length > size_bytes - PREFIX_BYTES:
         problem = f"its first bytes give the header {length} bytes, and the file has {size_bytes}"
         raise CheckpointError(f"{problem}: it is cut off, or not a safetensors file", file=path, cure=AGAIN)
-    if length > MAX_HEADER_BYTES:
-        problem = f"its first bytes give the header {length} bytes, more than the limit of {MAX_HEADER_BYTES}"
+    if length > MAX_JSON_BYTES:
+        problem = f"its first bytes give the header {length} bytes, more than the limit of {MAX_JSON_BYTES}"
         raise CheckpointError(problem, file=path, cure="Store the model in more than one file")
     return length
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlsplit
 
 from sparkd import __version__
-from sparkd.checkpoint.foreign_json import parsed
+from sparkd.checkpoint.foreign_json import MAX_JSON_BYTES, parsed
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError
 from workers.host.hub_cache import is_revision
 
@@ -27,7 +27,6 @@ ATTEMPTS = 3
 PAUSE_S = 0.5
 # The library's time-out (HF_HUB_DOWNLOAD_TIMEOUT, 10 s) is between two pieces: a server that drips must end too.
 REQUEST_S = 120.0
-MAX_LISTING_BYTES = 32 << 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANGE = re.compile(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18})")
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -84,7 +83,7 @@ class Hub:
     def listing(self) -> RepositoryListing:
         url = f"{self.endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
         # Once: without a network this is where one waits.
-        raw = self._tried(lambda: self._whole(url, MAX_LISTING_BYTES, "its listing"), attempts=1)
+        raw = self._tried(lambda: self._whole(url, "its listing"), attempts=1)
         value = parsed(raw, self.hub_id, _NETWORK)
         commit, siblings = (value.get("sha"), value.get("siblings")) if isinstance(value, dict) else (None, None)
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
@@ -93,9 +92,9 @@ class Hub:
         sizes = {file["rfilename"]: size if isinstance(size := file.get("size"), int) and size >= 0 else None for file in files}
         return RepositoryListing(commit, sizes)
 
-    def whole(self, commit: str, name: str, limit: int) -> bytes:
-        """All of a small file, at most `limit` bytes."""
-        return self._tried(lambda: self._whole(self._url(commit, name), limit, name))
+    def whole(self, commit: str, name: str) -> bytes:
+        """All of a small file, at most MAX_JSON_BYTES."""
+        return self._tried(lambda: self._whole(self._url(commit, name), name))
 
     def part(self, commit: str, name: str, start: int, end: int) -> tuple[bytes, int | None]:
         """(bytes from start to before end, fewer where the file ends before; the file's size, None where the server does not tell it)."""
@@ -115,11 +114,11 @@ class Hub:
         except _Passing as passing:
             raise CheckpointUnread(str(passing), file=self.hub_id, cure=_NETWORK) from None
 
-    def _whole(self, url: str, limit: int, name: str) -> bytes:
+    def _whole(self, url: str, name: str) -> bytes:
         with self._asked(url, {}) as response:
-            raw = self._first(response, limit + 1)
-        if len(raw) > limit:
-            raise self.refusal(f"{name} is larger than {limit >> 20} MiB", "Choose another revision or repository")
+            raw = self._first(response, MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise self.refusal(f"{name} is larger than {MAX_JSON_BYTES >> 20} MiB", "Choose another revision or repository")
         return raw
 
     def _part(self, url: str, start: int, end: int) -> tuple[bytes, int | None]:

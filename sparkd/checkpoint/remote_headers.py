@@ -6,24 +6,13 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from sparkd.checkpoint import (
-    MAX_JSON_BYTES,
-    Checkpoint,
-    Folder,
-    Selection,
-    Shard,
-    assembled,
-    read_checkpoint,
-    selected,
-)
+from sparkd.checkpoint import INDEX, Checkpoint, Folder, Selection, Shard, assembled, read_checkpoint, selected
 from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.hub import Hub, RepositoryListing
-from sparkd.checkpoint.index import INDEX
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.checkpoint.source import snapshot_of
 from sparkd.checkpoint.tensors import TensorRef
@@ -32,10 +21,8 @@ from sparkd.errors import CheckpointError
 # The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
 FIRST_BYTES = 100_000
+# Requests at a time, and so headers in memory at a time.
 THREADS = 16
-# The limit for all headers of one repository, which are in memory together where they come faster than they are parsed. Those of the
-# largest published models, of 280,000 tensors, have 60 MB.
-MAX_HEADERS_BYTES = 256 << 20
 _CURE = "The hub has it like this: choose a repository or a revision that has config.json and whole *.safetensors files"
 
 # (headers that were read, headers to read)
@@ -96,24 +83,23 @@ class _Repository:
         self._hub = hub
         self._listing = listing
         self._progress = progress
-        self._lock = threading.Lock()
-        self._header_bytes = 0
 
     def path(self, name: str) -> str:
         return f"{self.place}/{name}"
 
     def content(self, name: str) -> bytes:
-        return self._hub.whole(self._listing.commit, name, MAX_JSON_BYTES)
+        return self._hub.whole(self._listing.commit, name)
 
     def headers(self, files: Sequence[str]) -> Iterator[tuple[Shard, list[TensorRef]]]:
         for file in set(files) - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
         # Its threads do not keep the process from ending, so an interrupt need not wait for a server.
         with ThreadPool(min(THREADS, len(files))) as pool:
-            for done, (file, header, size_bytes) in enumerate(pool.imap(self._header, files), 1):
-                if self._progress is not None:
-                    self._progress(done, len(files))
-                yield parse_header(header, self.path(file), size_bytes, 0)
+            for begin in range(0, len(files), THREADS):
+                for done, (file, header, size_bytes) in enumerate(pool.imap(self._header, files[begin : begin + THREADS]), begin + 1):
+                    if self._progress is not None:
+                        self._progress(done, len(files))
+                    yield parse_header(header, self.path(file), size_bytes, 0)
 
     def _header(self, file: str) -> tuple[str, bytes, int]:
         """(file, its header without the length, bytes of the file), by one request where the header is short, else by two."""
@@ -122,10 +108,6 @@ class _Repository:
         if size_bytes is None:
             raise CheckpointError("the hub does not give its size", file=self.path(file))
         end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
-        with self._lock:
-            self._header_bytes += end
-            if self._header_bytes > MAX_HEADERS_BYTES:
-                raise CheckpointError(f"the headers of its files have more than {MAX_HEADERS_BYTES >> 20} MiB", file=self.place)
         if end > len(raw):
             raw += self._hub.part(self._listing.commit, file, len(raw), end)[0]
             if len(raw) < end:

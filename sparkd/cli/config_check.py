@@ -15,9 +15,8 @@ from sparkd.config.overlay import in_order
 from sparkd.config.yaml_file import ConfigProblem, Document
 from sparkd.errors import ConfigError, EngineError
 from sparkd.vllm import logging_args
-from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import flags_in, value_of
-from sparkd.vllm.installed import full_version_in, version_in
+from sparkd.vllm.installed import full_version_in
 from sparkd.vllm.missing_symbols import missing_in
 from sparkd.vllm.unaccounted_args import reserved_whole
 from workers.vllm.symbols import SUPPORTED
@@ -53,7 +52,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[ConfigProblem]:
 def _of_vllm(entries: Sequence[_Entry], document: Document) -> Iterator[ConfigProblem]:
     """A warning for each consequence of what an environment's vLLM lacks."""
     for runtime in dict.fromkeys(entry.runtime for entry in entries if entry.runs_vllm):
-        place = f"the vLLM {version_in(runtime)}{f' of {runtime}' if runtime else ''}"
+        place = f"the vLLM {full_version_in(runtime)}{f' of {runtime}' if runtime else ''}"
         for without, names in missing_in(runtime).items():
             message = f"engine.runtime: {place} lacks {', '.join(names)}: {without}. Install {' or '.join(SUPPORTED)}."
             yield document.place(("engine", "runtime")).problem(message, "warning")
@@ -194,10 +193,11 @@ class _Entry:
         for name in _FILES:
             path = value_of(flags, name) or ""
             if path.startswith("/") and not os.path.lexists(path):
-                yield self._at_flag(FlagNote(name, f"{path} does not exist on this node."), "warning")
+                yield self._at_flag(f"--{name}", f"{path} does not exist on this node.", "warning")
         if self.judged is not None:
+            version = full_version_in(self.runtime) or ""
             for refusal in refused(flags, self._env, self.runtime, self._config.state_dir, ask=False):
-                yield self._at_flag(refusal)
+                yield self._at_flag(refusal.flag, refusal.why(version))
 
     def _of_files(self) -> Iterator[ConfigProblem]:
         from sparkd.capacity.entry_faults import entry_faults
@@ -211,17 +211,13 @@ class _Entry:
         path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
         return self._document.place(("models", self._model.name, key)).problem(f"{path}: {message}", severity)
 
-    def _at_flag(self, note: str, severity: str = "error") -> ConfigProblem:
-        """A FlagNote at the argument, the variable or the key that it is about; another sentence at extra_args."""
-        name = note.name if isinstance(note, FlagNote) else ""
-        for flag in flags_in(self._model.extra_args):
-            if name and flag.name == name.removeprefix("no-"):
-                place = self._document.place(("models", self._model.name, "extra_args", flag.place))
-                return place.problem(f"models.{self._model.name}: {note}", severity)
-        if name in self._model.env:
-            place = self._document.place(("models", self._model.name, "env", name))
-            return place.problem(f"models.{self._model.name}: {note}", severity)
+    def _at_flag(self, flag: str, reason: str, severity: str = "error") -> ConfigProblem:
+        """A problem at the argument or the key that sets a flag; at extra_args where none does. flag: with its dashes, or empty."""
+        name, message = flag.lstrip("-"), f"models.{self._model.name}: {flag or 'arguments'}: {reason}"
+        for each in flags_in(self._model.extra_args):
+            if name and each.name == name.removeprefix("no-"):
+                return self._document.place(("models", self._model.name, "extra_args", each.place)).problem(message, severity)
         key = _FLAG_OF.get(name, name.replace("-", "_"))
-        if isinstance(note, FlagNote) and getattr(self._model, key, None) is not None and key in ModelConfig.model_fields:
-            return self._at(key, note.reason, severity)
-        return self._at("extra_args", note, severity, bare=True)
+        if key in ModelConfig.model_fields and getattr(self._model, key) is not None:
+            return self._at(key, reason, severity)
+        return self._document.place(("models", self._model.name, "extra_args")).problem(message, severity)

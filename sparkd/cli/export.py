@@ -61,7 +61,6 @@ def export(
     Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
     """
     wanted = chosen(model, quantize, config, os.environ, session.client.settings)
-    _check_groups(wanted)
     began: tuple[float, int] | None = None
     with show.progress(session.err) as line:
 
@@ -93,7 +92,6 @@ def chosen(
     from sparkd.checkpoint.source import snapshot_of, source_of
     from sparkd.cli.config_file import config_of
     from sparkd.cli.named_entry import of_daemon, value_of
-    from sparkd.config.quantize import is_open
     from workers.quantization.recipe import QuantizationRecipe
 
     config = config_of(config_file, environ)
@@ -109,29 +107,11 @@ def chosen(
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
         source = str(snapshot)
     refuse_unusable(source, vllm=True)
-    own = configured.quantize if configured is not None and not is_open(configured.quantize) else None
-    value = value_of(quantize) if quantize is not None else own
-    recipe = QuantizationRecipe.parse(value)
-    if not recipe.quantizes:
+    own = configured.quantize if configured is not None else None
+    recipe = own if quantize is None else QuantizationRecipe.parse(value_of(quantize))
+    if not isinstance(recipe, QuantizationRecipe) or not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
-
-
-def _check_groups(wanted: Chosen) -> None:
-    """Raises CheckpointError for what the program would refuse after half a minute of imports. A checkpoint that cannot be read, or is of a
-    kind that is not known here, is left to it."""
-    from sparkd.capacity.weights import inventory, uneven_groups
-    from sparkd.checkpoint import read_checkpoint
-    from sparkd.checkpoint.shape import shape_of
-
-    try:
-        checkpoint = read_checkpoint(wanted.folder)
-        weights = inventory(checkpoint, shape_of(checkpoint.config))
-    except CheckpointError:
-        return
-    model = weights.formatted(wanted.recipe)
-    if uneven := uneven_groups(model):
-        raise CheckpointError(uneven, file=checkpoint.folder)
 
 
 def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:

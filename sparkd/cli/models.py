@@ -14,7 +14,7 @@ from sparkd.admin.client import model_path
 from sparkd.checkpoint.source import name_of, source_of
 from sparkd.cli.options import EntryFile, argument, option
 from sparkd.cli.session import Follow, NoWait, Session, Timeout, how_on, verb
-from sparkd.errors import ConfigError, NotFound, Unavailable
+from sparkd.errors import ConfigError, NotFound, RankError, Unavailable
 from sparkd.render import models as show
 from sparkd.units import MOST, whole
 
@@ -83,7 +83,7 @@ def rm(
     be a folder, a hub id or an entry of `sparkd ls --cached`.
     """
     if cached:
-        _remove_cached(session, model)
+        _remove_cached(session, model, no_wait, timeout)
         return
     operation = session.client.delete(model_path(model))
     _finish(session, [operation], no_wait, timeout)
@@ -198,7 +198,7 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
     session.answer(answer, lambda: show.layers(answer, session.out))
 
 
-def _remove_cached(session: Session, model: str) -> None:
+def _remove_cached(session: Session, model: str, no_wait: bool, timeout_s: float | None) -> None:
     from sparkd.bench.load_bench import quantized_of
 
     entries = session.client.get("/disk")["entries"]
@@ -211,9 +211,15 @@ def _remove_cached(session: Session, model: str) -> None:
         chosen = [entry for entry in kept if names.intersection((entry["id"], entry["name"].partition(" ")[0]))]
     if not chosen:
         raise NotFound(f"No node keeps quantized weights of {model[:128]}. `sparkd ls --cached` lists them.")
-    removed = [session.client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"]) for entry in chosen]
-    lines = [f"{row['id']}: removed from {row['node']}, {show.size(row['freed_bytes'])} freed." for row in removed]
-    session.answer({"removed": removed}, "\n".join(lines))
+    operations = []
+    for entry in chosen:
+        operation = session.client.delete(f"/disk/quantized/{quote(entry['id'], safe='')}", node=entry["node"])
+        if not no_wait:
+            operation = session.follow(operation, f"the removal of {entry['id']}", lambda _: None, timeout_s)
+        if operation["state"] == "FAILED":
+            raise RankError(operation["message"])
+        operations.append(operation)
+    session.answer({"operations": operations}, "\n".join(operation["message"] for operation in operations))
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:

@@ -65,7 +65,6 @@ def plan(
     margin: Annotated[
         float | None, option("--margin", metavar="GIB", parser=MARGIN, help="Memory to leave free; 7 on a Spark by default.")
     ] = None,
-    eager: Annotated[bool, option("--eager", help="Count no CUDA graphs.")] = False,
     docker: Annotated[bool, option("--docker", help="Print a `docker run` command instead.")] = False,
     image: Annotated[str | None, option("--image", metavar="NAME", help="Container image for --docker.")] = None,
     quick: Annotated[bool, option("--quick", help="Do not start vLLM to ask it.")] = False,
@@ -105,7 +104,6 @@ def plan(
         kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
         margin_gib=margin,
         speculative=speculative,  # type: ignore[arg-type]  # checked above
-        enforce_eager=True if eager else None,
     )
     preview = show_plan.Preview(session.out)
     draw = preview.draw if session.out.is_terminal and not session.json and not docker else None
@@ -221,11 +219,8 @@ def asked_here(
 def _planned_here(
     named: NamedEntry, request: PlanRequest, machine: Hardware, unheard: list[str], draw: Draw | None, *, quick: bool
 ) -> dict[str, Any]:
-    from sparkd.capacity.evidence import Answers
     from sparkd.capacity.plan import plan as plan_of
-    from sparkd.capacity.plan import vllm_json
     from sparkd.capacity.planned_entry import entry_of
-    from sparkd.checkpoint.prequantized import prequantized
     from sparkd.checkpoint.remote_headers import checkpoint_at
     from sparkd.render.models import headers_of
 
@@ -233,22 +228,18 @@ def _planned_here(
     env = {**os.environ, **entry.env}
     with headers_of(entry.spec.model) as progress:
         checkpoint = checkpoint_at(entry.spec.model, entry.spec.revision, env, progress)
-    runtime = _runtime_of(named)
 
     def answer(*, quick: bool) -> dict[str, Any]:
-        answers = Answers(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
-        answer = plan_of(
+        return plan_of(
             request,
             entry,
             checkpoint,
             machine,
             read=lambda draft: checkpoint_at(draft, None, env),
-            copies=lambda source, stored: prequantized(source, stored, env),
-            answers=answers,
+            ask=partial(asked_here, runtime=entry.runtime, quick=quick, unheard=unheard),
         )
-        return {**answer, "vllm": vllm_json(runtime, answers)}
 
-    if draw is not None and not quick and runtime.version is not None:
+    if draw is not None and not quick and entry.runtime.version is not None:
         guess = answer(quick=True)
         if not guess["vllm"]["answered"]:
             draw(guess)

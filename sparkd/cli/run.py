@@ -14,7 +14,6 @@ from sparkd.cli.options import argument, option
 from sparkd.cli.session import Session, verb
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.render import models as show
-from sparkd.vllm.reserved_args import check_args
 
 PROMPT = ">>> "
 GREETING = "Hello!"
@@ -43,8 +42,6 @@ def run(
         from sparkd.recipes.file import refuse_as_model
 
         refuse_as_model(model)
-    # The daemon would refuse them too, as extra_args of an entry, but here they are no entry's.
-    check_args(extra, "vLLM's flags after `--`")
     settings = {"extra_args": extra} if extra else {}
     meant = session.client.get("/entry", source=source_of(model), model=model, name=name, changes=bool(settings))
     existing = meant.get("known")

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from sparkd.admin.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.cli.options import CommonOptions, Json, KeyFile, Url, option
-from sparkd.condition import Condition
 from sparkd.errors import ABSENT, Conflict, ModelFailed, Unavailable, UnknownModel
 from sparkd.render import models as show
 from sparkd.units import real
@@ -106,10 +105,8 @@ class Session:
             view = self._seen(model)
             if view is None or view["state"] in _STILL[now["kind"]]:
                 return None
-            bar = self._bar(view)
-            progress = show.stage(view["state"], view["progress"], self.err, bar.message if bar is not None else view["message"])
-            step = show.step(view["state"], bar.reason if bar is not None else view["reason"], view.get("wait"))
-            return f"{model}: {progress}", step
+            progress = show.stage(view["state"], view["progress"], self.err, view["message"])
+            return f"{model}: {progress}", show.step(view["state"], view["reason"], view.get("wait"))
 
         operation = self.follow(operation, f"the {operation['kind']} of {model}", shown, timeout_s)
         if operation["state"] == "FAILED":
@@ -121,12 +118,6 @@ class Session:
             more = f"`sparkd logs {model}` shows more; " if view is not None and view["reason"] in _LOG_TELLS else ""
             raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops further attempts.")
         return operation
-
-    def _bar(self, view: dict[str, Any]) -> Condition | None:
-        """The condition that keeps the daemon from loading anything, for a model that the daemon has not looked at yet."""
-        if view["state"] != "STOPPED" or view["message"]:
-            return None
-        return show.bar_in(Condition(**row) for row in self.client.get("/status")["typed_conditions"])
 
     def _seen(self, model: str) -> dict[str, Any] | None:
         """None for one that was removed meanwhile: its operation is still there, and ends."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.config import kv_cache as kv_sizing
 from sparkd.config.engine_flags import flags_of
-from sparkd.config.quantize import AUTO, is_open
+from sparkd.config.quantize import is_open
 from sparkd.errors import ConfigError
 from sparkd.units import GIB
 from sparkd.vllm.flags import DRAFTS, Draft, amount, draft_of, parsed, speculative_config
@@ -18,17 +18,15 @@ from sparkd.vllm.unaccounted_args import (
     BYTES,
     CACHE,
     KV_DTYPES,
-    LAYOUT,
     NARROW,
     WEIGHTS,
     WIDE,
     changed_by,
     count_in,
-    in_blocks,
     unsized,
 )
 from workers.kv.settings import MARGIN_VARIABLE
-from workers.quantization.best_wish import BestWish, best_of
+from workers.quantization.best_wish import BestWish
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
 if TYPE_CHECKING:
@@ -40,42 +38,24 @@ _OTHER_CONFIG = frozenset({"hf-config-path", "hf-overrides", "config-format"})
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """A parsed entry.
+    """An entry with its flags and variables parsed.
 
-    quantize: the recipe's canonical map, `auto`, or None for the checkpoint as stored.
-    recipe: the same parsed, as stored for `auto` and `best`.
-    wish: `best` parsed; None for anything else.
-    own_quantization: vLLM quantizes by itself.
-    max_model_len: tokens, `auto` for as many as fit, None for the model's own.
-    wide: vLLM converts other floats to float32.
+    spec: its keys; a plan decides those that are `auto` (see `with_keys`).
+    env: of the engine.
+    block_tokens: of a block of the KV cache, where a flag says so.
     cache: the size of the KV cache, as sparkd.capacity.kv_cache.sized takes it; cache_words: its spelling in the entry.
     cpu_space_bytes: the size in the CPU backend's variable.
     share: the share of the node's memory for vLLM; share_words: its spelling.
     vllm_sizes: vLLM, or a worker class that is not sparkd's, sizes the cache.
     margin_bytes: bytes to leave free, None for the default.
-    memory_gib: the operator's reservation for the engine.
     draft: None without one that can be read; drafts: whether a flag for one exists, even an unreadable one.
     uncounted: flags whose effect on memory no formula covers.
     changes: the parts that they and other settings change (WEIGHTS, CACHE, OTHER in sparkd.vllm.unaccounted_args).
-    rest: the flags without the revision and the length, which a decision may change.
     """
 
-    name: str
-    model: str
-    revision: str | None
+    spec: ModelConfig
     env: Mapping[str, str]
-    quantize: dict[str, Any] | str | None
-    recipe: QuantizationRecipe
-    wish: BestWish | None
-    own_quantization: bool
-    tensor_parallel: int | None
-    max_model_len: int | str | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    wide: bool
-    kv_cache_dtype: str
     block_tokens: int | None
-    enforce_eager: bool
     prefix_caching: bool
     chunked_prefill: bool
     cache: Mapping[str, Any] | str | None
@@ -86,23 +66,40 @@ class EngineArgs:
     vllm_sizes: bool
     margin_bytes: int | None
     margin_words: str
-    memory_gib: float | None
     draft: Draft | None
     drafts: bool
     uncounted: tuple[str, ...]
     changes: frozenset[str]
-    trusts_code: bool
     other_config: bool
-    load_format: str | None
-    rest: tuple[str, ...]
+
+    @property
+    def recipe(self) -> QuantizationRecipe:
+        """The formats of the weights; the checkpoint as stored where they are still to be chosen."""
+        return self.spec.quantize if isinstance(self.spec.quantize, QuantizationRecipe) else AS_IT_IS
+
+    @property
+    def wish(self) -> BestWish | None:
+        """`quantize: best`; None for anything else."""
+        return self.spec.quantize if isinstance(self.spec.quantize, BestWish) else None
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The operator's reservation for the engine."""
+        return self.spec.memory_gib if isinstance(self.spec.memory_gib, int | float) else None
+
+    @property
+    def tensor_parallel(self) -> int | None:
+        return self.spec.tensor_parallel if isinstance(self.spec.tensor_parallel, int) else None
+
+    @property
+    def wide(self) -> bool:
+        """Whether vLLM converts other floats to float32."""
+        return self.spec.dtype in WIDE
 
     @property
     def flags(self) -> list[str]:
         """The vLLM flags, see sparkd.config.engine_flags.flags_of."""
-        flags = [] if self.revision is None else ["--revision", self.revision]
-        if self.max_model_len is not None:
-            flags += ["--max-model-len", str(self.max_model_len)]
-        return [*flags, *self.rest]
+        return flags_of(self.spec)
 
     @property
     def blocks(self) -> int | None:
@@ -120,12 +117,16 @@ class EngineArgs:
         own = self.cpu_space_bytes if self.cache is None and platform == "cpu" and not self.vllm_sizes else None
         return {"bytes": own} if own else None
 
+    def with_keys(self, **keys: Any) -> EngineArgs:
+        """The entry with another model, revision, quantize, max_model_len or memory_gib, on which the other fields do not depend."""
+        return replace(self, spec=self.spec.model_copy(update=keys))
+
     def quantized(self, recipe: QuantizationRecipe) -> EngineArgs:
-        return replace(self, quantize=recipe.canonical() if recipe.quantizes else None, recipe=recipe, wish=None)
+        return self.with_keys(quantize=recipe if recipe.quantizes else None)
 
     def undecided(self) -> EngineArgs:
         """The entry with the checkpoint as stored in place of `quantize: auto` and `best`."""
-        return replace(self, quantize=None, wish=None) if is_open(self.quantize) else self
+        return self.with_keys(quantize=None) if is_open(self.spec.quantize) else self
 
 
 def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
@@ -137,35 +138,19 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     draft = None if config is None else draft_of(config)
     drafts = flags.get(DRAFTS, "None") != "None"  # vLLM reads None as no draft (arg_utils.py, optional_type)
     uncounted, blocks, block_tokens = tuple(unsized(flags)), count_in(flags, BLOCKS), count_in(flags, BLOCK)
-    wide, kv_dtype = spec.dtype in WIDE, spec.kv_cache_dtype or "auto"
-    changes = changed_by(uncounted) | ({WEIGHTS, CACHE} if wide and (drafts or spec.quantize is not None) else frozenset())
-    changes |= {CACHE} if kv_dtype not in KV_DTYPES or in_blocks(env) else frozenset()
-    rest = tuple(flags_of(spec.model_copy(update={"revision": None, "max_model_len": None})))
+    changes = changed_by(uncounted)
+    changes |= {WEIGHTS, CACHE} if spec.dtype in WIDE and (drafts or spec.quantize is not None) else frozenset()
+    changes |= {CACHE} if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else frozenset()
     share, share_words = kv_sizing.share_of(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
     margin = kv_sizing.margin_bytes(spec, env) if share is None else None
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
     cache_words = kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else ""
     vllm_sizes = kv_sizing.vllm_sizes(spec)
-    wish = best_of(spec.quantize)
-    recipe = AS_IT_IS if wish is not None or spec.quantize in (None, AUTO) else QuantizationRecipe.parse(spec.quantize)
     return EngineArgs(
-        name=spec.name,
-        model=spec.model,
-        revision=spec.revision,
+        spec=spec,
         env=env,
-        quantize=spec.quantize,
-        recipe=recipe,
-        wish=wish,
-        own_quantization=spec.quantization is not None,
-        tensor_parallel=spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None,
-        max_model_len=spec.max_model_len,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        wide=wide,
-        kv_cache_dtype=kv_dtype,
         block_tokens=block_tokens,
-        enforce_eager=spec.enforce_eager,
         prefix_caching=flags.get("enable-prefix-caching") is not False,
         chunked_prefill=flags.get("enable-chunked-prefill") is not False,
         cache=cache,
@@ -176,32 +161,21 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         vllm_sizes=vllm_sizes,
         margin_bytes=margin,
         margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
-        memory_gib=spec.memory_gib if isinstance(spec.memory_gib, int | float) else None,
         draft=draft,
         drafts=drafts,
         uncounted=uncounted,
         changes=changes,
-        trusts_code=spec.trust_remote_code,
         other_config=not _OTHER_CONFIG.isdisjoint(flags),
-        load_format=spec.load_format,
-        rest=rest,
     )
 
 
-def decided(spec: ModelConfig, args: EngineArgs) -> ModelConfig:
-    """The entry with the values of `args` in place of `auto`."""
-    values = {key: getattr(args, key) for key in ("model", "revision", "quantize", "max_model_len")}
-    changed = {key: value for key, value in values.items() if value != getattr(spec, key)}
-    return spec.model_copy(update=changed) if changed else spec
-
-
-def settings_uncounted(spec: ModelConfig, args: EngineArgs) -> list[str]:
+def settings_uncounted(args: EngineArgs) -> list[str]:
     """The settings, as written in the entry, whose effect on memory no formula covers."""
+    spec = args.spec
     names = [f"{flag} (extra_args)" for flag in args.uncounted]
     names += [f"quantization: {spec.quantization}"] if spec.quantization is not None else []
     dtype = spec.dtype or NARROW[0]
     # With float32, formats and a separate draft are not counted.
-    counted = args.wide and args.quantize is None and not args.drafts
+    counted = args.wide and spec.quantize is None and not args.drafts
     names += [f"dtype: {dtype}"] if dtype not in NARROW and not counted else []
-    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
-    return names + ([f"{LAYOUT}: {args.env[LAYOUT]} (env)"] if in_blocks(args.env) else [])
+    return names + ([f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else [])

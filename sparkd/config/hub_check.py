@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-from sparkd.checkpoint import MAX_JSON_BYTES
 from sparkd.checkpoint.hub import Hub
 from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
@@ -85,7 +84,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         return ModelUnusable, f"{error.message}{_meant(spec.model, near)}"
     if not holds_model(listing.sizes):
         return ModelUnusable, f"{spec.model} has no config.json on its hub, so vLLM cannot serve it. Check `model` in its entry."
-    return Remote(listing.commit, listing.sizes.keys(), cache(partial(hub.whole, listing.commit, limit=MAX_JSON_BYTES)))
+    return Remote(listing.commit, listing.sizes.keys(), cache(partial(hub.whole, listing.commit)))
 
 
 def _meant(hub_id: str, near: Iterable[str]) -> str:

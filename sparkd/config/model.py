@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo, model_validator
 
 from sparkd.config import fields as kinds
 from sparkd.config import kv_cache as kv_sizing
@@ -32,6 +32,7 @@ from sparkd.config.fields import (
     VllmFlag,
     Word,
 )
+from sparkd.config.quantize import Quantize
 from sparkd.config.refusal import refuse
 from sparkd.units import readable
 from sparkd.vllm.parsers import OFF
@@ -169,7 +170,7 @@ class TuningKeys(Section):
     memory_gib: Gib | Literal["auto"] = "auto"
     env: Environment = Field(default_factory=dict)
 
-    quantize: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(quantizing.recipe)] = None
+    quantize: Annotated[Quantize, PlainValidator(quantizing.parse), PlainSerializer(quantizing.canonical)] = None
     quantized_cache: bool = True
     allow_missing_weights: bool = False
 
@@ -270,7 +271,7 @@ def config_hash(model: ModelConfig, engine: EngineSettings) -> str:
     }
     # These keys count only where they are set, so that a daemon adopts engines of a release without them.
     if model.quantize is not None:
-        parts["quantize"] = model.quantize
+        parts["quantize"] = quantizing.canonical(model.quantize)
     if model.kv_cache is not None and not kv_sizing.vllm_sizes(model):
         parts["kv_cache"] = model.kv_cache
     if model.media.domains:

@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.vllm import reserved_args
 from sparkd.vllm.flags import LOAD_FORMAT, parsed
 from sparkd.vllm.unaccounted_args import unanswered
-from workers.quantization.best_wish import BEST, best_of
+from workers.quantization.best_wish import BEST, BestWish, best_of
+from workers.quantization.recipe import QuantizationRecipe
 
 if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
-    from workers.quantization.recipe import QuantizationRecipe
 
 # The name of sparkd's entry point in vLLM's plugin group; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
 # The best format that fits, chosen when the model is placed (sparkd/capacity/fit.py).
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
+# The value of the key. None: vLLM loads the weights.
+Quantize = QuantizationRecipe | BestWish | Literal["auto"] | None
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
-def recipe(value: Any) -> Any:
-    """A pydantic validator that turns a format's name or a map into the recipe's canonical map, so that all spellings are equal."""
-    if value is None or (isinstance(value, str) and value.strip().lower() == AUTO):
-        return None if value is None else AUTO
+def parse(value: Any) -> Quantize:
+    """Parse the key: a format's name or a map. A pydantic validator."""
+    if value is None or isinstance(value, QuantizationRecipe | BestWish):
+        return value
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        return AUTO
     if not isinstance(value, str | Mapping) or not value:
         raise refuse("must be a format, such as nvfp4, or a map of a recipe")
     try:
-        wish = best_of(plain(value))
-        return (_parsed(plain(value)) if wish is None else wish).canonical()
+        return best_of(plain(value)) or QuantizationRecipe.parse(plain(value))
     except SparkdError as error:
         choosers = f"; {AUTO} and {BEST} choose by what fits." if isinstance(value, str) else "."
         raise refuse(f"{error.explanation.removesuffix('.')}{choosers}", repeats=True) from None
 
 
-def is_best(value: Any) -> bool:
-    """value: as `recipe` returns it."""
-    return isinstance(value, Mapping) and value.get("format") == BEST
+def canonical(value: Quantize) -> dict[str, Any] | str | None:
+    """The value as JSON, which `parse` reads back, so that all spellings of one recipe are equal."""
+    return value if value is None or isinstance(value, str) else value.canonical()
 
 
-def is_open(value: Any) -> bool:
-    """Whether a value that `recipe` has returned is decided when the model is placed."""
-    return value == AUTO or is_best(value)
+def is_open(value: Quantize) -> bool:
+    """Whether the format is decided when the model is placed."""
+    return value == AUTO or isinstance(value, BestWish)
 
 
 def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -95,7 +98,7 @@ def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int 
         return {}
     if is_open(model.quantize):
         raise ConfigError(f"quantize: {_open_name(model.quantize)} was not resolved before the model is started.", param="quantize")
-    told: dict[str, Any] = {"quantize": _parsed(model.quantize).canonical(), "cache_dir": None, "cache_limit_bytes": None}
+    told: dict[str, Any] = {"quantize": canonical(model.quantize), "cache_dir": None, "cache_limit_bytes": None}
     if model.quantized_cache:
         told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
     if model.allow_missing_weights:
@@ -103,13 +106,5 @@ def loader_of(model: ModelConfig, cache_dir: str | None, cache_limit_bytes: int 
     return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
 
 
-def _open_name(value: Any) -> str:
-    return AUTO if value == AUTO else BEST
-
-
-def _parsed(value: Any) -> QuantizationRecipe:
-    """The parsed recipe. Raises SparkdError. The import is inside, because the recipe's modules are a sixth of a configuration's imports
-    and only entries with `quantize` need them."""
-    from workers.quantization.recipe import QuantizationRecipe
-
-    return QuantizationRecipe.parse(value)
+def _open_name(value: Quantize) -> str:
+    return BEST if isinstance(value, BestWish) else AUTO

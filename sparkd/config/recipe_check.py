@@ -15,7 +15,7 @@ from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
 from sparkd.vllm.ask.parser import asked
 from sparkd.vllm.flags import draft_of, speculative_config
-from sparkd.vllm.installed import Release, release_in
+from sparkd.vllm.installed import Release, full_version_in, release_of
 from workers.host import regular_file
 from workers.host.hub_cache import is_hub_id
 
@@ -75,7 +75,7 @@ def checked(file: RecipeFile, book: RecipeLibrary) -> tuple[ModelConfig | None, 
         model = resolve(file.name, book)
     except ConfigError as error:
         return None, [ConfigProblem(error.file or file.path, error.line, error.explanation)]
-    release = release_in(None)
+    release = release_of(full_version_in(None))
     if release is None or not file.recipe.needs_vllm or release >= _release(file.recipe.needs_vllm):
         return model, []
     message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."

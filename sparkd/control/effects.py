@@ -5,47 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from sparkd import metrics
-from sparkd.cluster.compatibility import UNLINKED
 from sparkd.cluster.launcher import StartId
 from sparkd.control import gauges
-from sparkd.control.endings import Endings
+from sparkd.control.ability_lookup import AbilityLookup
+from sparkd.control.backoff import FOR_ITS_OWNER, back_off
+from sparkd.control.context import Context
+from sparkd.control.desired_states import DesiredStates
 from sparkd.control.journal import Served
 from sparkd.control.lease import LeaseQueue
-from sparkd.control.looks import ModelLooks
-from sparkd.control.means import Means
+from sparkd.control.rank_stopper import RankStopper
 from sparkd.control.record import Record
-from sparkd.control.registry import Registry
-from sparkd.control.wishes import Wishes
 from sparkd.errors import (
     ClusterError,
     DoesNotFit,
     MemoryReturns,
-    ModelUnusable,
     NodeRefused,
     NoRoom,
-    RankError,
     SparkdError,
     refused_by,
 )
 from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
 from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
-from workers.rank.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
-
-# An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
-STALLS, STALL_WINDOW_S = 2, 900.0
-# sparkd waits this long before it retries a model that only its owner can fix: each try loads for minutes and takes a turn from others.
-# A model that has served is retried as usual: a single request may have needed a part that its build lacks.
-LASTING_S = 3600.0
-FOR_ITS_OWNER = LASTING | {UNLINKED, *(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))}
 
 AskFunction = Callable[[str, float], Awaitable[None]]
 
@@ -53,20 +42,29 @@ AskFunction = Callable[[str, float], Awaitable[None]]
 class Effects:
     """Carries out the plan's actions, and alone writes a model's attempt."""
 
-    def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes, endings: Endings, looks: ModelLooks, *, ask: AskFunction) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
-        self._cluster = means.cluster
-        self._boundary = means.boundary
-        self._spawn = means.tasks.spawn
-        self._wake = means.wake
-        self._clock = means.clock
-        self._wall = means.journal.wall
-        self._rng = means.rng
+    def __init__(
+        self,
+        context: Context,
+        queue: LeaseQueue,
+        desired: DesiredStates,
+        rank_stopper: RankStopper,
+        abilities: AbilityLookup,
+        *,
+        ask: AskFunction,
+    ) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
+        self._cluster = context.cluster
+        self._boundary = context.boundary
+        self._spawn = context.tasks.spawn
+        self._wake = context.wake
+        self._clock = context.clock
+        self._wall = context.journal.wall
+        self._rng = context.rng
         self._queue = queue
-        self._wishes = wishes
-        self._endings = endings
-        self._looks = looks
+        self._desired = desired
+        self._rank_stopper = rank_stopper
+        self._abilities = abilities
         self._ask = ask
 
     def recall(self, handles: Iterable[RankHandle]) -> None:
@@ -157,7 +155,7 @@ class Effects:
             if record.name not in models.names:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(models.names)[:200]}, not for {record.name}.")
                 return
-            self._spawn(self._looks.learn(record, record.upstream, models), f"learn {record.name}")
+            self._spawn(self._abilities.learn(record, record.upstream, models), f"learn {record.name}")
             if record.attempt.adopted and (served := self._journal.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
@@ -174,7 +172,7 @@ class Effects:
             record.attempt = replace(record.attempt, message=message)
             self._journal.say("stop", record.name, message)
 
-        await self._endings.end("stop", record.name, record.name, ranks, say)
+        await self._rank_stopper.stop("stop", record.name, record.name, ranks, say)
 
     async def destroy(self, ranks: Sequence[RankFact], reason: str) -> None:
         """ranks: all that were seen of one start."""
@@ -182,7 +180,7 @@ class Effects:
         record = self._registry.records.get(model)
         for fact in ranks:
             self._journal.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {reason}.")
-        ended = await self._endings.end("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
+        ended = await self._rank_stopper.stop("destroy", start, model, ranks, partial(self._journal.say, "destroy", model))
         if ended and record and record.attempt.rank_id == start:
             record.attempt = replace(record.attempt, rank_id=None)
 
@@ -250,33 +248,22 @@ class Effects:
 
     def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Make the model FAILED. lasts: whether a retry cannot help although `reason` allows one. client_message: the text for clients."""
-        backoff = self._registry.config.backoff
-        ready_s = self._clock() - record.attempt.ready_since_s if record.attempt.ready_since_s is not None else 0.0
         if record.state in STARTING:
             record.lost_load_s = self._load_s(record)
-        record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
-        delay_s = backoff.delay_s(record.failures, self._rng)
-        if reason == "EngineFrozen":
-            metrics.WATCHDOG_STALLS.labels(record.name).inc()
-            if (times := record.count_hang(self._clock(), STALL_WINDOW_S)) > STALLS:
-                delay_s = max(delay_s, STALL_WINDOW_S)
-                message += f" {_rests(times)}"
-        lasts = (lasts or reason in LASTING) and record.attempt.ready_since_s is None
-        if lasts:
-            delay_s = max(delay_s, LASTING_S)
-            message += f" Another try will not help until its cause is fixed: {_mended(record)}."
-        record.fail(reason, message, self._clock() + delay_s, lasts=lasts, client_message=client_message)
+        backoff = back_off(record, reason, self._registry.config.backoff, self._clock(), self._rng, lasts=lasts)
+        message = f"{message} {backoff.advice}".rstrip()
+        record.fail(reason, message, self._clock() + backoff.delay_s, lasts=backoff.lasts, client_message=client_message)
         record.last_failure = {"reason": reason, "message": message, "at_s": self._registry.wall()}
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
         self.move(record, ModelState.FAILED)
-        entry = f"{reason}: {message}" if lasts else f"{reason}: {message} Next try in {delay_s:.0f} s."
+        entry = f"{reason}: {message}" if backoff.lasts else f"{reason}: {message} Next try in {backoff.delay_s:.0f} s."
         self._journal.say("failed", record.name, entry, reason=reason, failures=record.failures, start=record.attempt.rank_id)
         gauges.failed(record.name, reason)
         if reason in FOR_ITS_OWNER and self._journal.operations.running(record, "load"):
-            self._wishes.answer(record)
+            self._desired.note_failed_load(record)
         self._journal.operations.finish(record, OperationState.FAILED, message, kind="load")
         self._queue.turn_away(record, keeps_place=waited)
         if not record.observed.ranks and reason != "RankLost":
@@ -321,28 +308,6 @@ class Effects:
         if record.task is task:
             record.busy = record.task = None
         self._wake.set()
-
-
-def end_backoffs(registry: Registry, now_s: float, reasons: Collection[str], names: Collection[str] = ()) -> None:
-    """A model that failed for one of these reasons, or is one of these, is tried again at once."""
-    for record in registry.records.values():
-        if record.state is ModelState.FAILED and (record.attempt.reason in reasons or record.name in names):
-            record.backoff_until_s = now_s
-
-
-def _rests(times: int) -> str:
-    return f"It hung {times} times in {STALL_WINDOW_S / 60:.0f} minutes. sparkd starts it again in {STALL_WINDOW_S / 60:.0f} minutes."
-
-
-def _mended(record: Record) -> str:
-    """The advice for whoever brought the model in, without a full stop, once a start has failed for good: only a file is read again."""
-    name = record.name
-    if record.origin == "file":
-        return f"fix its entry, then run `sparkd reload` or `sparkd load {name}`"
-    if record.origin == "serve":
-        return f"fix the cause, then run `sparkd load {name}`, or start `sparkd serve` with other flags"
-    again = f"add it again with others, as by `sparkd run MODEL --name {name} -- FLAGS`"
-    return f"if its own flags are wrong, {again}; otherwise fix the cause, then run `sparkd load {name}`"
 
 
 def _started(handle: RankHandle) -> str:

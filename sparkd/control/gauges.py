@@ -55,6 +55,8 @@ def show(snapshot: Snapshot, limits: Callable[[int], MemoryLimits] | None = None
 def failed(model: str, reason: str) -> None:
     if reason == "MemoryGuard":
         metrics.GUARD_ACTIONS.labels("kill", model).inc()
+    if reason == "EngineFrozen":
+        metrics.WATCHDOG_STALLS.labels(model).inc()
     metrics.MODEL_FAILURES.labels(model, reason).inc()
 
 

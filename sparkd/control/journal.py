@@ -14,13 +14,14 @@ from sparkd.control.operations import Operations
 from sparkd.errors import StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.nouns import Desired, Event, RankHandle
-from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import History, Store
 
 log = logging.getLogger("sparkd.events")
 
 # Rows of history that are read in one turn of the loop: below a millisecond.
 SLICE = 50
+# Events that are kept in memory while they cannot be written; the oldest go first.
+UNSAVED_EVENTS = 1000
 
 
 class EventFeed:
@@ -76,10 +77,10 @@ class Journal:
         self._boundary = boundary or Boundary(time.monotonic)
         # By table and row, the oldest first: the last write of each row that is not saved.
         self._unsaved: dict[tuple[str, str], Callable[[], object]] = {}
+        # Events of this daemon: the number of one is its row's key.
+        self._said = 0
         self.operations = Operations(store.history, self._persist, wall)
         self.feed = EventFeed(store.history)
-        # They are called with the snapshot of every tick.
-        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.trouble: Condition | None = None
 
     def keep_wish(self, desired: Desired) -> None:
@@ -115,13 +116,15 @@ class Journal:
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
-        with self._boundary.around("store", failed=lambda error: self._note(error.message)):
-            try:
-                self._store.history.add_event(self.wall(), kind, model, message, data)
-            except StateError as error:
-                self._note(error.message)
-            else:
-                self.feed.note()
+        at_s = self.wall()
+
+        def write() -> None:
+            self._store.history.add_event(at_s, kind, model, message, data)
+            self.feed.note()
+
+        self._said += 1
+        self._unsaved.pop(("event", str(self._said - UNSAVED_EVENTS)), None)
+        self._persist("event", str(self._said), write)
 
     def events(self, after_seq: int, limit: int) -> list[Event]:
         """All at once. See History.events."""

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from sparkd.control.looks import ModelLooks
-from sparkd.control.means import Means
+from sparkd.control.ability_lookup import AbilityLookup
+from sparkd.control.context import Context
+from sparkd.control.desired_states import DesiredStates, unloaded
 from sparkd.control.record import Record
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.views import holders, view
-from sparkd.control.wishes import Wishes, unloaded
 from sparkd.errors import (
     ABSENT,
     DoesNotFit,
@@ -100,14 +100,14 @@ class Lease:
 class LeaseQueue:
     """Admits requests to READY models, holds those whose model is starting, and refuses the rest."""
 
-    def __init__(self, means: Means, wishes: Wishes, looks: ModelLooks) -> None:
-        self._look = looks.look
-        self._models = means.cluster.models
-        self._shared = SharedAnswer(means.boundary)
-        self._registry = means.registry
-        self._wishes = wishes
-        self._wake = means.wake
-        self._clock = means.clock
+    def __init__(self, context: Context, desired: DesiredStates, abilities: AbilityLookup) -> None:
+        self._look = abilities.look
+        self._models = context.cluster.models
+        self._shared = SharedAnswer(context.boundary)
+        self._registry = context.registry
+        self._desired = desired
+        self._wake = context.wake
+        self._clock = context.clock
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
@@ -177,7 +177,7 @@ class LeaseQueue:
                 bool(record.spec and self._registry.config.tells_loading(record.spec)),
             )
         if record.desired.want is not Want.RUNNING:
-            self._wishes.want(record.name, Want.RUNNING, "request")
+            self._desired.want(record.name, Want.RUNNING, "request")
             record.queue.promised_at_s = None
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.queue.wait(waiter, self._clock())
@@ -239,13 +239,13 @@ class LeaseQueue:
         model was evicted for it: otherwise neither would be loaded.
         """
         by_request = record.desired.want is Want.RUNNING and record.desired.by == "request"
-        if record.queue.waiters or record.queue.in_flight or record.queue.promised_at_s is not None or not by_request:
+        if record.queue.in_use or record.queue.promised_at_s is not None or not by_request:
             return
         if any(_is_owed(other, record) for other in self._registry.records.values()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._registry.config.cancel_abandoned_loads):
-            self._wishes.want(record.name, Want.STOPPED, "request")
+            self._desired.want(record.name, Want.STOPPED, "request")
 
     def forget_clients(self) -> None:
         """Drop the claim of clients that got a 503 and did not return in PROMISE_S: no model is evicted or stays for them. End the loads

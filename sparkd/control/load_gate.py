@@ -5,28 +5,28 @@ The hard end, a kill, is the guard's own, on the node (workers.guard.policy).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sparkd import metrics
 from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
+from sparkd.control.context import Context
+from sparkd.control.desired_states import DesiredStates
+from sparkd.control.evictions import AWAY, idle_victim
 from sparkd.control.lease import LeaseQueue
-from sparkd.control.means import Means
 from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
-from sparkd.control.wait_reasons import AGENT_SILENT, LEFT_BEHIND, RAY_STARTS, Wait
-from sparkd.control.wishes import Wishes
 from sparkd.errors import Unavailable
-from sparkd.state.nouns import ModelState, RankFact, Reading, Want
+from sparkd.state.nouns import Reading, Wait, Want
 from sparkd.units import GIB
 
-MEMORY_SHORT = "MemoryShort"
+# Reasons why nothing is loaded at all; others are those of conditions.
+MEMORY_SHORT, RAY_STARTS, AGENT_SILENT = "MemoryShort", "RayStarting", "AgentSilent"
 RETRY_AFTER_S = 30
 # Memory takes up to a minute to come back from an engine that ended: the next one is evicted only if that was not enough.
 EVICT_EVERY_S = 60.0
-IDLE_S = 30.0
 # Other nodes wait that long for a node that is short: an engine that has just ended releases its memory. Then loads begin on them.
 CORDON_AFTER_S = 90.0
 
@@ -52,13 +52,13 @@ class LoadGate:
     release: the gate for memory of engines that ended.
     """
 
-    def __init__(self, means: Means, queue: LeaseQueue, wishes: Wishes) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
+    def __init__(self, context: Context, queue: LeaseQueue, desired: DesiredStates) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
         self._queue = queue
-        self._wishes = wishes
-        self._clock = means.clock
-        self.release = MemoryRelease(means.journal, means.clock, lambda total: means.registry.config.memory.limits(total))
+        self._desired = desired
+        self._clock = context.clock
+        self.release = MemoryRelease(context.journal, context.clock, lambda total: context.registry.config.memory.limits(total))
         self.cordoned: frozenset[str] = frozenset()
         self.allows = True
         # By node.
@@ -95,11 +95,11 @@ class LoadGate:
         # An open node that misses a look may be back with the next one.
         if is_news or not (somewhere or observation.unseen - self.cordoned):
             for record in records.values():
-                if record.queue.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED) and not _may_live(record, observation):
+                if record.queue.waiters and record.state in AWAY and not _may_live(record, observation):
                     self._send_away(record)
 
-    def block_reason(self, observation: Observation, strangers: Collection[RankFact]) -> Wait | None:
-        """Why no model can load now; None where one can. strangers: ranks of models that are not configured."""
+    def block_reason(self, observation: Observation) -> Wait | None:
+        """Why no model can load now; None where one can."""
         if not observation.connected:
             trouble = observation.trouble
             if trouble is None:
@@ -107,8 +107,6 @@ class LoadGate:
             return Wait(trouble.reason, "It waits for Ray to start." if trouble.reason == RAY_STARTS else trouble.message)
         if not self.allows:
             return Wait(MEMORY_SHORT, f"{self._shortage}; no load begins.")
-        if any(fact.alive for fact in strangers):
-            return Wait(LEFT_BEHIND, "It waits for ranks of an earlier daemon to end.")
         return None
 
     def _note_shortage(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
@@ -126,14 +124,14 @@ class LoadGate:
 
     def _evict(self, short: Mapping[str, Reading], records: Mapping[str, Record]) -> None:
         pressed, now_s = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}, self._clock()
-        if now_s - self._evicted_at_s < EVICT_EVERY_S or (victim := evictable(records.values(), pressed, now_s)) is None:
+        if now_s - self._evicted_at_s < EVICT_EVERY_S or (victim := idle_victim(records.values(), pressed, now_s)) is None:
             return
         self._evicted_at_s = now_s
         metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
         node = next(node for node in victim.attempt.nodes if node in pressed)
         reason = short[node].level_why or self._short[node].message
         self._journal.say("evict", victim.name, f"It was idle and memory is short, so sparkd unloads it. {reason}")
-        self._wishes.want(victim.name, Want.STOPPED, "guard")
+        self._desired.want(victim.name, Want.STOPPED, "guard")
 
     def _send_away(self, record: Record) -> None:
         held_by = holders(self._registry, record, self._clock())
@@ -143,20 +141,7 @@ class LoadGate:
         problem = f"{record.name} cannot be loaded now: {self._shortage}.{held}"
         self._queue.turn_away(record, Unavailable(problem, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
-            self._wishes.want(record.name, Want.STOPPED, "request")
-
-
-def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Record | None:
-    """The idle model with a rank on one of these nodes that is evicted first: unpinned, of the lowest priority, idle for longest."""
-    idle = [
-        record
-        for record in records
-        if record.state is ModelState.READY
-        and nodes.intersection(record.attempt.nodes)
-        and not (record.queue.in_flight or record.queue.waiting or record.pinned)
-        and now_s - record.queue.last_used_s >= IDLE_S
-    ]
-    return min(idle, key=lambda record: (record.priority, record.queue.last_used_s, record.name), default=None)
+            self._desired.want(record.name, Want.STOPPED, "request")
 
 
 def _may_live(record: Record, observation: Observation) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkd.control.facts import ModelFacts
+from sparkd.config.config import Config
+from sparkd.control.record import Record
+from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want, by_cause
@@ -123,229 +124,224 @@ class Destroy:
 Action = Place | Adopt | Move | Ask | Expire | Evict | Stop | MarkStopped | Fail | Destroy
 
 
-def plan(
-    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, schedule: Schedule | None = None
-) -> list[Action]:
+def plan(registry: Registry, strangers: tuple[RankFact, ...], schedule: Schedule, now_s: float) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
     strangers: ranks of models that are not configured.
-    schedule: which model may start (sparkd.control.scheduler); None: any.
-
-    Only one model starts at a time: two that load together each see memory that the other is about to take, and on unified memory that
-    freezes the host. A model that is being ended counts as starting: it may still load, and the book does not hold what an earlier daemon
-    started.
+    now_s: monotonic seconds.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
-    starting = any(facts.starts or facts.ends for facts in models.values())
-    starting = starting or any(fact.alive for fact in strangers)
-    for name in sorted(models, key=lambda n: (models[n].record.queue.waiting == 0, n)):
-        facts = models[name]
-        may_start = can_place and not starting and (schedule is None or schedule.next_to_start == name)
-        action = _next(facts, may_start) or _of_schedule(facts, schedule, can_place and not starting)
-        if action is None:
-            continue
-        actions.append(action)
-        if isinstance(action, Place | Adopt):
-            starting = True
+    for _, record in sorted(registry.records.items()):
+        action = _next(record, registry, schedule, now_s) or _of_schedule(record, schedule)
+        if action is not None:
+            actions.append(action)
     return actions
 
 
-def _next(facts: ModelFacts, can_start: bool) -> Action | None:
-    if facts.ranks is None:
+def _next(record: Record, registry: Registry, schedule: Schedule, now_s: float) -> Action | None:
+    if record.ranks is None:
         # The node did not answer. A wish to stop or start waits. An engine runs on, but its clients are not kept waiting.
-        return _dark(facts) if facts.record.attempt.world == 1 and not facts.record.busy else None
-    if facts.record.busy:
+        return _dark(record) if record.attempt.world == 1 and not record.busy else None
+    if record.busy:
         # If a rank is broken, the question in progress would wait until the start deadline.
-        return _broken(facts) if facts.record.busy == "ask" and facts.record.attempt.world > 1 and facts.record.state in STARTING else None
-    stray = _stray(facts)
+        asking = record.busy == "ask" and record.attempt.world > 1 and record.state in STARTING
+        return _broken(record, now_s) if asking else None
+    stray = _stray(record)
     if stray:
         return stray
-    if facts.record.desired.want is Want.STOPPED or facts.is_evicted:
-        return _towards_stopped(facts)
-    return _towards_running(facts, can_start)
+    if record.desired.want is Want.STOPPED or record.evicted_for is not None:
+        return _towards_stopped(record, registry.config, now_s)
+    return _towards_running(record, registry, schedule, now_s)
 
 
-def _of_schedule(facts: ModelFacts, schedule: Schedule | None, now: bool) -> Action | None:
-    """The action that the scheduler asks of this model. now: a model could be started if it had room."""
-    if schedule is None or not now:
+def _of_schedule(record: Record, schedule: Schedule) -> Action | None:
+    """The action that the scheduler asks of a model that may not start."""
+    if not schedule.is_open:
         return None
-    if (refusal := schedule.rejected.get(facts.name)) is not None:
-        return Fail(facts.name, "DoesNotFit", refusal.message)
-    to = schedule.victims.get(facts.name)
-    return Evict(facts.name, to) if to is not None and facts.record.desired.want is Want.RUNNING and not facts.is_evicted else None
+    if (refusal := schedule.rejected.get(record.name)) is not None:
+        return Fail(record.name, "DoesNotFit", refusal.message)
+    to = schedule.victims.get(record.name)
+    return Evict(record.name, to) if to is not None and not record.is_leaving else None
 
 
-def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
+def _starts(record: Record) -> dict[str, list[RankFact]]:
     """The model's ranks by the start that they belong to."""
     starts: dict[str, list[RankFact]] = {}
-    for fact in facts.ranks or ():
+    for fact in record.ranks or ():
         starts.setdefault(fact.handle.start, []).append(fact)
     return starts
 
 
-def _stray(facts: ModelFacts) -> Destroy | None:
+def _stray(record: Record) -> Destroy | None:
     """The removal of a start of this model that is neither the present one nor can be adopted."""
-    for start, ranks in _starts(facts).items():
-        if start == facts.record.attempt.rank_id or facts.record.state is ModelState.STOPPING:
+    for start, ranks in _starts(record).items():
+        if start == record.attempt.rank_id or record.state is ModelState.STOPPING:
             continue
-        if facts.record.attempt.rank_id is None and _adoptable(facts, ranks, whole=not facts.observed.unseen):
+        if record.attempt.rank_id is None and _adoptable(record, ranks, whole=not record.observed.unseen):
             continue
-        if any(fact.handle.config_hash != facts.record.hash for fact in ranks):
+        if any(fact.handle.config_hash != record.hash for fact in ranks):
             reason = "its configuration changed"
         elif all(fact.alive for fact in ranks):
-            whole = facts.record.attempt.rank_id is not None or len(ranks) == ranks[0].handle.world
+            whole = record.attempt.rank_id is not None or len(ranks) == ranks[0].handle.world
             reason = "it is not the present rank of its model" if whole else "the other ranks of its start have ended"
         else:
             reason = "it died while no daemon watched it"
-        return Destroy(start, facts.name, reason)
+        return Destroy(start, record.name, reason)
     return None
 
 
-def _adoptable(facts: ModelFacts, ranks: list[RankFact], *, whole: bool = True) -> bool:
+def _adoptable(record: Record, ranks: list[RankFact], *, whole: bool = True) -> bool:
     """Whether these ranks of one start can be adopted. whole: all of its ranks are required; an engine without one answers nothing."""
-    if facts.record.desired.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in ranks):
+    if record.desired.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in ranks):
         return False
-    if any(fact.handle.config_hash != facts.record.hash for fact in ranks):
+    if any(fact.handle.config_hash != record.hash for fact in ranks):
         return False
     return not whole or sorted(fact.handle.rank for fact in ranks) == list(range(ranks[0].handle.world))
 
 
-def _towards_stopped(facts: ModelFacts) -> Action | None:
-    match facts.record.state:
+def _towards_stopped(record: Record, config: Config, now_s: float) -> Action | None:
+    match record.state:
         case ModelState.STOPPED:
             return None
         case ModelState.READY:
-            return Move(facts.name, ModelState.DRAINING) if facts.record.queue.in_flight else Stop(facts.name)
+            return Move(record.name, ModelState.DRAINING) if record.queue.in_flight else Stop(record.name)
         case ModelState.DRAINING:
-            expired = facts.now_s - facts.record.since_s >= facts.drain_deadline_s
-            return Stop(facts.name) if facts.record.queue.in_flight == 0 or expired else None
+            expired = now_s - record.since_s >= config.unload_timeout_s
+            return Stop(record.name) if record.queue.in_flight == 0 or expired else None
         case ModelState.FAILED:
-            return _end(facts)
+            return _end(record)
         case ModelState.STOPPING:
-            return _end(facts)
+            return _end(record)
         case _:
-            return Stop(facts.name)
+            return Stop(record.name)
 
 
-def _end(facts: ModelFacts) -> Action | None:
+def _end(record: Record) -> Action | None:
     """The next step towards STOPPED. A model with a node that does not answer cannot be said to have ended."""
-    if facts.ranks:
-        return Stop(facts.name)
-    return None if facts.observed.unseen else MarkStopped(facts.name)
+    if record.ranks:
+        return Stop(record.name)
+    return None if record.observed.unseen else MarkStopped(record.name)
 
 
-def _towards_running(facts: ModelFacts, can_start: bool) -> Action | None:
-    match facts.record.state:
+def _towards_running(record: Record, registry: Registry, schedule: Schedule, now_s: float) -> Action | None:
+    match record.state:
         case ModelState.STOPPED | ModelState.FAILED:
-            return _start(facts, can_start)
+            return _start(record, schedule)
         case ModelState.STOPPING:
-            return _end(facts)
+            return _end(record)
         case ModelState.PLANNED:
             # No action is in progress, so the one that placed the model was lost.
-            return Fail(facts.name, "PlacementLost", "The placement ended without a result; it is tried again.")
+            return Fail(record.name, "PlacementLost", "The placement ended without a result; it is tried again.")
         case _:
-            return _watch(facts)
+            return _watch(record, registry, now_s)
 
 
-def _start(facts: ModelFacts, can_start: bool) -> Action | None:
-    for start, ranks in _starts(facts).items():
-        if start == facts.record.attempt.rank_id:
-            return Destroy(start, facts.name, "the attempt it belonged to failed")
-        if _adoptable(facts, ranks):
-            return Adopt(facts.name, start)
-    if facts.record.hash is None or facts.observed.unseen or not can_start or facts.now_s < facts.record.backoff_until_s:
-        # Ranks on a node that does not answer may still hold its memory.
-        return None
-    return Place(facts.name)
-
-
-def _watch(facts: ModelFacts) -> Action | None:
-    if failed := _broken(facts):
-        return failed
-    present = _present(facts)
-    if not present:
-        return None
-    if any(fact.handle.config_hash != facts.record.hash for fact in present):
-        return _towards_stopped(facts)
-    if facts.record.state in STARTING:
-        return _advance(facts, present)
-    if facts.record.state is ModelState.DRAINING:
-        return Move(facts.name, ModelState.READY)
-    idle_s = facts.now_s - facts.record.queue.last_used_s
-    if facts.ttl_s > 0 and facts.record.queue.in_flight == 0 and facts.record.queue.waiting == 0 and idle_s >= facts.ttl_s:
-        return Expire(facts.name, idle_s)
+def _start(record: Record, schedule: Schedule) -> Action | None:
+    for start, ranks in _starts(record).items():
+        if start == record.attempt.rank_id:
+            return Destroy(start, record.name, "the attempt it belonged to failed")
+        if _adoptable(record, ranks):
+            return Adopt(record.name, start)
+    if schedule.is_open and schedule.next_to_start == record.name:
+        return Place(record.name)
     return None
 
 
-def _dark(facts: ModelFacts) -> Fail | None:
-    """The failure of a READY model whose only node does not answer."""
-    if facts.record.state is not ModelState.READY or facts.observed.dark_s < ALONE_DARK_S:
+def _watch(record: Record, registry: Registry, now_s: float) -> Action | None:
+    if failed := _broken(record, now_s):
+        return failed
+    present = _present(record)
+    if not present:
         return None
-    cause = f"Its node has not answered for {facts.observed.dark_s:.0f} s"
-    return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts it again when the node is back, or elsewhere if the node is lost.")
+    if any(fact.handle.config_hash != record.hash for fact in present):
+        return _towards_stopped(record, registry.config, now_s)
+    if record.state in STARTING:
+        return _advance(record, present, registry.config, now_s)
+    if record.state is ModelState.DRAINING:
+        return Move(record.name, ModelState.READY)
+    return _unload_after_ttl(record, registry, now_s)
 
 
-def _present(facts: ModelFacts) -> list[RankFact]:
-    start = facts.record.attempt.rank_id
-    return sorted((fact for fact in facts.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank)
+def _unload_after_ttl(record: Record, registry: Registry, now_s: float) -> Expire | None:
+    """The unload of a model that was idle for its ttl. It is unloaded once its companions were idle for as long."""
+    ttl_s = registry.config.ttl_s(record.spec) if record.spec else 0.0
+    companions = registry.ties.companions_of(record.name)
+    together = [record, *(other for name, other in registry.records.items() if name in companions)]
+    if ttl_s <= 0 or any(other.queue.in_use or now_s - other.queue.last_used_s < ttl_s for other in together):
+        return None
+    return Expire(record.name, now_s - record.queue.last_used_s)
 
 
-def _broken(facts: ModelFacts) -> Fail | None:
+def _dark(record: Record) -> Fail | None:
+    """The failure of a READY model whose only node does not answer."""
+    if record.state is not ModelState.READY or record.observed.dark_s < ALONE_DARK_S:
+        return None
+    cause = f"Its node has not answered for {record.observed.dark_s:.0f} s"
+    return Fail(record.name, "NodeLost", f"{cause}. sparkd starts it again when the node is back, or elsewhere if the node is lost.")
+
+
+def _present(record: Record) -> list[RankFact]:
+    start = record.attempt.rank_id
+    return sorted((fact for fact in record.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank)
+
+
+def _broken(record: Record, now_s: float) -> Fail | None:
     """The failure of an engine with a rank that is dead, missing, stopped by a signal, unreachable, without its socket or frozen."""
-    present = _present(facts)
-    if not present and not facts.observed.unseen:
-        return Fail(facts.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
+    present = _present(record)
+    if not present and not record.observed.unseen:
+        return Fail(record.name, "RankLost", "Its rank has disappeared from the node; sparkd starts it again.")
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The first error speaks, also of a rank that has not ended yet: the others end because of it.
         first = next(filter(_says_why, by_cause(present)), dead[0])
-        return Fail(facts.name, *_epitaph(facts.name, first, dead[0] if first.alive else first))
-    missing = sorted(set(range(facts.record.attempt.world)) - {fact.handle.rank for fact in present})
-    if missing and not facts.observed.unseen:
+        return Fail(record.name, *_epitaph(record.name, first, dead[0] if first.alive else first))
+    missing = sorted(set(range(record.attempt.world)) - {fact.handle.rank for fact in present})
+    if missing and not record.observed.unseen:
         numbers = " and ".join(map(str, missing))
-        message = f"Rank {numbers} of {facts.record.attempt.world} has disappeared from its node; sparkd starts all ranks again."
-        return Fail(facts.name, "RankMissing", message)
-    if facts.observed.deaf_s(facts.now_s) >= DEAF_S:
+        message = f"Rank {numbers} of {record.attempt.world} has disappeared from its node; sparkd starts all ranks again."
+        return Fail(record.name, "RankMissing", message)
+    if record.observed.deaf_s(now_s) >= DEAF_S:
         path = next((fact.handle.socket_path for fact in present if fact.deaf), "")
-        return Fail(facts.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
-    if facts.record.attempt.world == 1:
-        return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
-    if facts.observed.dark_s >= DARK_S:
-        cause = f"one of its nodes has not answered for {facts.observed.dark_s:.0f} s"
-        return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {cause}. sparkd starts them again when the node is back.")
-    spec, no_raylet = facts.record.spec, facts.observed.no_raylet
+        return Fail(record.name, "SocketLost", f"Its socket {path} was removed, so no request reaches it; sparkd starts it again.")
+    if record.attempt.world == 1:
+        return Fail(record.name, "EngineFrozen", record.observed.hang) if record.observed.hang else None
+    if record.observed.dark_s >= DARK_S:
+        cause = f"one of its nodes has not answered for {record.observed.dark_s:.0f} s"
+        return Fail(record.name, "NodeLost", f"Its ranks cannot reach each other: {cause}. sparkd starts them again when the node is back.")
+    spec, no_raylet = record.spec, record.observed.no_raylet
     if no_raylet and spec and spec.executor == "ray":
         cause = f"Ray on {no_raylet} has ended, and with it the workers of this engine (`executor: ray`)"
-        return Fail(facts.name, "NodeLost", f"{cause}. sparkd starts them again when Ray is back.")
-    if facts.observed.halted_s(facts.now_s) >= HALTED_S:
+        return Fail(record.name, "NodeLost", f"{cause}. sparkd starts them again when Ray is back.")
+    if record.observed.halted_s(now_s) >= HALTED_S:
         halted = next((fact for fact in present if fact.halted), present[0]).handle
         cause = f"Rank {halted.rank} on {halted.node_id} is stopped by a signal (SIGSTOP)"
-        return Fail(facts.name, "RankHangs", f"{cause}; sparkd starts all ranks again.")
-    if facts.frozen:
-        return Fail(facts.name, "EngineFrozen", facts.frozen)
+        return Fail(record.name, "RankHangs", f"{cause}; sparkd starts all ranks again.")
+    if record.observed.hang:
+        return Fail(record.name, "EngineFrozen", record.observed.hang)
     return None
 
 
-def _advance(facts: ModelFacts, present: list[RankFact]) -> Action | None:
+def _advance(record: Record, present: list[RankFact], config: Config, now_s: float) -> Action | None:
     progress = progress_of(present) or Progress()
-    late_s = facts.now_s - facts.record.attempt.since_s - facts.start_deadline_s
-    still_s, silent_s = facts.now_s - facts.observed.last_activity_s, facts.now_s - facts.observed.last_output_s
-    spins = late_s >= (LATEST - 1) * facts.start_deadline_s and silent_s >= SILENT_S
+    deadline_s = config.start_deadline_s(record.spec) if record.spec else 0.0
+    late_s = now_s - record.attempt.since_s - deadline_s
+    still_s, silent_s = now_s - record.observed.last_activity_s, now_s - record.observed.last_output_s
+    spins = late_s >= (LATEST - 1) * deadline_s and silent_s >= SILENT_S
     if late_s >= 0 and (still_s >= STILL_S or spins):
         hung = "hung" if still_s >= STILL_S else f"computed for {silent_s:.0f} s without reading a byte or writing a line"
-        took_s = facts.start_deadline_s + late_s
-        cause = f"It was not ready after {took_s:.0f} s and {hung} in {facts.record.state}. {_why(present)}"
-        cure = f"Look at `sparkd logs {facts.name}`; if it was only slow, raise health_check_timeout_s."
-        return Fail(facts.name, "StartTimeout", cause + cure)
-    if failed := next(filter(None, (_reported_failure(facts.name, fact) for fact in by_cause(present))), None):
+        took_s = deadline_s + late_s
+        cause = f"It was not ready after {took_s:.0f} s and {hung} in {record.state}. {_why(present)}"
+        cure = f"Look at `sparkd logs {record.name}`; if it was only slow, raise health_check_timeout_s."
+        return Fail(record.name, "StartTimeout", cause + cure)
+    if failed := next(filter(None, (_reported_failure(record.name, fact) for fact in by_cause(present))), None):
         # The engine may take long to end, or hang, but its load has failed already.
-        return Fail(facts.name, *failed)
+        return Fail(record.name, *failed)
     phase = _PHASES.get(progress.phase)
-    if phase and _ORDER.index(phase) > _ORDER.index(facts.record.state):
-        return Move(facts.name, phase)
-    if facts.now_s - facts.record.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
-        return Ask(facts.name)
+    if phase and _ORDER.index(phase) > _ORDER.index(record.state):
+        return Move(record.name, phase)
+    if now_s - record.last_asked_s >= (ASK_EVERY_S if progress.server_up else ASK_BLINDLY_EVERY_S):
+        return Ask(record.name)
     return None
 
 

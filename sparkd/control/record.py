@@ -8,18 +8,64 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.config.config import ModelConfig
-from sparkd.control.attempt import Attempt
-from sparkd.control.observed import Observed
+from sparkd.control.observed_ranks import ObservedRanks
 from sparkd.control.request_queue import RequestQueue
-from sparkd.control.wait_reasons import Wait
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import Desired, ModelState, Want
+from sparkd.state.nouns import Desired, ModelState, RankFact, RankHandle, Want
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Attempt:
+    """Times ending in _s are monotonic seconds.
+
+    entry_hash: of the entry with which it began.
+    rank_id: of the start; None before its ranks are started and once they are gone.
+    handles: of every rank, rank 0's first; so are the nodes.
+    memory_gib: reserved on each node.
+    transport: findings on how the ranks of several nodes talk, as plain JSON.
+    lack: the memory that it asked for when there was no room.
+    load_s: how long its load took.
+    reason: why it failed.
+    lasts: another try does not help until the cause is fixed.
+    client_message: what a client may read of the failure.
+    message: what an operator reads now.
+    """
+
+    since_s: float
+    entry_hash: str | None = None
+    rank_id: str | None = None
+    handles: tuple[RankHandle, ...] = ()
+    nodes: tuple[str, ...] = ()
+    memory_gib: float | None = None
+    adopted: bool = False
+    transport: tuple[Mapping[str, str], ...] = ()
+    lack: Lack | None = None
+    ready_since_s: float | None = None
+    load_s: float | None = None
+    reason: str | None = None
+    lasts: bool = False
+    client_message: str | None = None
+    message: str | None = None
+
+    @property
+    def handle(self) -> RankHandle | None:
+        """Rank 0's, which serves."""
+        return self.handles[0] if self.handles else None
+
+    @property
+    def world(self) -> int:
+        """How many ranks it has."""
+        return max(1, len(self.nodes))
+
+    @property
+    def node_id(self) -> str | None:
+        return self.nodes[0] if self.nodes else None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAbilities:
     """The abilities of a model, read from the files of the entry with this hash or from its engine."""
 
     hash: str | None
@@ -50,22 +96,17 @@ class Record:
         self.hash: str | None = None
         # The source of its entry: `file` is the configuration, `api` the models that were added.
         self.origin = "file"
-        self.looked: Looked | None = None
+        self.known_abilities: KnownAbilities | None = None
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s
-        self.created_wall_s = wall_s
         self.operation: str | None = None
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.attempt = Attempt(now_s)
-        self.observed = Observed(now_s)
+        self.observed = ObservedRanks(now_s)
         self.upstream: Upstream | None = None
         self.queue = RequestQueue(now_s)
-        # Its position in the queue of waiting models, 1 for the first.
-        self.turn: int | None = None
-        # Why it waits there.
-        self.wait: Wait | None = None
         # The model for which it is being evicted.
         self.evicted_for: str | None = None
         # None once it is READY again.
@@ -79,13 +120,22 @@ class Record:
         # Why and when the last try failed; a new try does not forget it.
         self.last_failure: Mapping[str, Any] | None = None
         self.hang_times_s: tuple[float, ...] = ()
-        self.restarts = 0
         self.backoff_until_s = float("-inf")
 
     @property
     def abilities(self) -> Abilities | None:
         """None until the files of its present entry were looked at; its engine knows better."""
-        return self.looked.abilities if self.looked is not None and self.looked.hash == self.hash else None
+        return self.known_abilities.abilities if self.known_abilities is not None and self.known_abilities.hash == self.hash else None
+
+    @property
+    def ranks(self) -> tuple[RankFact, ...] | None:
+        """None where they are unknown. A model on several nodes may lack the ranks of a node that does not answer."""
+        return self.observed.current
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is being unloaded, or evicted for another model."""
+        return self.desired.want is Want.STOPPED or self.evicted_for is not None
 
     @property
     def pinned(self) -> bool:
@@ -122,16 +172,10 @@ class Record:
         self.last_asked_s = float("-inf")
         self.observed.begin(now_s)
 
-    def count_hang(self, now_s: float, window_s: float) -> int:
-        """Count a hang. Returns how many there were within the last window_s."""
-        self.hang_times_s = (*(at_s for at_s in self.hang_times_s if now_s - at_s < window_s), now_s)
-        return len(self.hang_times_s)
-
     def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False, client_message: str | None = None) -> None:
         """Note a failure. lasts: another try does not help until its cause is fixed. client_message: the text for clients."""
         self.attempt = replace(self.attempt, reason=reason, message=message, lasts=lasts, client_message=client_message, ready_since_s=None)
         self.backoff_until_s = backoff_until_s
-        self.restarts += 1
 
     def forget_rank(self) -> None:
         """Forget the attempt of ranks that have ended, except how long its load took."""

@@ -67,7 +67,7 @@ class Registry:
     def configure(self, base: Config) -> dict[str, list[str]]:
         """Take the file's configuration. A model that it no longer has is forgotten once it is STOPPED.
 
-        The caller ends the wishes for those (Wishes.end_removed).
+        The caller ends the wishes for those (DesiredStates.end_removed).
 
         The changes, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.

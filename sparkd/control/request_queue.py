@@ -33,6 +33,11 @@ class RequestQueue:
     def waiting(self) -> int:
         return len(self.waiters)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a client's request is worked on or waits."""
+        return self.in_flight > 0 or bool(self.waiters)
+
     def begin(self, *, probe: bool) -> None:
         """Count a request in. probe: one of our own."""
         if probe:

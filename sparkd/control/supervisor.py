@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,25 +17,26 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.control import gauges
-from sparkd.control.effects import FOR_ITS_OWNER, AskFunction, Effects, end_backoffs
-from sparkd.control.endings import Endings
-from sparkd.control.facts import ModelFacts
+from sparkd.control.ability_lookup import AbilityLookup
+from sparkd.control.backoff import FOR_ITS_OWNER, end_backoffs
+from sparkd.control.context import Context, Tasks
+from sparkd.control.desired_states import DesiredStates
+from sparkd.control.effects import AskFunction, Effects
+from sparkd.control.evictions import Evictions
 from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
-from sparkd.control.looks import ModelLooks
-from sparkd.control.means import Means, Tasks
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
+from sparkd.control.rank_stopper import RankStopper
+from sparkd.control.record import Record
 from sparkd.control.registry import Registry
-from sparkd.control.scheduler import Schedule
-from sparkd.control.swap import Swap
+from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
-from sparkd.control.wishes import Wishes
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, Want
+from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Wait, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")
@@ -44,6 +45,7 @@ TICK_S = 1.0
 BUSY_TICK_S = 0.25
 # Stands for an observation that failed.
 UNSEEN = Observation(None, None, False)
+GATE_FAILED = Wait("InternalError", "It waits: sparkd made an error, and does not know where a load may begin. Its log says more.")
 
 
 class Supervisor:
@@ -73,6 +75,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
+        self._last_schedule = Schedule()
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None
@@ -80,15 +83,17 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.registry = registry
         self.journal = journal
+        # They are called with the snapshot of every tick.
+        self.snapshot_followers: list[Callable[[Snapshot], None]] = []
         self.tasks = Tasks(self.boundary)
-        means = Means(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
-        self._looks = ModelLooks(means)
-        self._wishes = Wishes(means)
-        self._queue = LeaseQueue(means, self._wishes, self._looks)
-        self._gate = LoadGate(means, self._queue, self._wishes)
-        self._swap = Swap(means, self._wishes)
-        self._endings = Endings(means)
-        self._effects = Effects(means, self._queue, self._wishes, self._endings, self._looks, ask=ask)
+        context = Context(registry, journal, cluster, self.boundary, self.tasks, self._wake, clock, rng or random.Random())
+        self._abilities = AbilityLookup(context)
+        self._desired = DesiredStates(context)
+        self._queue = LeaseQueue(context, self._desired, self._abilities)
+        self._gate = LoadGate(context, self._queue, self._desired)
+        self._evictions = Evictions(context, self._desired)
+        self._rank_stopper = RankStopper(context)
+        self._effects = Effects(context, self._queue, self._desired, self._rank_stopper, self._abilities, ask=ask)
         self._watchdog = Watchdog(self.tasks.spawn, ask, clock)
         for record in self.registry.missing():
             self.want(record.name, Want.RUNNING, "config")
@@ -115,7 +120,7 @@ class Supervisor:
 
         by: who wants it: admin, config, request, ttl, guard, swap or group.
         """
-        operation = self._wishes.want(name, want, by)
+        operation = self._desired.want(name, want, by)
         if want is Want.RUNNING and by == "admin":
             end_backoffs(self.registry, self._clock(), (), {self.registry.find(name).name})
         return operation
@@ -132,7 +137,8 @@ class Supervisor:
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
             models={
-                name: view(self.registry, record, now_s, self._watchdog.doubt(record)) for name, record in self.registry.records.items()
+                name: view(self.registry, record, now_s, self._last_schedule, self._watchdog.doubt(record))
+                for name, record in self.registry.records.items()
             },
             nodes=observation.nodes if observation else (),
             operations=self.journal.operations.all(self.registry.records),
@@ -155,7 +161,7 @@ class Supervisor:
         """
         before = dict(self.registry.records)
         changes = self.registry.configure(config)
-        self._wishes.end_removed()
+        self._desired.end_removed()
         for name in before.keys() - self.registry.records.keys():
             self._queue.turn_away(before[name])
         for name in changes.pop("preload"):
@@ -197,7 +203,7 @@ class Supervisor:
     async def stop_everything(self, *, at_once: bool = False) -> None:
         """Stop every rank that can be found. The desired states stay for the daemon's next start."""
         observation = await self._cluster.observe()
-        for error in await self._endings.end_all(observation.ranks or (), hangs=at_once):
+        for error in await self._rank_stopper.stop_all(observation.ranks or (), hangs=at_once):
             log.error("a rank was not stopped: %s", error)
         for node in sorted(observation.unseen):
             log.error("the ranks on %s were not stopped: that node does not answer", node)
@@ -236,7 +242,7 @@ class Supervisor:
             observation = await self._cluster.observe()
         self._observation = observation
         if before.unseen - observation.unseen or observation.connected > before.connected:
-            self._endings.try_again()
+            self._rank_stopper.retry_now()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.journal.say("settled", None, f"The first reading and adoption scan are complete; ranks: {len(observation.ranks)}.")
@@ -245,18 +251,21 @@ class Supervisor:
         with around("nodes"):
             self._note_nodes(observation)
         with around("abilities"):
-            self._looks.look_at_new()
+            self._abilities.look_at_new()
         with around("watchdog"):
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
             self._plan_and_act(observation, steady)
+        elif not self._settled:
+            with around("waits"):
+                self._note_waits(observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.attempt.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
         with around("metrics"):
             snapshot = self.snapshot()
             gauges.show(snapshot, self.registry.config.memory.limits)
-            for show in self.journal.snapshot_followers:
+            for show in self.snapshot_followers:
                 show(snapshot)
 
     def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
@@ -270,21 +279,33 @@ class Supervisor:
             self._gate.look(observation, records)
             self._cluster.reservations.cordon(self._gate.cordoned, self._gate.release.room_gib, self._gate.release.leaked_gib)
             is_open = True
-        for record in records.values():
-            with around("observed", record.name):
-                is_steady = record.name in steady and steady[record.name] == record.attempt.rank_id
-                record.observed.take_in(observation, record.attempt, record.name, self._clock(), is_steady=is_steady)
+        for name, record in records.items():
+            with around("observed", name):
+                is_steady = name in steady and steady[name] == record.attempt.rank_id
+                attempt = record.attempt
+                record.observed.take_in(observation, name, attempt.rank_id, attempt.nodes, self._clock(), is_steady=is_steady)
+                record.observed.hang = self._watchdog.frozen(record)
         with around("wishes"):
-            self._wishes.end_removed()
+            self._desired.end_removed()
             self._queue.forget_clients()
-            self._swap.settle()
+            self._evictions.settle()
         with around("plan"):
-            actions, schedule = self._plan(observation, is_open)
-            with around("swap"):
-                self._swap.show(schedule)
+            strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in records)
+            schedule = Schedule()
+            with around("schedule"):
+                schedule = self._schedule(observation, strangers, is_open)
+            actions = plan(self.registry, strangers, schedule, self._clock())
+            with around("schedule"):
+                self._note_schedule(schedule)
             for action in actions:
                 with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
                     self._act(action, observation)
+
+    def _note_waits(self, observation: Observation) -> None:
+        """Note for each model that is to be loaded what keeps the daemon from its first look at the ranks."""
+        block_reason = self._gate.block_reason(observation)
+        waiting = [record.name for record in self.registry.records.values() if _waits(record)]
+        self._last_schedule = Schedule(waits={} if block_reason is None else dict.fromkeys(waiting, block_reason))
 
     def _note_conditions(self, before: Observation, now: Observation) -> None:
         """Write an event when Ray on a node has ended, and when a condition of the cluster begins or is over."""
@@ -303,23 +324,25 @@ class Supervisor:
             end_backoffs(self.registry, self._clock(), {DoesNotFit.__name__, UNLINKED})
         self._agents = agents
 
-    def _plan(self, observation: Observation, is_open: bool) -> tuple[list[Action], Schedule]:
-        """The next actions and the schedule. Changes nothing. If the holders of memory are unknown, the plan starts nothing.
+    def _schedule(self, observation: Observation, strangers: Sequence[RankFact], is_open: bool) -> Schedule:
+        """May a model start now, and why not? Changes nothing.
 
+        strangers: ranks of models that are not configured.
         is_open: the gate and the cluster know on which nodes a load may begin.
         """
-        now_s, around = self._clock(), self.boundary.around
-        strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in self.registry.records)
-        facts: dict[str, ModelFacts] = {}
-        for name, record in self.registry.records.items():
-            with around("facts", name):
-                facts[name] = ModelFacts.of(record, self.registry.config, now_s, self._watchdog.frozen(record))
-        can_place, schedule = False, Schedule()
-        with around("schedule"):
-            bar = self._gate.block_reason(observation, strangers)
-            schedule = self._swap.schedule(facts, bar)
-            can_place = is_open and bar is None and len(facts) == len(self.registry.records)
-        return plan(facts, strangers, can_place, schedule), schedule
+        block_reason = self._gate.block_reason(observation) if is_open else GATE_FAILED
+        return make_schedule(self.registry, strangers, self._cluster.reservations.book(), self._clock(), block_reason)
+
+    def _note_schedule(self, schedule: Schedule) -> None:
+        """Keep the queue positions and reasons of the waiting models, and write an event for each new reason."""
+        before, self._last_schedule = self._last_schedule, schedule
+        for name in schedule.queue:
+            self.registry.records[name].queue.ask(self._clock())
+        for name, wait in schedule.waits.items():
+            # Seconds that are left change with every look.
+            if not wait.is_as(before.waits.get(name)):
+                self.journal.say("waits", name, wait.message)
+        self._evictions.withdraw(schedule.victims)
 
     def _give_up(self, model: str, error: SparkdError) -> None:
         if record := self.registry.records.get(model):
@@ -327,7 +350,7 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            if self._endings.rests(action.rank_id):
+            if self._rank_stopper.is_waiting(action.rank_id):
                 return
             ranks = observation.of_start(action.rank_id)
             record = self.registry.records.get(action.model)
@@ -349,17 +372,14 @@ class Supervisor:
             case Ask():
                 self._effects.start(record, "ask", self._effects.ask(record))
             case Expire(idle_s=idle_s):
-                ttl_s = self.registry.config.ttl_s(record.spec) if record.spec else 0.0
-                if self._swap.is_used(record.name, self._clock() - ttl_s):
-                    return
                 self.journal.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
-                self._wishes.want(record.name, Want.STOPPED, "ttl")
+                self._desired.want(record.name, Want.STOPPED, "ttl")
             case Evict(to=to):
-                self._swap.evict(record, self.registry.records[to])
+                self._evictions.evict(record, self.registry.records[to])
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._effects.move(record, ModelState.STOPPING)
-                elif self._endings.rests(record.name):
+                elif self._rank_stopper.is_waiting(record.name):
                     return
                 self._effects.start(record, "stop", self._effects.stop(record, record.observed.ranks or ()))
             case MarkStopped():
@@ -367,3 +387,7 @@ class Supervisor:
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
+
+
+def _waits(record: Record) -> bool:
+    return record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED

@@ -9,10 +9,12 @@ from typing import Any
 
 from sparkd.config.config import Config
 from sparkd.config.model import ModelConfig
+from sparkd.config.quantize import canonical
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
-from sparkd.state.nouns import STARTING, ModelState, Progress
+from sparkd.control.scheduler import Schedule
+from sparkd.state.nouns import STARTING, ModelState, Progress, Wait
 from sparkd.state.snapshot import ModelView
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -53,13 +55,16 @@ def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     }
 
 
-def view(registry: Registry, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
+def view(registry: Registry, record: Record, now_s: float, schedule: Schedule | None = None, doubt: str | None = None) -> ModelView:
     spec = record.spec
     retries = record.state is ModelState.FAILED and not record.attempt.lasts
     retry_in_s = max(0.0, record.backoff_until_s - now_s) if retries else None
     gone = record.state is ModelState.FAILED and record.observed.ranks == ()
     # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
-    asked_s = record.queue.asked_since_s if record.turn is not None else None
+    wait = schedule.waits.get(record.name) if schedule is not None else None
+    is_queued = schedule is not None and wait is not None and record.name in schedule.queue
+    turn = schedule.queue.index(record.name) + 1 if schedule is not None and is_queued else None
+    asked_s = record.queue.asked_since_s if turn is not None else None
     since_s = record.since_wall_s if asked_s is None else registry.wall() - (now_s - asked_s)
     configured = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
     return ModelView(
@@ -70,33 +75,30 @@ def view(registry: Registry, record: Record, now_s: float, doubt: str | None = N
         metadata=spec.metadata if spec else {},
         max_model_len=record.abilities.max_model_len if record.abilities else configured,
         source=spec.model if spec else "",
-        quantize=spec.quantize if spec else None,
-        kv_cache=spec.kv_cache if spec else None,
+        quantize=canonical(spec.quantize) if spec else None,
         state=record.state,
         want=record.desired.want,
         wanted_by=record.desired.by,
         generation=record.desired.generation,
         since_s=since_s,
-        created_at_s=record.created_wall_s,
         origin=record.origin,
         reason=record.attempt.reason,
-        message=_message(record),
+        message=_message(record, wait),
         progress=_without_cache(record.observed.progress) if record.state is ModelState.FAILED else record.observed.progress,
         node=record.attempt.node_id,
         ranks=() if gone else record.attempt.handles,
         in_flight=record.queue.in_flight,
         queued=record.queue.waiting,
         failures=record.failures,
-        restarts=record.restarts,
         last_failure=record.last_failure if record.failures and record.state in (ModelState.STOPPED, *STARTING) else None,
         retry_in_s=retry_in_s,
         load_s=None if record.state is ModelState.FAILED else record.attempt.load_s,
         memory_gib=None if gone else record.attempt.memory_gib,
         operation=record.operation,
         transport=record.attempt.transport,
-        turn=record.turn,
+        turn=turn,
         doubt=doubt,
-        wait={"reason": record.wait.reason, "models": list(record.wait.models)} if record.wait is not None else None,
+        wait=wait,
         adopted=record.attempt.adopted,
         parsers=None if gone or record.attempt.handle is None else record.attempt.handle.parsers,
         stores_responses=_stores_responses(spec, registry.config) if spec else False,
@@ -110,12 +112,12 @@ def _stores_responses(spec: ModelConfig, config: Config) -> bool:
 
 
 def _idle_s(queue: RequestQueue, now_s: float) -> float:
-    return 0.0 if queue.in_flight or queue.waiting else max(0.0, now_s - queue.last_used_s)
+    return 0.0 if queue.in_use else max(0.0, now_s - queue.last_used_s)
 
 
-def _message(record: Record) -> str | None:
+def _message(record: Record, wait: Wait | None) -> str | None:
     """A model that waits says why, one that failed first how; one that is STOPPED and waits for nothing has nothing to say."""
-    waits = record.wait.message if record.wait is not None and record.state in (ModelState.STOPPED, ModelState.FAILED) else None
+    waits = wait.message if wait is not None and record.state in (ModelState.STOPPED, ModelState.FAILED) else None
     failed = record.attempt.message if record.state is not ModelState.STOPPED else None
     return " ".join(filter(None, (failed, waits))) or None
 

@@ -65,7 +65,7 @@ ALONE = HangLimits(idle_s=60.0, busy_s=300.0, ask_every_s=5.0, question_s=15.0, 
 
 
 @dataclass(slots=True)
-class Heartbeat:
+class EngineProgress:
     """The progress of one engine that has requests. Times are monotonic seconds.
 
     at_s: the last sign of progress.
@@ -106,7 +106,7 @@ class Watchdog:
         self._put = ask
         self._clock = clock
         self._page_of = page_of
-        self._beats: dict[str, Heartbeat] = {}
+        self._progress: dict[str, EngineProgress] = {}
         self._readings: Mapping[str, Reading] = {}
 
     def look(self, records: Iterable[Record], readings: Mapping[str, Reading] | None = None) -> None:
@@ -114,25 +114,25 @@ class Watchdog:
         self._readings, now_s = readings or {}, self._clock()
         for record in records:
             if not _works(record):
-                self._beats.pop(record.name, None)
+                self._progress.pop(record.name, None)
                 continue
             # A request that is answered within seconds never leads to a question.
-            beat = self._beats.setdefault(record.name, Heartbeat(now_s, _cpu_s(record), asked_at_s=now_s))
-            if not beat.asking and now_s - beat.asked_at_s >= _limits(record).ask_every_s:
-                beat.asking, beat.asked_at_s = True, now_s
-                self._spawn(self._ask(record, beat), f"counters {record.name}")
+            progress = self._progress.setdefault(record.name, EngineProgress(now_s, _cpu_s(record), asked_at_s=now_s))
+            if not progress.asking and now_s - progress.asked_at_s >= _limits(record).ask_every_s:
+                progress.asking, progress.asked_at_s = True, now_s
+                self._spawn(self._ask(record, progress), f"counters {record.name}")
 
     def frozen(self, record: Record) -> str | None:
         """The message of a hang; None while the engine makes progress or may be making some."""
-        beat = self._beats.get(record.name)
-        if beat is None or self._clock() - beat.heard_at_s > HEARD_S:
+        progress = self._progress.get(record.name)
+        if progress is None or self._clock() - progress.heard_at_s > HEARD_S:
             return None
-        silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
+        silent_s, now = self._clock() - progress.at_s, _cpu_s(record)
         gpus = [gpu for node in record.attempt.nodes if (gpu := self._readings.get(node)) and gpu.gpu_power_w is not None]
         computes = any(gpu.gpu_power_w >= HANGING_W for gpu in gpus if gpu.gpu_power_w is not None)
         hangs = bool(gpus) and not computes and all((gpu.gpu_busy_percent or 0.0) >= HANGING_PERCENT for gpu in gpus)
-        is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
-        limits, question_at_s = _limits(record), beat.question_at_s
+        is_idle = all(used - progress.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
+        limits, question_at_s = _limits(record), progress.question_at_s
         quiet = hangs or (is_idle and not computes)
         if silent_s < (limits.idle_s if quiet else limits.busy_s if question_at_s is None else FIRST_STEP_S):
             return None
@@ -148,10 +148,10 @@ class Watchdog:
 
     def doubt(self, record: Record) -> str | None:
         """The message about an engine that has not answered the test question yet; None for an engine that is not under suspicion."""
-        beat = self._beats.get(record.name)
-        if beat is None or beat.question_at_s is None or beat.question_at_s == math.inf or not _works(record):
+        progress = self._progress.get(record.name)
+        if progress is None or progress.question_at_s is None or progress.question_at_s == math.inf or not _works(record):
             return None
-        silent_s, asked_s = self._clock() - beat.at_s, self._clock() - beat.question_at_s
+        silent_s, asked_s = self._clock() - progress.at_s, self._clock() - progress.question_at_s
         return f"No token came for {silent_s:.0f} s, and a test question has had no answer for {asked_s:.0f} s."
 
     @property
@@ -169,49 +169,49 @@ class Watchdog:
         ]
         return (*absent, *silent)
 
-    async def _ask(self, record: Record, beat: Heartbeat) -> None:
+    async def _ask(self, record: Record, progress: EngineProgress) -> None:
         put_at_s = self._clock()
         try:
             page = await self._page_of(record.upstream) if record.upstream else None
         finally:
-            beat.asking = False
+            progress.asking = False
         # An answer that was on its way while the daemon was held up is as old as its question.
-        if self._beats.get(record.name) is not beat or self._clock() - put_at_s > HEARD_S:
+        if self._progress.get(record.name) is not progress or self._clock() - put_at_s > HEARD_S:
             return
-        beat.heard_at_s = self._clock()
+        progress.heard_at_s = self._clock()
         # Without a waiting client, neither silence nor a constant count proves a hang: vLLM's gauges show an abort after the next step.
         nobody_waits = record.state is ModelState.READY and record.queue.in_flight == 0
         if page is None:
             if nobody_waits:
-                self._question(record, beat)
-            elif beat.question_at_s == math.inf:
-                beat.question_at_s = None
+                self._question(record, progress)
+            elif progress.question_at_s == math.inf:
+                progress.question_at_s = None
             return
         values = sample_of(page, put_at_s).values
         steps = sum(values.get(name, 0.0) for name in _STEPS)
-        if beat.steps is None:
-            beat.steps, beat.at_s, beat.cpu_s = steps, self._clock(), _cpu_s(record)
-        elif steps != beat.steps:
-            self._moves(record, beat, steps)
+        if progress.steps is None:
+            progress.steps, progress.at_s, progress.cpu_s = steps, self._clock(), _cpu_s(record)
+        elif steps != progress.steps:
+            self._moves(record, progress, steps)
         elif any(values.get(name) for name in _IN_HAND) and not nobody_waits:
-            beat.question_at_s = None
+            progress.question_at_s = None
         elif record.state is not ModelState.READY or not any(name in values for name in _IN_HAND):
-            self._moves(record, beat, steps)  # without counters (--disable-log-stats) a question may wait behind many others
+            self._moves(record, progress, steps)  # without counters (--disable-log-stats) a question may wait behind many others
         else:
-            self._question(record, beat)
+            self._question(record, progress)
 
-    def _moves(self, record: Record, beat: Heartbeat, steps: float | None) -> None:
-        beat.steps, beat.at_s, beat.cpu_s, beat.question_at_s = steps, self._clock(), _cpu_s(record), None
+    def _moves(self, record: Record, progress: EngineProgress, steps: float | None) -> None:
+        progress.steps, progress.at_s, progress.cpu_s, progress.question_at_s = steps, self._clock(), _cpu_s(record), None
         record.queue.unanswered = False
 
-    def _question(self, record: Record, beat: Heartbeat) -> None:
-        if beat.question_at_s is None:
-            beat.question_at_s = math.inf
-        if beat.question_at_s == math.inf and self._clock() - beat.at_s >= _limits(record).question_s:
-            beat.question_at_s = self._clock()
-            self._spawn(self._answered(record, beat, beat.at_s), f"question {record.name}")
+    def _question(self, record: Record, progress: EngineProgress) -> None:
+        if progress.question_at_s is None:
+            progress.question_at_s = math.inf
+        if progress.question_at_s == math.inf and self._clock() - progress.at_s >= _limits(record).question_s:
+            progress.question_at_s = self._clock()
+            self._spawn(self._answered(record, progress, progress.at_s), f"question {record.name}")
 
-    async def _answered(self, record: Record, beat: Heartbeat, at_s: float) -> None:
+    async def _answered(self, record: Record, progress: EngineProgress, at_s: float) -> None:
         """Ask the test question. Any answer, an error too, proves that the engine lives. A question that could not be sent is sent again;
         `frozen` judges an unanswered one. at_s: the engine's last sign of progress."""
         could_be_sent = True
@@ -221,12 +221,12 @@ class Watchdog:
             could_be_sent = False
         except SparkdError:
             pass
-        if self._beats.get(record.name) is not beat or beat.at_s != at_s:
+        if self._progress.get(record.name) is not progress or progress.at_s != at_s:
             return
         if could_be_sent:
-            self._moves(record, beat, beat.steps)
-        elif beat.question_at_s is not None and self._clock() - beat.question_at_s < FIRST_STEP_S:
-            beat.question_at_s = math.inf
+            self._moves(record, progress, progress.steps)
+        elif progress.question_at_s is not None and self._clock() - progress.question_at_s < FIRST_STEP_S:
+            progress.question_at_s = math.inf
 
 
 def _works(record: Record) -> bool:

@@ -13,13 +13,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from sparkd.admin.client import DEFAULT_URL
-from sparkd.condition import Condition
 from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
 from sparkd.state.nouns import STARTING, ModelState, Want
-from sparkd.state.snapshot import ModelView, Snapshot
+from sparkd.state.snapshot import ModelView
 
 EVERY_S = 0.25
 WATCH_EVERY_S = 1.0
@@ -96,7 +95,7 @@ class Console:
         """Names of the models that were wished for, in order, once none of them is on its way. The first that is ready is asked."""
         with show.progress(self._terminal) as line:
             while True:
-                snapshot, views = self._supervisor.snapshot(), self._wished()
+                views = self._wished()
                 self._say_changes(views)
                 if question is not None and (ready := self._first_ready()):
                     await self._ask(ready, question)
@@ -105,8 +104,8 @@ class Console:
                 if not moving:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
-                progress = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
-                line(progress + spent, "\n".join(_step(view, snapshot) for view in moving))
+                progress = "\n  ".join(_line(view, self._terminal) for view in moving)
+                line(progress + spent, "\n".join(_step(view) for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -168,18 +167,10 @@ class Console:
             self._terminal.file.flush()
 
 
-def _line(view: ModelView, snapshot: Snapshot, terminal: Terminal) -> str:
+def _line(view: ModelView, terminal: Terminal) -> str:
     """How far a model is; while it cannot even begin, what it waits for."""
-    bar = _bar(view, snapshot)
-    message = bar.message if bar is not None else view.message
-    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, message)}"
+    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, view.message)}"
 
 
-def _step(view: ModelView, snapshot: Snapshot) -> str:
-    bar = _bar(view, snapshot)
-    return show.step(view.state.value, bar.reason if bar is not None else view.reason, view.wait)
-
-
-def _bar(view: ModelView, snapshot: Snapshot) -> Condition | None:
-    """The condition that keeps the daemon from loading anything, for a model that it has not looked at yet."""
-    return show.bar_in(snapshot.conditions) if view.state is ModelState.STOPPED and not view.message else None
+def _step(view: ModelView) -> str:
+    return show.step(view.state.value, view.reason, asdict(view.wait) if view.wait else None)

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from sparkd import metrics
 from sparkd.admin.bandwidth import Bandwidth
 from sparkd.admin.benches import Benches
@@ -46,10 +48,8 @@ from sparkd.fabric.rates import RateBook
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
-from sparkd.gateway.pages import origins_of
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import App, Receive, Scope, Send
 from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import bind, gateway_server
 from sparkd.gateway.upstream import Upstream
@@ -260,7 +260,7 @@ class Daemon:
             gc.collect()
             gc.freeze()
 
-    def _build_admin(self) -> App:
+    def _build_admin(self) -> ASGIApp:
         from sparkd.admin.app import Parts, admin_app
 
         if self._registry.config.web:
@@ -401,7 +401,7 @@ class Daemon:
             limits=_limits(config),
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
-            page_origins=origins_of(config.cors.origins),
+            page_origins=frozenset(origin.encode() for origin in config.cors.origins),
             web=config.web,
         )
 
@@ -419,12 +419,12 @@ class Daemon:
 class _AdminLater:
     """The admin API, built on a thread: at the latest when the first request for it comes."""
 
-    def __init__(self, make: Callable[[], App]) -> None:
+    def __init__(self, make: Callable[[], ASGIApp]) -> None:
         self._make = make
-        self._app: App | None = None
+        self._app: ASGIApp | None = None
         self._building = asyncio.Lock()
 
-    async def build(self) -> App:
+    async def build(self) -> ASGIApp:
         async with self._building:
             if self._app is None:
                 self._app = await asyncio.to_thread(self._make)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from sparkd.errors import EngineError, Unavailable
+from sparkd.errors import EngineError, Unavailable, message_of_body
 
 WARM_QUESTION = "Reply with the word ready."
 # A model answers on one of these: chat, then plain completion, then the pooling kinds.
@@ -65,11 +65,10 @@ class GatewayClient:
         async with _deadline(timeout_s):
             status, answer = await self._post("/v1/chat/completions", fields)
         if status != 200:
-            raise EngineError(f"The model {model} answered {status} to its question: {_reason(answer)}")
-        text = _text(answer)
-        if text is None:
-            raise EngineError(f"The model {model} answered without a text.")
-        return text
+            raise EngineError(f"The model {model} answered {status} to its question: {message_of_body(answer) or 'no reason given.'}")
+        message = answer["choices"][0]["message"]
+        # vLLM's reasoning parsers leave content null until the thinking has ended.
+        return message.get("content") or message.get("reasoning") or ""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -77,14 +76,12 @@ class GatewayClient:
     async def _post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         try:
             response = await self._client.post(path, json=fields)
-            answer = response.json()
         except httpx.HTTPError as error:
             raise Unavailable(f"The gateway did not answer on {path}: {type(error).__name__}.") from error
-        except ValueError as error:
-            raise EngineError(f"The answer on {path} was not JSON.") from error
-        if not isinstance(answer, dict):
-            raise EngineError(f"The answer on {path} was not a JSON object.")
-        return response.status_code, answer
+        try:
+            return response.status_code, response.json()
+        except ValueError:
+            return response.status_code, {}  # an engine's 500 in plain text
 
 
 @asynccontextmanager
@@ -95,19 +92,3 @@ async def _deadline(timeout_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise Unavailable(f"There was no answer within {timeout_s:.0f} s.") from None
-
-
-def _reason(answer: dict[str, Any]) -> str:
-    error = answer.get("error")
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message) if message else "no reason given."
-
-
-def _text(answer: dict[str, Any]) -> str | None:
-    try:
-        message = answer["choices"][0]["message"]
-        # vLLM's reasoning parsers leave content null until the thinking has ended; older releases say reasoning_content.
-        text = message.get("content") or message.get("reasoning") or message.get("reasoning_content")
-    except (LookupError, TypeError, AttributeError):
-        return None
-    return text if isinstance(text, str) else None

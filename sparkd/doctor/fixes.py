@@ -81,10 +81,6 @@ def apply(fix: Fix, root: Path) -> None:
             ) from error
 
 
-def may_change() -> bool:
-    return os.geteuid() == 0
-
-
 def _sysctl(check: str, key: str, value: str, files: Mapping[str, str]) -> Fix:
     before = files.get(f"proc/sys/vm/{key}", "").strip()
     back = [f"vm.{key}={before}"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from sparkd.fabric.checks import OK, Finding
 from workers.guard.gpu_meter import number_of, words_of
-from workers.host.inspection import FILES, PATHS
 from workers.host.meminfo import count_of, parse_fields
 
 # As workers.host.inspection asks for them.
@@ -19,7 +18,7 @@ SPARK = re.compile(r"\bGB10\b")
 class Host:
     """
     name: of the node.
-    raw: plain JSON, of which nothing needs to be there.
+    raw: the plain JSON of that sample.
     """
 
     def __init__(self, name: str, raw: Mapping[str, Any]) -> None:
@@ -28,37 +27,24 @@ class Host:
         self._files: Mapping[str, str] = raw.get("files") or {}
         self.meminfo = parse_fields(self.text("proc/meminfo"))
         # name, driver, utilization, power, SM clock, its maximum: of the first GPU. Empty where nvidia-smi names none.
-        words = words_of(self.command("nvidia-smi").partition("\n")[0])
+        words = words_of(self.program("nvidia-smi")["text"].partition("\n")[0])
         self.gpu = words if len(words) == len(GPU_WORDS) and words[0] else []
 
     def text(self, path: str) -> str:
-        """Empty where the node has no such file. Raises LookupError for one that the walk does not read."""
-        if path not in FILES:
-            raise LookupError(f"{path} is not read: add it to FILES of workers.host.inspection.")
+        """One of FILES of workers.host.inspection. Empty where the node has no such file."""
         return self._files.get(path, "")
 
     def number(self, path: str) -> int | None:
         return count_of(self.text(path).strip())
 
     def has(self, *paths: str) -> bool:
-        """Whether one of them is there. Raises LookupError for a path that the walk does not look for."""
-        if unread := [path for path in paths if path not in PATHS]:
-            raise LookupError(f"{unread[0]} is not looked for: add it to PATHS of workers.host.inspection.")
+        """Whether one of these PATHS of workers.host.inspection is there."""
         return any(path in self.raw.get("paths", ()) for path in paths)
 
-    def command(self, name: str) -> str:
-        return str((self.raw.get("commands", {}).get(name) or {}).get("text") or "")
-
-    def trouble(self, name: str) -> str:
-        """Why a program gave no answer; empty where it did."""
-        return str((self.raw.get("commands", {}).get(name) or {}).get("trouble") or "")
-
-    def hung(self, name: str) -> bool:
-        return bool((self.raw.get("commands", {}).get(name) or {}).get("hung"))
-
-    def missing(self, name: str) -> bool:
-        """Whether a program is not installed there."""
-        return bool((self.raw.get("commands", {}).get(name) or {}).get("missing"))
+    def program(self, name: str) -> Mapping[str, Any]:
+        """The answer of a program: `text`; `trouble`, why there is no answer, or None; whether the program has `hung` or is `missing`."""
+        answer: Mapping[str, Any] = self.raw["commands"][name]
+        return answer
 
     @property
     def is_spark(self) -> bool:

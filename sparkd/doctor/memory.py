@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from sparkd.doctor.host import Host
 from sparkd.fabric.checks import FAIL, WARN, Finding
 from sparkd.units import GIB, gib
-from workers.host.meminfo import count_of, unaccounted_bytes
+from workers.host.meminfo import unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB
 GOOD_SWAP_GIB = 16
@@ -54,23 +54,13 @@ def _swap(host: Host) -> Iterator[Finding]:
         cure = f"Make {GOOD_SWAP_GIB} GiB: `{MAKE_SWAP}`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
         yield host.find("swap", WARN, "swap", evidence, cure, MAKE_SWAP)
     elif total > MOST_SWAP_BYTES:
-        cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with more, the kernel swaps for hours and kills nothing."
+        cure = (
+            f"About {GOOD_SWAP_GIB} GiB are enough: with more, the kernel swaps for hours and kills nothing. Unload every model, end the "
+            "areas that are too large (`swapon --show`) by `sudo swapoff AREA`, and take them out of /etc/fstab."
+        )
         yield host.find("swap", WARN, "swap", evidence, cure)
     else:
         yield host.fine("swap", "swap", evidence)
-
-
-def _less_swap(host: Host) -> str:
-    """The steps in their order: the smallest area that is large enough stays; where none is, one is made after all others went."""
-    rows = [line.split() for line in host.text("proc/swaps").splitlines()[1:]]
-    sizes = {row[0]: size_kib * 1024 for row in rows if len(row) > 2 and (size_kib := count_of(row[2])) is not None}
-    fit = [name for name, size in sizes.items() if (GOOD_SWAP_GIB - 1) * GIB <= size <= MOST_SWAP_BYTES]
-    best = min(fit, key=sizes.__getitem__, default=None)
-    others = " ".join(name for name in sizes if name != best) or "AREA"
-    steps = f"first unload every model, then `sudo swapoff {others}`, then take {others} out of /etc/fstab"
-    if best:
-        return f"Keep {best}, {gib(sizes[best])}: {steps}."
-    return f"Replace it with a smaller area: {steps}, then `sudo rm -f /swap.img && {MAKE_SWAP}`, with a line in /etc/fstab."
 
 
 def _settings(host: Host) -> Iterator[Finding]:
@@ -84,22 +74,11 @@ def _settings(host: Host) -> Iterator[Finding]:
     yield from _dirty(host)
     min_free_kib = host.number("proc/sys/vm/min_free_kbytes")
     if min_free_kib is not None and min_free_kib > MOST_MIN_FREE_KIB:
-        boost = host.number("proc/sys/vm/watermark_boost_factor")
         command = "sudo sysctl vm.min_free_kbytes=45167"
         cure = f"`{command}`: the kernel takes this reserve out of MemAvailable, and vLLM then refuses to start."
-        evidence = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
-        yield host.find("min-free", WARN, "vm.min_free_kbytes", evidence, cure, command)
+        yield host.find("min-free", WARN, "vm.min_free_kbytes", gib(min_free_kib * 1024), cure, command)
     elif min_free_kib is not None:
         yield host.fine("min-free", "vm.min_free_kbytes", str(min_free_kib))
-    if host.number("proc/sys/vm/overcommit_memory") == 2:
-        command = "sudo sysctl vm.overcommit_memory=0"
-        cure = f"`{command}`: CUDA reserves more address space than there is memory, which the kernel then refuses."
-        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses address space that no memory backs", cure, command)
-    if pages := host.meminfo.get("HugePages_Total", 0):
-        size = pages * host.meminfo.get("Hugepagesize", 0)
-        command = "sudo sysctl vm.nr_hugepages=0"
-        cure = f"`{command}`: CUDA on a shared memory then counts huge pages alone as free (NVIDIA's porting guide)."
-        yield host.find("huge-pages", WARN, "huge pages", f"{pages} reserved, {gib(size)}", cure, command)
 
 
 def _dirty(host: Host) -> Iterator[Finding]:

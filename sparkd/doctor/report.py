@@ -10,7 +10,6 @@ from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.host import Host
-from sparkd.doctor.storage import TIME_NAMES
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding, unanswered, worst
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import ModelView
@@ -53,16 +52,14 @@ def examined(
     """The report of a running daemon: with the time-outs that it waits for, nodes that no memory guard watches, and its failed models."""
     start_s = {"health_check_timeout_s": config.health_check_timeout_s}
     start_s |= {f"models.{name}": config.start_deadline_s(model) for name, model in config.models.items() if model.health_check_timeout_s}
-    env = config.engine.env
-    settings = {"start_s": start_s, "environment": {name: env[name].get_secret_value() for name in TIME_NAMES if name in env}}
-    with_settings = {name: raw and {**raw, "settings": settings} for name, raw in readings.items()}
+    with_limits = {name: raw and {**raw, "start_s": start_s} for name, raw in readings.items()}
     absent = [Finding("guard", FAIL, condition.node or "this node", "memory guard", condition.message) for condition in unguarded]
     failed = [
         Finding("model", FAIL, view.node or "this node", view.name, view.reason or "failed", view.message or "")
         for view in views
         if view.state is ModelState.FAILED
     ]
-    return report(with_settings, absent + failed)
+    return report(with_limits, absent + failed)
 
 
 def of_node(host: Host) -> tuple[Finding, ...]:

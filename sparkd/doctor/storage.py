@@ -127,20 +127,10 @@ def _rate(host: Host) -> Iterator[Finding]:
 
 
 def _times(host: Host) -> Iterator[Finding]:
-    settings = host.raw.get("settings") or {}
-    for name, seconds in sorted((settings.get("start_s") or {}).items()):
+    for name, seconds in sorted((host.raw.get("start_s") or {}).items()):
         if host.is_spark and seconds < LEAST_START_S:
             cure = f"Raise it to {LEAST_START_S} or more: a first start compiles for 10 minutes and longer, and this limit ends it."
             yield host.find("time-outs", WARN, name, f"health_check_timeout_s is {seconds:g}", cure)
-    for name, value in sorted((settings.get("environment") or {}).items()):
-        if value.isdigit() and int(value) < _TIMES[name]:
-            cure = f"Take it out of env, or raise it to {_TIMES[name]} or more."
-            yield host.find("time-outs", WARN, name, f"{value} s", cure)
-
-
-# vLLM's own, with the least that a Spark needs: an engine may compile between two answers.
-_TIMES = {"VLLM_ENGINE_READY_TIMEOUT_S": 600, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300, "VLLM_ENGINE_ITERATION_TIMEOUT_S": 60}
-TIME_NAMES = tuple(_TIMES)
 
 
 def _named(models: list[str]) -> str:

@@ -16,8 +16,6 @@ from sparkd.fabric.checks import FAIL, WARN, Finding
 from sparkd.units import gib
 from workers.rank.signatures import Diagnosis, diagnose
 
-# NV-Kernels 590: memory that the kernel keeps for its contiguous allocator is counted as free, and none of it can be pinned.
-KHO_KERNELS = ("7.0.0-1019", "7.0.0-31")
 PANICS = "6.17.0-1008"
 GOOD_KERNEL = "6.17.0-1032"
 # Two GPU figures tell the latched low-power state: 611 to 799 MHz, and about 19.5 W, under load.
@@ -26,7 +24,6 @@ LATCHED_MHZ = 850
 DEADLOCK_W = 30
 FULL_MHZ = 3003
 GOOD_BIOS = datetime(2026, 4, 1)
-SYSRQ_REBOOT = 128  # Documentation/admin-guide/sysrq.rst
 _DRIVER = re.compile(r"\b(\d{3}\.\d{2,3}(?:\.\d{1,3})?)\b")
 # Lines of the kernel log that need a word only where they are there; a few out-of-memory lines appear in runs that go well.
 _HARMLESS = 3
@@ -38,7 +35,6 @@ def findings(host: Host) -> Iterator[Finding]:
     yield from _driver(host)
     yield from _gpu(host)
     yield from _kernel_log(host)
-    yield from _last_resort(host)
 
 
 def _platform(host: Host) -> Iterator[Finding]:
@@ -68,18 +64,15 @@ def _platform(host: Host) -> Iterator[Finding]:
 def _kernel(host: Host) -> Iterator[Finding]:
     release = host.text("proc/sys/kernel/osrelease").strip()
     total, free = host.meminfo.get("CmaTotal"), host.meminfo.get("CmaFree")
-    shown = f"{release or 'not readable'}"
+    shown = release or "not readable"
+    # NV-Kernels 590: memory that the kernel keeps for its contiguous allocator is counted as free, and none of it can be pinned.
     if total is not None and free is not None and free > total:
         evidence = f"{shown}, CmaFree {gib(free)} is more than CmaTotal {gib(total)}"
         cure = (
             f"Add kho=off to GRUB_CMDLINE_LINUX in /etc/default/grub, `sudo update-grub`, restart; or boot kernel {GOOD_KERNEL}. Else "
-            f"NCCL's "
-            "buffers cannot be pinned once memory is low (ibv_reg_mr_iova2: ENOMEM)."
+            "NCCL's buffers cannot be pinned once memory is low (ibv_reg_mr_iova2: ENOMEM)."
         )
         yield host.find("kho", FAIL, "kernel", evidence, cure)
-    elif release.startswith(KHO_KERNELS) and "kho=off" not in host.text("proc/cmdline"):
-        cure = f"Watch CmaFree above CmaTotal in /proc/meminfo; kho=off on the kernel's command line, or {GOOD_KERNEL}, avoids it."
-        yield host.find("kho", WARN, "kernel", f"{shown}, whose KHO may hold 9 GiB that cannot be pinned", cure)
     if release.startswith(PANICS):
         yield host.find("kernel", FAIL, "kernel", f"{shown}, which panics on a Spark", f"Install and boot {GOOD_KERNEL} or a later 6.17.")
     elif host.is_spark and "nvidia" not in release:
@@ -111,19 +104,18 @@ def _driver(host: Host) -> Iterator[Finding]:
 
 
 def _gpu(host: Host) -> Iterator[Finding]:
-    if host.hung("nvidia-smi"):
+    smi = host.program("nvidia-smi")
+    if smi["hung"]:
         cure = "Its driver hangs: stop engines; if `nvidia-smi` still does not end, restart (`sudo systemctl reboot --force --force`)."
-        yield host.find("nvidia-smi", FAIL, "GPU", host.trouble("nvidia-smi"), cure)
+        yield host.find("nvidia-smi", FAIL, "GPU", smi["trouble"], cure)
         return
-    if host.trouble("nvidia-smi"):
-        verdict, cure = (FAIL, "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must match.")
-        if host.is_spark or not host.missing("nvidia-smi"):
-            yield host.find("nvidia-smi", verdict, "GPU", host.trouble("nvidia-smi"), cure)
+    if smi["trouble"]:
+        cure = "Look at `sudo dmesg | grep NVRM`; the kernel and the driver's module must match."
+        if host.is_spark or not smi["missing"]:
+            yield host.find("nvidia-smi", FAIL, "GPU", smi["trouble"], cure)
         return
-    if "nvidia-smi" not in host.raw.get("commands", {}):
-        return  # a reading without the question
     if not host.gpu:
-        answer = host.command("nvidia-smi").strip().partition("\n")[0][:80] or "nothing"
+        answer = smi["text"].strip().partition("\n")[0][:80] or "nothing"
         command = "sudo dmesg | grep NVRM"
         cure = f"Look at `{command}`; in a container, start it with --gpus all."
         yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU; it says: {answer}", cure, command)
@@ -145,23 +137,12 @@ def _gpu(host: Host) -> Iterator[Finding]:
 def _kernel_log(host: Host) -> Iterator[Finding]:
     """Findings from the kernel's log, by the table for engines' logs: each diagnosis once, with the number of its lines."""
     seen: Counter[Diagnosis] = Counter()
-    for line in host.command("dmesg").splitlines():
+    for line in host.program("dmesg")["text"].splitlines():
         if fault := diagnose(line):
             seen[fault] += 1
     for fault, times in seen.items():
         verdict = WARN if fault.name == "DriverOutOfMemory" and times <= _HARMLESS else FAIL
         yield host.find("kernel-log", verdict, fault.name, f"{times} times since the start: {fault.cause}", fault.cure)
-
-
-def _last_resort(host: Host) -> Iterator[Finding]:
-    """How a machine that hangs can be got back without its power button."""
-    sysrq = host.number("proc/sys/kernel/sysrq")
-    if sysrq is not None and sysrq != 1 and not sysrq & SYSRQ_REBOOT:
-        command = "sudo sysctl kernel.sysrq=176"
-        cure = f"`{command}`: a Spark that hangs can be restarted by Alt+SysRq+B, or by /proc/sysrq-trigger."
-        yield host.find("sysrq", WARN, "kernel", f"kernel.sysrq is {sysrq}, which forbids a restart", cure, command)
-    elif sysrq is not None:
-        yield host.fine("sysrq", "kernel", f"kernel.sysrq is {sysrq}")
 
 
 def _or(value: float | None, unit: str) -> str:

@@ -32,11 +32,9 @@ _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.
 _FIELD_NAME = re.compile(rb';[ \t]*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
 
 
-class _Tool(msgspec.Struct):
-    type: str | None = None
+class _Typed(msgspec.Struct):
+    """A tool, or a choice of one."""
 
-
-class _Choice(msgspec.Struct):
     type: str | None = None
 
 
@@ -101,7 +99,10 @@ def refuse_many_members(body: bytes | bytearray) -> None:
 def unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
     """The body without its content-encoding, gzip or zstd. Raises BodyTooLarge above `limit` bytes, BadRequest where it is damaged."""
     try:
-        plain = _gunzipped(body, limit) if encoding == b"gzip" else _zstd_reader(body).read(limit + 1)
+        if encoding == b"gzip":
+            plain = _gunzipped(body, limit)
+        else:
+            plain = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).stream_reader(body).read(limit + 1)
     except (EOFError, zlib.error, zstandard.ZstdError):
         raise BadRequest(f"The body is not valid {encoding.decode()}, which its content-encoding says; send it as it is.") from None
     if len(plain) > limit:
@@ -119,10 +120,6 @@ def _gunzipped(body: bytes, limit: int) -> bytes:
         if decoder.unused_data:
             raise BadRequest("The gzip body goes on after its first member; pack it as one.")
     return plain
-
-
-def _zstd_reader(body: bytes) -> zstandard.ZstdDecompressionReader:
-    return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).stream_reader(body)
 
 
 def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
@@ -157,13 +154,13 @@ def _has_functions(read: _Read) -> bool:
         choice = _CHOICE.decode(read.tool_choice) if read.tool_choice else None
     except (msgspec.DecodeError, RecursionError):
         return False  # for instance, `tools` is a string: the engine refuses it
-    kind = choice.type if isinstance(choice, _Choice) else choice
+    kind = choice.type if isinstance(choice, _Typed) else choice
     return kind != "none" and any(tool.type in _FUNCTIONS for tool in tools or ())
 
 
 _READ = msgspec.json.Decoder(_Read)
-_TOOLS = msgspec.json.Decoder(list[_Tool] | None)
-_CHOICE = msgspec.json.Decoder(str | _Choice | None)
+_TOOLS = msgspec.json.Decoder(list[_Typed] | None)
+_CHOICE = msgspec.json.Decoder(str | _Typed | None)
 
 
 def _check_utf8(body: bytes | bytearray) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's HTTP/1.1 client for one engine: its connections and the limits on an answer.
+"""One HTTP/1.1 connection to an engine.
 
 sparkd has its own client because it spends its time passing bytes through. With aiohttp a chunk took 80 to 95 µs of CPU and a short answer
 300 µs, where copying the bytes between two sockets (uvloop, without HTTP) took 41 and 31 µs. No task and no queue stands between the
@@ -8,33 +8,22 @@ engine's socket and the client's: the callback that reads bytes also passes them
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine
-from time import monotonic
-from typing import Any, Protocol, cast
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import httptools
 
 from sparkd.errors import EngineError, EngineGone
-from sparkd.gateway.responses import RawHeaders
+from sparkd.gateway.headers import RawHeaders
 
-CONNECT_TIMEOUT_S = 2.0
-# vLLM closes a connection that was idle for 5 s, or for VLLM_HTTP_TIMEOUT_KEEP_ALIVE, which workers.rank.command raises. A request written
-# at that moment is lost and may not be sent again, so the gateway closes first.
-IDLE_S = 4.0
-MAX_HEAD_BYTES = 64 * 1024
-MAX_HEADERS = 128
+if TYPE_CHECKING:
+    from sparkd.gateway.upstream import Upstream
 
-_CONNECT_AGAIN_S = 0.05
 _SLICE_BYTES = 64 * 1024
 # An engine says at the end of its answer how many tokens it took: in one of the last three events of a stream, behind all else in JSON.
 _TAIL_BYTES = 8 * 1024
-# The bytes that a read may hold after a head just within the limit; asyncio reads 256 KiB at most.
-_ONE_READ_BYTES = 256 * 1024
 _CRLF = b"\r\n"
 
-_GONE = "The engine does not take connections; it may be restarting. Try again soon."
 _BROKEN_OFF = "The engine ended its answer early. Its log may say why."
 
 # _CHUNKS[n] has what a chunk of n bytes, framing included, begins with, and its size without. The lookup takes half the time of parsing.
@@ -61,29 +50,26 @@ class ResponseSink(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one exchange at a time. Made by a ConnectionPool."""
+    """One connection; one exchange at a time. Made by an Upstream, which keeps it for the next."""
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self.idle_since_s = 0.0
-        self._pool = pool
+        self._upstream = upstream
         self._sink: ResponseSink | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._headers: RawHeaders = []
         self._bodies: list[bytes] = []
-        self._unparsed_bytes = 0
-        self._in_head = True
         self._answering = False  # whether the sink has the head
         self._complete = True
-        self._whole_request = True
-        self._until_close = False
-        self._keep = False
-        self._made = False
+        self._request_written = True
+        self._keep_alive = False
+        self._connected = False
         self._between_chunks = False
         self._pass: Callable[[bytes], None] | None = None
         self._passing: Callable[[bytes], None] | None = None  # _pass, while the parser stands between two chunks
-        self.passed = self._past = self._older = b""
+        self.passed = self._second_last = self._third_last = b""
         self.passed_bytes = self.passed_pieces = 0
         self._writable: asyncio.Future[None] | None = None
 
@@ -97,14 +83,13 @@ class Connection(asyncio.Protocol):
         """Write a request whose answer goes to `sink`. Return once it is written, or once the answer is over before that."""
         self._sink = sink
         self._headers = []
-        self._unparsed_bytes = 0
-        self._in_head, self._answering, self._complete, self._until_close, self._between_chunks = True, False, False, False, False
+        self._answering = self._complete = self._between_chunks = False
         self._pass = None
-        self.passed, self._past, self._older, self.passed_bytes, self.passed_pieces = b"", b"", b"", 0, 0
+        self.passed, self._second_last, self._third_last, self.passed_bytes, self.passed_pieces = b"", b"", b"", 0, 0
         if len(body) <= _SLICE_BYTES:
             self.transport.write(head + body)
             return
-        self._whole_request = False
+        self._request_written = False
         self.transport.write(head)
         # In slices, because the transport copies what the socket does not take at once.
         with memoryview(body) as view:
@@ -114,19 +99,19 @@ class Connection(asyncio.Protocol):
                 if self._sink is not sink:
                     return
                 self.transport.write(bytes(view[at : at + _SLICE_BYTES]))
-        self._whole_request = True
+        self._request_written = True
 
-    def abort(self) -> None:
-        """Hang up unless the exchange is over. Nothing more reaches the sink, and vLLM aborts the request."""
-        if self._sink is not None:
+    def abort(self, sink: ResponseSink) -> None:
+        """Hang up unless the exchange of `sink` is over. Nothing more reaches it, and vLLM aborts the request."""
+        if self._sink is sink:
             self._sink = self._passing = None
             self.transport.abort()
 
     def discard(self) -> None:
         """Close a connection that was never lent. If the task that opens it is cancelled, uvloop does not call connection_lost."""
-        self._pool.closed(self)
+        self._upstream.closed(self)
         self._parser = None
-        if self._made:
+        if self._connected:
             self.transport.abort()
 
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
@@ -137,14 +122,14 @@ class Connection(asyncio.Protocol):
         """
         self._pass = write
 
-    def keep(self, data: bytes) -> None:
+    def remember(self, data: bytes) -> None:
         """Take a piece that the sink passed on itself for the last one that was passed on."""
-        self._older, self._past, self.passed = self._past, self.passed, data[-_TAIL_BYTES:]
+        self._third_last, self._second_last, self.passed = self._second_last, self.passed, data[-_TAIL_BYTES:]
 
     @property
     def tail(self) -> bytes:
         """The last three pieces that were passed on, of each its last bytes."""
-        return b"".join((self._older, self._past, self.passed))
+        return b"".join((self._third_last, self._second_last, self.passed))
 
     def pause(self) -> None:
         if not self.transport.is_closing():
@@ -158,8 +143,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._made = True
-        self._pool.opened(self)
+        self._connected = True
+        self._upstream.opened(self)
 
     def data_received(self, data: bytes) -> None:
         if self._passing is not None:
@@ -171,7 +156,7 @@ class Connection(asyncio.Protocol):
                 if data.startswith(head) and data.endswith(_CRLF):
                     self.passed_bytes += size
                     self.passed_pieces += 1
-                    self._older, self._past, self.passed = self._past, self.passed, data
+                    self._third_last, self._second_last, self.passed = self._second_last, self.passed, data
                     self._passing(data)
                     return
         if self._sink is None:  # no request is open
@@ -183,16 +168,14 @@ class Connection(asyncio.Protocol):
         return None  # the transport closes itself
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.closed(self)
+        self._upstream.closed(self)
         self._passing = None
         self._parser = None  # it holds this object's methods
         sink, self._sink = self._sink, None
-        self._let_writer_go()
+        self._wake_writer()
         if sink is None:
             return
-        if self._until_close and exc is None:
-            sink.body(b"", True)
-        elif self._answering:
+        if self._answering:
             sink.broken(EngineError(_BROKEN_OFF))
         else:
             sink.broken(EngineGone("The engine closed the connection before its answer was complete; it may have died. Try again soon."))
@@ -201,37 +184,25 @@ class Connection(asyncio.Protocol):
         self._writable = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        self._let_writer_go()
+        self._wake_writer()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._complete:
+            # A hostile client may have hidden a second request in its own: no other client may get that one's answer.
             raise ValueError("bytes behind the answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:
-            self._headers.append((name.lower(), value))  # a header after the head is a trailer, which is dropped
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        headers, self._headers = self._headers, []
+        headers, self._headers = self._headers, []  # what follows are trailers, which are dropped
         status = self._parser.get_status_code()
-        large = self._unparsed_bytes > MAX_HEAD_BYTES and sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES
-        if large or len(headers) > MAX_HEADERS or status == 101 or status > 599:
-            raise ValueError("no head that could be passed on")
         if status < 200:
             return
-        self._in_head = False
-        self._keep = self._parser.should_keep_alive()
-        framed = status in (204, 304)
-        for name, value in headers:
-            if name == b"content-length":
-                framed = True
-            elif name == b"transfer-encoding":
-                if value.strip().lower() != b"chunked":
-                    raise ValueError("an encoding that cannot be passed on")
-                framed = True
-        self._until_close = not framed
+        self._answering = True
+        self._keep_alive = self._parser.should_keep_alive()
         if self._sink is not None:
             self._sink.head(status, headers)
 
@@ -245,13 +216,12 @@ class Connection(asyncio.Protocol):
         self._between_chunks = True
 
     def on_message_complete(self) -> None:
-        self._complete = not self._in_head  # else it was an interim answer
+        self._complete = self._answering  # else it was an interim answer
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes, sink: ResponseSink) -> None:
         sound = True
-        self._unparsed_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -262,122 +232,28 @@ class Connection(asyncio.Protocol):
         if bodies:
             body = bodies[0] if len(bodies) == 1 else b"".join(bodies)
             bodies.clear()
-            self._unparsed_bytes = 0
         if self._complete:
             self._sink = None
             sink.body(body, True)
             self._done(sound)
-        elif not sound or self._unparsed_bytes > MAX_HEAD_BYTES + (0 if self._in_head else _ONE_READ_BYTES):
+        elif not sound:
             self._sink = None
             self.transport.abort()
-            if self._answering:
-                sink.body(body, False)
-                sink.broken(EngineError(_BROKEN_OFF))
-            else:
-                sink.broken(EngineError("The engine's answer is not valid HTTP. Its log may say why."))
-        elif not self._in_head:
-            self._answering = True
+            sink.broken(EngineError(_BROKEN_OFF if self._answering else "The engine's answer is not valid HTTP. Its log may say why."))
+        elif self._answering:
             sink.body(body, False)
             # After a whole chunk the parser may have begun on the next one's size, for which it calls nothing before the line's end.
             if self._between_chunks and self._sink is sink and data.endswith(_CRLF):
                 self._passing = self._pass
 
     def _done(self, sound: bool) -> None:
-        if sound and self._keep and self._whole_request:
-            self._pool.keep(self)
+        if sound and self._keep_alive and self._request_written:
+            self._upstream.keep(self)
             return
-        self._let_writer_go()
+        self._wake_writer()
         self.transport.abort()
 
-    def _let_writer_go(self) -> None:
+    def _wake_writer(self) -> None:
         writable, self._writable = self._writable, None
         if writable is not None and not writable.done():
             writable.set_result(None)
-
-
-class ConnectionPool:
-    """The connections to one engine: one for each exchange, and idle ones for IDLE_S.
-
-    `preamble` follows the target in the head of every request.
-    """
-
-    def __init__(self, socket_path: str | None, base_url: str, api_key: str | None) -> None:
-        url = urlsplit(base_url)
-        self._path = socket_path
-        self._host, self._port = url.hostname or "", url.port or 80
-        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self.preamble = f" HTTP/1.1\r\nhost: {url.netloc}\r\n{key}".encode()
-        self._open: set[Connection] = set()
-        self._idle: deque[Connection] = deque()  # the longest idle one first; some may have closed since
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._shut = False
-
-    async def connection(self) -> Connection:
-        """An open idle connection, or a new one. Raises EngineGone if two attempts to connect fail."""
-        if self._shut:
-            raise EngineGone(_GONE)
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
-        try:
-            return await self._connect()
-        except OSError:
-            await asyncio.sleep(_CONNECT_AGAIN_S)
-        try:
-            return await self._connect()
-        except OSError:
-            raise EngineGone(_GONE) from None
-
-    def keep(self, connection: Connection) -> None:
-        """Take back a connection whose exchange is over."""
-        if self._shut or not connection.usable:
-            connection.transport.abort()
-            return
-        connection.resume()
-        connection.idle_since_s = monotonic()
-        self._idle.append(connection)
-        if self._sweeper is None:
-            self._sweeper = asyncio.get_running_loop().call_later(IDLE_S, self._sweep)
-
-    def close(self) -> None:
-        """Close all connections. Exchanges in progress get EngineGone."""
-        self._shut = True
-        self._idle.clear()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
-        for connection in self._open:
-            connection.transport.abort()
-
-    def opened(self, connection: Connection) -> None:
-        self._open.add(connection)
-
-    def closed(self, connection: Connection) -> None:
-        self._open.discard(connection)
-
-    async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        connection = Connection(self)
-        opening: Coroutine[Any, Any, tuple[Any, Connection]]
-        if self._path is not None:
-            opening = loop.create_unix_connection(lambda: connection, self._path)
-        else:
-            opening = loop.create_connection(lambda: connection, self._host, self._port)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await opening
-            if self._shut:
-                raise ConnectionError("closed meanwhile")
-        except BaseException:  # includes the cancellation by a client that leaves now
-            connection.discard()
-            raise
-        return connection
-
-    def _sweep(self) -> None:
-        self._sweeper = None
-        stale_s = monotonic() - IDLE_S
-        while self._idle and (self._idle[0].idle_since_s <= stale_s or not self._idle[0].usable):
-            self._idle.popleft().transport.abort()
-        if self._idle:
-            self._sweeper = asyncio.get_running_loop().call_later(max(0.01, self._idle[0].idle_since_s - stale_s), self._sweep)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from sparkd import __version__, metrics
 from sparkd.errors import (
     LATER,
@@ -30,15 +32,14 @@ from sparkd.errors import (
     UnknownRoute,
 )
 from sparkd.gateway.exchange import ClientGone, Exchange
-from sparkd.gateway.failures import status_of
+from sparkd.gateway.failures import error_bytes, json_headers, status_of
+from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.keys import KeyDigests, Role
 from sparkd.gateway.limits import ClientLimits, too_large
-from sparkd.gateway.local import check_local
 from sparkd.gateway.models_list import model_entry, models_list
-from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
-from sparkd.gateway.proxy import Leases, Proxy, leave
+from sparkd.gateway.pages import PREFLIGHT, check_local, page_headers, preflight_headers
+from sparkd.gateway.proxy import Leases, Proxy, client_left
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import App, Message, RawHeaders, Receive, Scope, Send, error_bytes, json_headers
 from sparkd.gateway.routes import EXACT, Route, RouteKind, find, nearest
 from sparkd.unexpected import place_of, unexpected
 from sparkd.web import files as web_files
@@ -80,7 +81,7 @@ class Edge:
         self,
         supervisor: Leases,
         *,
-        admin: App,
+        admin: ASGIApp,
         live: Probe,
         ready: Probe,
         settings: EdgeSettings | None = None,
@@ -109,8 +110,6 @@ class Edge:
         self._proxy.limits = settings.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
         exchange = Exchange(scope, receive, send, task=asyncio.current_task())
         self._open_requests += 1
         try:
@@ -133,12 +132,12 @@ class Edge:
 
     async def _serve(self, exchange: Exchange) -> None:
         """Find the route, check the request and hand it on. Raises the error that the client gets."""
-        page = self._page(exchange)
+        page = self._allowed_origin(exchange)
         always = page_headers(page) if page is not None else []
         if exchange.anthropic:
             always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
         if always:
-            exchange.client.say_always(always)
+            exchange.client.set_default_headers(always)
         route, name = self._find(exchange)
         exchange.route = route.label
         if page is not None and exchange.scope["method"] == "OPTIONS" and PREFLIGHT in exchange.headers:
@@ -184,7 +183,7 @@ class Edge:
         return self._settings.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
     async def _answer(self, exchange: Exchange, route: Route, name: str) -> None:
-        """Answer a route that needs neither an engine nor the admin API."""
+        """Answer a route that needs neither an engine nor the admin API: probes, /metrics, the models, and / for programs."""
         content_type, status = b"application/json", 200
         if route.kind is RouteKind.METRICS:
             content_type, body = metrics.CONTENT_TYPE.encode(), self._metrics_text()
@@ -198,14 +197,10 @@ class Edge:
             body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(exchange.headers))).encode()
         elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(exchange.headers))).encode()
-        elif route.kind is RouteKind.ROOT:
-            body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         else:
-            raise LookupError(f"No branch here answers a route of the kind {route.kind.value}.")
-        # sparkd does not log a probe that succeeds. Its answer carries an id only if the prober sent one, as with vLLM.
-        named = route.kind not in _PROBES or status != 200 or b"x-request-id" in exchange.headers
+            body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), (b"cache-control", b"no-cache")]
-        await exchange.answer(status, headers, body, named=named)
+        await exchange.answer(status, headers, body)
 
     async def _delegate(self, exchange: Exchange) -> None:
         """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer."""
@@ -226,9 +221,9 @@ class Edge:
                     exchange.status = message["status"]
                     sized = scope["method"] == "HEAD" or any(name == b"content-length" for name, _ in headers)
                     if not sized and scope["http_version"] != "1.1":
-                        send = exchange.client.send_to_the_close
+                        send = exchange.client.send_unframed
                     named = [pair for pair in headers if pair[0] != b"x-request-id"]
-                    message = {**message, "headers": [*named, *exchange.marks()]}
+                    message = {**message, "headers": [*named, *exchange.own_headers()]}
             if not broken:  # else Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
                 await send(message)
 
@@ -241,7 +236,7 @@ class Edge:
         del inner  # what the app put there, three stacks among it, is not for the life of a stream
         for texts in later:
             try:
-                await _send_on(texts, send_named, exchange)
+                await _send_rest(texts, send_named, exchange)
             except ClientGone:
                 # When a network fails, all its clients leave at once.
                 await self._admin_turn()
@@ -252,7 +247,7 @@ class Edge:
         async with self._admin_turns:
             await asyncio.sleep(0)
 
-    def _page(self, exchange: Exchange) -> bytes | None:
+    def _allowed_origin(self, exchange: Exchange) -> bytes | None:
         """The origin of the web page that sent the request, if `cors` allows it on this path."""
         origin, allowed = exchange.headers.get(b"origin"), self._settings.page_origins
         if origin is None or not exchange.scope["path"].startswith("/v1/") or not (origin.lower() in allowed or b"*" in allowed):
@@ -277,8 +272,8 @@ class Edge:
         """
         if self._settings.keys.open:
             if route.kind not in _PROBES:
-                does_nothing = route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.PAGE)
-                check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
+                reads_only = route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.PAGE)
+                check_local(headers, method, reads_only=reads_only, allowed_page=allowed_page)
             return None
         needed = route.role
         if route.kind is RouteKind.METRICS and self._settings.metrics_need_key:
@@ -315,7 +310,7 @@ class Edge:
             if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
             exchange.status, exchange.bytes_out = status, len(body)
-            await exchange.send({"type": "http.response.start", "status": status, "headers": [*answer, *exchange.marks()]})
+            await exchange.send({"type": "http.response.start", "status": status, "headers": [*answer, *exchange.own_headers()]})
             await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             if not waits:
                 await self._drop_body(exchange.receive)
@@ -356,10 +351,10 @@ def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
             raise BadRequest(f"The header {name.decode()} comes more than once, with different values: send it once.")
 
 
-async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange) -> None:
+async def _send_rest(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange) -> None:
     """Send the rest of an answer whose head was sent, until its client leaves."""
     client = exchange.client
-    client.call_when_gone(partial(leave, exchange))
+    client.call_on_disconnect(partial(client_left, exchange))
     try:
         async for text in texts:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
@@ -369,5 +364,5 @@ async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Excha
             raise ClientGone from None
         raise
     finally:
-        client.call_when_gone(None)
+        client.call_on_disconnect(None)
         await texts.aclose()

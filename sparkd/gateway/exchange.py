@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
+import time
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from functools import lru_cache
+from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparkd import metrics
 from sparkd.gateway.body import Members
-from sparkd.gateway.responses import CONNECTION, RawHeaders, Receive, Scope, Send, date, new_request_id
+from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.routes import EXACT, RouteKind
-from sparkd.gateway.usage import Tokens
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from sparkd.gateway.heartbeat import Heartbeat
     from sparkd.gateway.protocol import BoundedProtocol
     from sparkd.gateway.relay import Relay
@@ -30,11 +35,24 @@ _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NO_MEMBERS = Members()
+# Where the scope's extensions have the client's connection, a BoundedProtocol.
+CONNECTION = "sparkd.connection"
+# Ids need to be unlike each other, not secret: one random part per process is enough.
+_ids = count(1)
+_process = secrets.token_hex(6)
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
 
 class ClientGone(Exception):
     """The client closed its connection, so no response can be sent."""
+
+
+class Tokens(NamedTuple):
+    """Token counts of one request, as its engine reported them; None for a count that the response lacks."""
+
+    prompt: int | None
+    cached: int | None
+    completion: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -103,15 +121,15 @@ class Exchange:
         """Whether the client speaks OpenAI's API of /v1/responses."""
         return self.scope["path"].startswith("/v1/responses")
 
-    async def answer(self, status: int, headers: RawHeaders, body: bytes = b"", *, named: bool = True) -> None:
-        """Send a whole answer of sparkd's own, with its date and, if `named`, the request's id."""
+    async def answer(self, status: int, headers: RawHeaders, body: bytes = b"") -> None:
+        """Send a whole answer of sparkd's own, with its date and the request's id."""
         self.status, self.bytes_out = status, len(body)
-        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.marks(named=named)]})
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.own_headers()]})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def marks(self, *, named: bool = True) -> RawHeaders:
+    def own_headers(self) -> RawHeaders:
         """The headers that each of sparkd's own answers has."""
-        return [(b"date", date()), *([(b"x-request-id", self.request_id.encode())] if named else [])]
+        return [(b"date", date()), (b"x-request-id", self.request_id.encode())]
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""
@@ -125,13 +143,13 @@ class Exchange:
         seconds = perf_counter() - self.started_s
         if self.gone:
             self.status = CLIENT_GONE
-        _requests(self.model, self.route, self.status).inc()
+        series(metrics.REQUESTS, self.model, self.route, str(self.status)).inc()
         if self.model:
-            _seconds(self.model, self.route).observe(seconds)
+            series(metrics.REQUEST_SECONDS, self.model, self.route).observe(seconds)
             if self.first_s is not None:
-                _first(self.model).observe(self.first_s - self.started_s)
+                series(metrics.TIME_TO_FIRST_TOKEN_SECONDS, self.model).observe(self.first_s - self.started_s)
             if self.queued_s is not None:
-                _queue(self.model).observe(self.queued_s)
+                series(metrics.QUEUE_SECONDS, self.model).observe(self.queued_s)
         level = logging.DEBUG if self.route in _POLLED and self.status < 400 else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(
@@ -150,33 +168,27 @@ class Exchange:
             )
 
 
+def new_request_id() -> str:
+    return f"req-{_process}-{next(_ids):x}"
+
+
+def date() -> bytes:
+    """The Date of an answer that begins now (RFC 9110 6.6.1)."""
+    return _date_of(int(time.time()))
+
+
+@lru_cache(maxsize=1)
+def _date_of(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
+
+
 def count_refused(status: int) -> None:
     """Count a request that was refused before it had a route: malformed, too slow, or with headers too large."""
-    _requests("", "none", status).inc()
+    series(metrics.REQUESTS, "", "none", str(status)).inc()
 
 
 # prometheus_client looks a child up under a lock and builds a tuple of strings each time. There are few, and every request needs some.
 @lru_cache(maxsize=4096)
-def _requests(model: str, route: str, code: int) -> Any:
-    return metrics.REQUESTS.labels(model, route, str(code))
-
-
-@lru_cache(maxsize=1024)
-def _seconds(model: str, route: str) -> Any:
-    return metrics.REQUEST_SECONDS.labels(model, route)
-
-
-@lru_cache(maxsize=256)
-def _first(model: str) -> Any:
-    return metrics.TIME_TO_FIRST_TOKEN_SECONDS.labels(model)
-
-
-@lru_cache(maxsize=256)
-def _queue(model: str) -> Any:
-    return metrics.QUEUE_SECONDS.labels(model)
-
-
-@lru_cache(maxsize=256)
-def in_flight(model: str) -> Any:
-    """The gauge of requests that an engine is working on."""
-    return metrics.IN_FLIGHT.labels(model)
+def series(metric: Any, *labels: str) -> Any:
+    """The series of a metric with these values of its labels."""
+    return metric.labels(*labels)

@@ -1,18 +1,43 @@
-"""Reports a stream's failure in the terms of the client's API, so that no client takes a part for the whole or retries in vain."""
+"""Errors in the terms of the client's API, so that no client takes a part of a stream for the whole or retries in vain."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from sparkd.errors import ModelCannotLoad, RequestCancelled, SparkdError
+from sparkd.errors import ModelCannotLoad, RequestCancelled, SparkdError, error_body
 from sparkd.gateway.exchange import Exchange
-from sparkd.gateway.responses import error_bytes
+from sparkd.gateway.headers import RawHeaders
 
+# docs.anthropic.com, "Errors"; 503 is theirs as 529 overloaded_error.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,12})')
+
+
+def error_bytes(error: SparkdError, request_id: str | None, *, anthropic: bool = False) -> bytes:
+    """The error envelope as JSON. The Anthropic shape carries the same members, under the type names of that API."""
+    body = error_body(error, request_id)
+    if anthropic:
+        body["error"]["type"] = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        body = {"type": "error", **body, "request_id": request_id}
+    return json.dumps(body).encode()
+
+
+def json_headers(length: int, more: Mapping[str, str]) -> RawHeaders:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+    return [*headers, *((name.encode(), value.encode("latin-1", "replace")) for name, value in more.items())]
 
 
 def status_of(error: SparkdError, exchange: Exchange) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from sparkd.gateway.responses import RawHeaders
+RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 # RFC 9110 7.6.1: they apply to one connection.
 _HOP_BY_HOP = frozenset(
@@ -35,13 +36,13 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     """The head of the request to the engine: the client's headers, in printable ASCII.
 
     Left out are the client's credentials, headers of its connection (and those that `Connection` names), and the headers that sparkd
-    writes. sparkd asks for no encoding, because it passes bytes on as they come. `preamble` is sparkd.gateway.connection.ConnectionPool's.
+    writes. sparkd asks for no encoding, because it passes bytes on as they come. `preamble` is Upstream's.
     """
     hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]
     for name, value in headers:
         if name == b"connection":
-            hidden += _tokens(value)
+            hidden += (token.strip().lower() for token in value.split(b","))
     for name, value in headers:
         if name in _KEPT_FROM_ENGINE or name in hidden or name.startswith(_OWN_PREFIXES) or not _PRINTABLE.fullmatch(value):
             continue
@@ -52,36 +53,30 @@ def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeader
     return b"".join(lines)
 
 
-def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: bool = True) -> tuple[RawHeaders, bool, bool]:
-    """The client's headers for an engine's answer, whether it is an event stream, and whether its length is unknown.
+def response_headers(headers: RawHeaders, request_id: str, *, takes_chunks: bool) -> tuple[RawHeaders, bool, bool]:
+    """The client's headers for an engine's answer, whether it is an event stream, and whether it goes to the client in chunks.
 
-    chunks: whether the client accepts chunked encoding.
+    takes_chunks: whether the client accepts chunked encoding.
     """
     passed: RawHeaders = [(b"x-request-id", request_id.encode())]
-    streams, chunked = False, status not in (204, 304)
-    hidden: list[bytes] = []
+    streams, chunked = False, takes_chunks
     for name, value in headers:
         if name in _KEPT_FROM_CLIENT or name.startswith(_OWN_PREFIXES):
-            if name == b"connection":
-                hidden += _tokens(value)
             continue
         if name == b"content-length":
-            if status in (204, 304):
-                continue
             chunked = False
         elif name == b"content-type" and value[:17].lower() == b"text/event-stream":
             streams = True
         passed.append((name, value))
-    if hidden:
-        passed = [pair for pair in passed if pair[0] not in hidden]
     if streams:
         # Without these, nginx would buffer a stream, and browsers and caches would store it.
         passed = [pair for pair in passed if pair[0] != b"cache-control"]
         passed += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    if chunked and chunks:
+    if chunked:
         passed.append((b"transfer-encoding", b"chunked"))
     return passed, streams, chunked
 
 
-def _tokens(value: bytes) -> list[bytes]:
-    return [token.strip().lower() for token in value.split(b",")]
+def media_type(headers: Mapping[bytes, bytes]) -> bytes:
+    """The type in Content-Type without its parameters, b"" if there is none."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

@@ -9,19 +9,8 @@ from sparkd.errors import BadRequest, UnknownModel
 from sparkd.state.snapshot import ModelView
 
 _SHOWN_NAMES = 20
-# vllm/entrypoints/serve/engine/protocol.py, ModelPermission.
-_PERMISSION = {
-    "object": "model_permission",
-    "allow_create_engine": False,
-    "allow_sampling": True,
-    "allow_logprobs": True,
-    "allow_search_indices": False,
-    "allow_view": True,
-    "allow_fine_tuning": False,
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-}
+# OpenAI's type requires the member. sparkd does not know when a model was made; the time of its own start would change with each restart.
+_CREATED_S = 0
 
 
 def models_list(models: Mapping[str, ModelView], *, with_aliases: bool, paths: bool) -> dict[str, Any]:
@@ -67,18 +56,15 @@ def model_meant(models: Mapping[str, ModelView]) -> str:
 
 
 def _entry(view: ModelView, name: str, paths: bool) -> dict[str, Any]:
-    """An entry of vLLM's model list, with sparkd's own facts."""
-    created_s = int(view.created_at_s)
+    """An entry of OpenAI's model list, with vLLM's `root` and `max_model_len` and sparkd's own facts."""
     folder = view.source.startswith("/")
     entry: dict[str, Any] = {
         "id": name,
         "object": "model",
-        "created": created_s,
+        "created": _CREATED_S,
         "owned_by": "sparkd",
         "root": view.source.rstrip("/").rpartition("/")[2] if folder and not paths else view.source,
-        "parent": None,
         "max_model_len": view.max_model_len,
-        "permission": [{"id": f"modelperm-{view.name}", "created": created_s, **_PERMISSION}],
         "status": _status(view),
     }
     if view.metadata:

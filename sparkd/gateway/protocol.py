@@ -18,15 +18,17 @@ from time import monotonic
 from typing import Any, ClassVar
 
 import httptools
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.condition import Condition
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
 from sparkd.gateway.connection import Connection
-from sparkd.gateway.exchange import count_refused
+from sparkd.gateway.exchange import CONNECTION, count_refused, date, new_request_id
+from sparkd.gateway.failures import error_bytes, json_headers
+from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.responses import CONNECTION, Message, RawHeaders, date, error_bytes, json_headers, new_request_id
 
 _log = logging.getLogger("sparkd.gateway")
 
@@ -38,9 +40,9 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
 # struct linger of socket(7), on, 0 s: closing sends a reset.
-_LINGER_NOT = struct.pack("ii", 1, 0)
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 # How long a connection without a request stays open after shutdown has begun.
-_LAST_S = 0.25
+_SHUTDOWN_GRACE_S = 0.25
 # How long the condition stays after the last connection beyond the limit.
 FULL_S = 15.0
 
@@ -71,31 +73,31 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **named)
         self.access_log = False  # the edge writes one line per request, without the query string
         self._stage = _Stage.HEAD
-        self._timed: _Stage | None = None
+        self._deadline_stage: _Stage | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
-        self._begun_s = 0.0
+        self._body_begun_s = 0.0
         self._unparsed_bytes = 0
         self._body_bytes = 0
-        self._deaf = self._last = False
+        self._ignores_input = self._shutting_down = False
         self._refusal: SparkdError | None = None
-        self._when_gone: Callable[[], object] | None = None
-        self._engine: Connection | None = None
+        self._disconnect_callback: Callable[[], object] | None = None
+        self._source: Connection | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- for the app, by scope["extensions"][CONNECTION] ------------------------------------------------------------------
 
-    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
         """Call `callback` once if the client leaves, or has left, before its answer is complete. None withdraws it.
 
         ASGI's way, a second task that awaits `receive()`, takes a tenth of a short request's time.
         """
-        self._when_gone = callback
+        self._disconnect_callback = callback
         if callback is not None and self.cycle is not None and self.cycle.disconnected:
-            self._when_gone = None
+            self._disconnect_callback = None
             callback()
 
-    def say_always(self, headers: RawHeaders) -> None:
+    def set_default_headers(self, headers: RawHeaders) -> None:
         """Add `headers` to the present answer, whether the app or `begin_answer` writes it."""
         self.cycle.default_headers = headers
 
@@ -105,10 +107,10 @@ class BoundedProtocol(HttpToolsProtocol):
         The close comes after what was written: a browser that gets both in one read drops the last event. A response that ends with the
         connection, of HTTP/1.0, is shown to be incomplete by a reset only.
         """
-        self._when_gone = None
-        self._deaf = self.cycle.disconnected = True
+        self._disconnect_callback = None
+        self._ignores_input = self.cycle.disconnected = True
         if not self.takes_chunks:
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.loop.call_later(self.limits.cut_s, self._close)
 
     def write_event(self, event: bytes) -> None:
@@ -144,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """False for HTTP/1.0, where a body of unknown length ends with the connection (RFC 9112 6.1, 6.3)."""
         return bool(self.scope["http_version"] == "1.1")
 
-    async def send_to_the_close(self, message: Message) -> None:
+    async def send_unframed(self, message: Message) -> None:
         """ASGI's `send` for a body of unknown length to a client of HTTP/1.0, to which uvicorn would send chunks."""
         if self.flow.write_paused:
             await self.flow.drain()
@@ -158,11 +160,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not message.get("more_body", False):
             self.end_answer()
 
-    def fed_by(self, engine: Connection | None) -> None:
-        """Pause `engine` while the client's buffer is full. None withdraws it."""
-        self._engine = engine
-        if engine is not None and self.flow.write_paused:
-            engine.pause()
+    def set_source(self, source: Connection | None) -> None:
+        """Pause `source` while the client's buffer is full. None withdraws it."""
+        self._source = source
+        if source is not None and self.flow.write_paused:
+            source.pause()
 
     def end_answer(self) -> None:
         """Record that the present answer was written completely."""
@@ -188,24 +190,24 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
             return
         self.idle[self] = None
-        self._arm(_Stage.HEAD, self.limits.header_s)
+        self._set_deadline(_Stage.HEAD, self.limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         metrics.CONNECTIONS.dec()
         self.idle.pop(self, None)
-        self._disarm()
+        self._clear_deadline()
         if self._write_deadline is not None:
             self._write_deadline.cancel()
             self._write_deadline = None
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        callback, self._when_gone = self._when_gone, None
+        callback, self._disconnect_callback = self._disconnect_callback, None
         if callback is not None:
             callback()
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)
-        if self._deaf:
+        if self._ignores_input:
             if self._unparsed_bytes > _IGNORED_BYTES:
                 self.transport.abort()
             return
@@ -214,29 +216,29 @@ class BoundedProtocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
-                self._ignore_offer(data[offer.args[0] :])
+                self._ignore_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError:
-            if not self._deaf:
+            if not self._ignores_input:
                 self._refuse(self._refusal or BadRequest("The request is not valid HTTP/1.1."))
             return
         if self._stage is _Stage.ANSWER:
             if self._deadline is not None:
-                self._disarm()
+                self._clear_deadline()
         elif self._stage is _Stage.HEAD:
             if self._unparsed_bytes > self.limits.header_bytes:
                 self._refuse(self._too_large())
-            elif self._timed is not _Stage.HEAD:
-                self._arm(_Stage.HEAD, self.limits.header_s)
+            elif self._deadline_stage is not _Stage.HEAD:
+                self._set_deadline(_Stage.HEAD, self.limits.header_s)
         elif self._unparsed_bytes > self.limits.header_bytes + _ONE_READ_BYTES:
             self._refuse(BadRequest("The request's chunk extensions or trailers are too large."))
-        elif self._timed is not _Stage.BODY:
-            self._begun_s = self.loop.time()
-            self._arm(_Stage.BODY, self.limits.body_grace_s)
+        elif self._deadline_stage is not _Stage.BODY:
+            self._body_begun_s = self.loop.time()
+            self._set_deadline(_Stage.BODY, self.limits.body_grace_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._engine is not None:
-            self._engine.pause()
+        if self._source is not None:
+            self._source.pause()
         if self._write_deadline is None:
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
@@ -245,8 +247,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
         super().resume_writing()
-        if self._engine is not None:
-            self._engine.resume()
+        if self._source is not None:
+            self._source.resume()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._stage is not _Stage.HEAD:
             # A client pipelined a request behind an unfinished one. uvicorn would queue it without limit and lose track of the disconnect.
             # RFC 9112 9.3.2 lets a server close after any answer: sparkd answers the first request and reads no further.
-            self._deaf = True
+            self._ignores_input = True
             self.cycle.keep_alive = False
             raise _Refused
         super().on_message_begin()
@@ -288,10 +290,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form or a fragment: it matches no route
             self.scope["path"] = self.url.decode("latin-1")
             self.scope["raw_path"] = self.url
-        if self._last:
+        if self._shutting_down:
             self.cycle.keep_alive = False
-        if not self.takes_chunks:
-            self.cycle.waiting_for_100_continue = False  # RFC 9110 15.2: nor does it take interim answers
         self.headers = []  # trailers land in this unread list instead of among the request's headers
         self._stage = _Stage.BODY
         self._unparsed_bytes = self._body_bytes = 0
@@ -310,9 +310,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- uvicorn --------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        self._when_gone = None
+        self._disconnect_callback = None
         super().on_response_complete()
-        if self.transport.is_closing() or self._stage is not _Stage.ANSWER or self._deaf:
+        if self.transport.is_closing() or self._stage is not _Stage.ANSWER or self._ignores_input:
             self._close()
             return
         self._stage = _Stage.HEAD
@@ -323,20 +323,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def shutdown(self) -> None:
-        """Answer the request in progress, and one that arrives within _LAST_S: its client cannot know of the shutdown yet."""
-        self._last = True
+        """Answer the request in progress, and one that arrives within _SHUTDOWN_GRACE_S: its client cannot know of the shutdown yet."""
+        self._shutting_down = True
         if self.cycle is not None and not self.cycle.response_complete:
             super().shutdown()
         else:
-            self.loop.call_later(_LAST_S, self._close_unless_asked)
+            self.loop.call_later(_SHUTDOWN_GRACE_S, self._close_if_idle)
 
-    def _close_unless_asked(self) -> None:
+    def _close_if_idle(self) -> None:
         if self._stage is _Stage.HEAD and self._unparsed_bytes == 0 and not self.transport.is_closing():
             self._close()
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
-    def _ignore_offer(self, rest: bytes) -> None:
+    def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request anew without its Upgrade header, for instance an offer of h2c, which a server may ignore (RFC 9110 7.8).
 
         httptools takes `rest`, which is the body, for bytes of the other protocol.
@@ -373,16 +373,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: SparkdError) -> None:
         """Send the error of the parser or of a deadline, and close. If an answer has begun, only close."""
-        self._deaf = True
+        self._ignores_input = True
         self._unparsed_bytes = 0
-        self._disarm()
+        self._clear_deadline()
         self._unset_keepalive_if_required()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # uvicorn would write the 100 behind this answer
             cycle.message_event.set()
-            callback, self._when_gone = self._when_gone, None
+            callback, self._disconnect_callback = self._disconnect_callback, None
             if callback is not None:
                 callback()
             if cycle.response_started:
@@ -408,19 +408,19 @@ class BoundedProtocol(HttpToolsProtocol):
             f"The request's headers are larger than {self.limits.header_bytes} bytes or more than {self.limits.header_count}."
         )
 
-    def _arm(self, stage: _Stage, seconds: float) -> None:
+    def _set_deadline(self, stage: _Stage, seconds: float) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._timed = stage
-        self._deadline = self.loop.call_later(seconds, self._overdue)
+        self._deadline_stage = stage
+        self._deadline = self.loop.call_later(seconds, self._deadline_passed)
 
-    def _disarm(self) -> None:
-        self._timed = None
+    def _clear_deadline(self) -> None:
+        self._deadline_stage = None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _overdue(self) -> None:
+    def _deadline_passed(self) -> None:
         self._deadline = None
         if self.transport.is_closing():
             return
@@ -430,9 +430,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             self._refuse(RequestTimeout(f"The request's headers did not arrive within {self.limits.header_s:g} s."))
             return
-        left_s = self._begun_s + self.limits.body_grace_s + self._body_bytes / self.limits.body_rate - self.loop.time()
+        left_s = self._body_begun_s + self.limits.body_grace_s + self._body_bytes / self.limits.body_rate - self.loop.time()
         if left_s > 0:
-            self._arm(_Stage.BODY, left_s)
+            self._set_deadline(_Stage.BODY, left_s)
             return
         self._refuse(RequestTimeout("The request's body arrived too slowly."))
 

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hmac import compare_digest
 from time import perf_counter
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
+from sparkd import metrics
 from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
@@ -23,8 +24,8 @@ from sparkd.errors import (
     UnsupportedMediaType,
 )
 from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json, model_of_form, refuse_many_members, unpacked
-from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
-from sparkd.gateway.headers import request_head
+from sparkd.gateway.exchange import ClientGone, Exchange, series
+from sparkd.gateway.headers import media_type, request_head
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import ClientLimits, too_large
 from sparkd.gateway.models_list import find_model, model_meant
@@ -85,9 +86,8 @@ class Proxy:
     async def forward(self, exchange: Exchange, route: Route, name: str) -> None:
         """Read the body, wait for an engine and pass its answer on. name: the variable part of the path."""
         headers = exchange.headers
-        content_type = headers.get(b"content-type", b"")
         encoding = headers.get(b"content-encoding", b"").strip().lower()
-        _check_content(route.kind, content_type, encoding)
+        _check_content(route.kind, media_type(headers), encoding)
         body = exchange.body = await self.read_body(exchange, self.limits.body_bytes)
         if encoding in ENCODINGS:
             body = exchange.body = await self._unpack(body, encoding, exchange)
@@ -96,7 +96,7 @@ class Proxy:
             exchange.members = await self._members(body)
             model = exchange.members.model
         elif route.kind is RouteKind.FORM:
-            model = model_of_form(body, content_type.decode("latin-1"))
+            model = model_of_form(body, headers[b"content-type"].decode("latin-1"))
         elif route.kind is RouteKind.ENGINE:
             model = self._ready_model(exchange.scope["query_string"])
         else:
@@ -161,7 +161,7 @@ class Proxy:
 
     async def _lease(self, model: str, route: Route, exchange: Exchange) -> None:
         """Wait for the engine and relay the request, until the client leaves."""
-        exchange.client.call_when_gone(partial(leave, exchange))
+        exchange.client.call_on_disconnect(partial(client_left, exchange))
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
@@ -175,7 +175,7 @@ class Proxy:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
                     exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s)
-                gauge = in_flight(lease.model)
+                gauge = series(metrics.IN_FLIGHT, lease.model)
                 gauge.inc()
                 try:
                     await self._relay(lease, route, exchange)
@@ -191,7 +191,7 @@ class Proxy:
                 exchange.model = view.name if view else "unknown"
             raise
         finally:
-            exchange.client.call_when_gone(None)
+            exchange.client.call_on_disconnect(None)
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
 
@@ -206,14 +206,14 @@ class Proxy:
 
     async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
-        pool, scope = lease.upstream.pool, exchange.scope
+        upstream, scope = lease.upstream, exchange.scope
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:
             target += b"?" + scope["query_string"]
-        connection = await pool.connection()
+        connection = await upstream.connection()
         relay = exchange.relay = Relay(connection, exchange)
         try:
-            head = request_head(scope["method"], target, pool.preamble, scope["headers"], exchange.request_id, len(exchange.body))
+            head = request_head(scope["method"], target, upstream.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await connection.ask(head, exchange.body, relay)
             self.release(exchange)
             error = await relay.over
@@ -268,28 +268,28 @@ class Proxy:
         ready = [view.name for view in self._supervisor.snapshot().models.values() if view.state is ModelState.READY]
         if len(ready) == 1:
             return ready[0]
-        keepers = await asyncio.gather(*(self._keeps(name, response_id) for name in ready))
+        keepers = await asyncio.gather(*(self._has_response(name, response_id) for name in ready))
         if True not in keepers:
             kept = "an engine keeps its responses until it ends"
             raise NotFound(f"No running engine has the response {response_id[:128]!r}: {kept}. Create it again.")
         return ready[keepers.index(True)]
 
-    async def _keeps(self, model: str, response_id: str) -> bool:
+    async def _has_response(self, model: str, response_id: str) -> bool:
         try:
             # A probe is no use of the model, and starts none.
             async with self._supervisor.lease(model, probe=True) as lease:
-                await lease.upstream.get(f"{_RESPONSES}/{response_id}", 0, _FIND_RESPONSE_S)
+                await lease.upstream.get(f"{_RESPONSES}/{response_id}", _FIND_RESPONSE_S)
         except SparkdError:
             return False
         return True
 
 
-def leave(exchange: Exchange) -> None:
+def client_left(exchange: Exchange) -> None:
     """End the exchange of a client that left, whether it waits for a load, for the engine, or is in a stream.
 
     SDKs close at the last event, before the body ends: such a stream is complete.
     """
-    if exchange.relay is not None and exchange.relay.finish():
+    if exchange.relay is not None and exchange.relay.finish_early():
         return
     exchange.gone = True
     if exchange.relay is not None:
@@ -313,15 +313,9 @@ def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
         raise NoToolParser(lease.model, parsers.nearest)
 
 
-@lru_cache(maxsize=128)
-def _media_type(content_type: bytes) -> bytes:
-    return content_type.partition(b";")[0].strip().lower()
-
-
-def _check_content(kind: RouteKind, content_type: bytes, encoding: bytes) -> None:
+def _check_content(kind: RouteKind, media: bytes, encoding: bytes) -> None:
     if encoding not in _ENCODINGS:
         raise UnsupportedEncoding("This content-encoding is not accepted; send the body with gzip, with zstd or as it is.")
-    media = _media_type(content_type)
     if kind is RouteKind.JSON and media not in (b"", b"application/json"):
         raise UnsupportedMediaType("This path takes content-type application/json.")
     if kind is RouteKind.FORM and media != b"multipart/form-data":

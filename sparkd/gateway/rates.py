@@ -23,8 +23,7 @@ _HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2
 _DRAFTS, _ACCEPTED = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_per_pos_total"
 _NAMES = "|".join((*_COUNTERS, *_GAUGES, *(f"{name}_bucket" for name in _HISTOGRAMS), _DRAFTS, _ACCEPTED))
 _SAMPLE = re.compile(rf"\nvllm:({_NAMES})(?:\{{(.*)\}})? ([^ \n]+)")
-_BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
-_POSITION = re.compile(r'(?:^|,)position="([0-9]+)"')
+_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +128,16 @@ def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | No
 def sample_of(page: str, at_s: float) -> Sample:
     """The numbers of an engine's page that sparkd computes with; about a millisecond. at_s: monotonic seconds."""
     sample = Sample(at_s)
-    for name, labels, text in _SAMPLE.findall(f"\n{page}"):
-        try:
-            value = float(text)
-            bound = _BOUND.search(labels) if name.endswith("_bucket") else None
-            upper = float(bound[1]) if bound is not None else math.inf
-        except ValueError:
-            continue
-        if not math.isfinite(value):
-            continue
+    for name, label_text, value_text in _SAMPLE.findall(f"\n{page}"):
+        value = float(value_text)
+        labels = dict(_LABEL.findall(label_text))
         if name.endswith("_bucket"):
-            if bound is not None:
-                buckets = sample.buckets.setdefault(name.removesuffix("_bucket"), {})
-                buckets[upper] = buckets.get(upper, 0.0) + value
+            buckets = sample.buckets.setdefault(name.removesuffix("_bucket"), {})
+            bound = float(labels["le"])
+            buckets[bound] = buckets.get(bound, 0.0) + value
         elif name == _ACCEPTED:
-            if (position := _POSITION.search(labels)) is not None:
-                place = int(position[1])
-                sample.accepted[place] = sample.accepted.get(place, 0.0) + value
+            position = int(labels["position"])
+            sample.accepted[position] = sample.accepted.get(position, 0.0) + value
         elif name == "kv_cache_usage_perc":
             sample.values[name] = max(value, sample.values.get(name, 0.0))
         else:
@@ -177,4 +169,4 @@ def _acceptance(earlier: Sample, last: Sample) -> tuple[float, ...] | None:
     drafts = _growth(earlier, last, _DRAFTS)
     if not drafts or not last.accepted:
         return None
-    return tuple((last.accepted[place] - earlier.accepted.get(place, 0.0)) / drafts for place in sorted(last.accepted))
+    return tuple((last.accepted[position] - earlier.accepted.get(position, 0.0)) / drafts for position in sorted(last.accepted))

@@ -9,18 +9,18 @@ from time import perf_counter
 
 from sparkd.errors import EngineError, SparkdError
 from sparkd.gateway.connection import Connection
-from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.exchange import Exchange, Tokens
 from sparkd.gateway.failures import error_event, failure_event, is_cut
-from sparkd.gateway.headers import response_headers
-from sparkd.gateway.responses import RawHeaders
-from sparkd.gateway.usage import USAGE_BYTES, tokens_of
+from sparkd.gateway.headers import RawHeaders, response_headers
 
 # The ends of an event, and of a chunk that ends with an event.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 # The last events of OpenAI's and Anthropic's streams. A text within an event holds no line of its own.
 _LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.(?:completed|incomplete|failed)))\r?$", re.MULTILINE)
-
+# With the names of its parts, an object `usage` of vLLM has some 300 bytes.
+_USAGE_BYTES = 1024
+_COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
 # The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
 
@@ -46,8 +46,7 @@ class Relay:
         self.begun = False
         self.ended = False
         self._streams = False
-        self._chunked = False  # the answer's length is unknown: it goes in chunks, or ends with the connection for HTTP/1.0
-        self._chunks = client.takes_chunks
+        self._chunked = False  # False for an answer of known length, and for HTTP/1.0, where one of unknown length ends with the connection
         self._first = self._tail = b""
         self._pieces = 0
         self._foreign: bytearray | None = None
@@ -67,20 +66,20 @@ class Relay:
         """Whether the client may get an event of sparkd's own: the engine is silent yet, or its stream stands between two events."""
         return self._connection is not None and (not self._status or self._stands_between_events(self._connection.tail))
 
-    def finish(self) -> bool:
+    def finish_early(self) -> bool:
         """Take an answer for complete whose last event was written, because its client leaves before the body's end. False: it was not."""
         if self._connection is None or not self._streams or not _LAST_EVENT.search(self._connection.passed):
             return False
         self.stop()
-        self._be_over()
+        self._end()
         return True
 
     def stop(self) -> None:
         """Hang up on an engine whose answer is not complete. Nothing more of it reaches the client."""
         connection = self._connection
         if connection is not None:
-            self._leave_connection()
-            connection.abort()
+            self._release_connection()
+            connection.abort(self)
 
     def break_off(self, error: SparkdError) -> None:
         """End an answer that has begun so that no client takes it for complete.
@@ -96,12 +95,13 @@ class Relay:
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status
-        self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id, self._chunks)
+        takes_chunks = self._client.takes_chunks
+        self._headers, self._streams, self._chunked = response_headers(headers, self._exchange.request_id, takes_chunks=takes_chunks)
         if self._follows():
             if status != 200 or not self._streams:
                 self._foreign = bytearray()
                 self._exchange.code = f"status_{status}"
-            self._streams = self._chunked = True
+            self._streams, self._chunked = True, takes_chunks
         self._exchange.streamed = self._streams
 
     def body(self, data: bytes, ended: bool) -> None:
@@ -120,25 +120,25 @@ class Relay:
                 self._exchange.status = self._status
                 pieces.append(self._client.begin_answer(self._status, self._headers))
             if not ended:
-                self._client.fed_by(connection)
+                self._client.set_source(connection)
         if data:
             self._count(data)
-            if self._chunked and self._chunks:
+            if self._chunked:
                 connection.pass_chunks(self._write)
                 data = b"%x\r\n%b\r\n" % (len(data), data)
-            connection.keep(data)
+            connection.remember(data)
             pieces.append(data)
-        if ended and self._chunked and self._chunks:
+        if ended and self._chunked:
             pieces.append(b"0\r\n\r\n")
         if pieces:
             self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if ended:
-            self._leave_connection()
+            self._release_connection()
             self._client.end_answer()
-            self._be_over()
+            self._end()
 
     def broken(self, error: EngineError) -> None:
-        self._leave_connection()
+        self._release_connection()
         if not self.over.done():
             self.over.set_result(error)
 
@@ -149,11 +149,11 @@ class Relay:
         self.begun = True
         event = failure_event(body, self._exchange, lasts=self._status < 500)
         self._count(event)
-        self._leave_connection()
+        self._release_connection()
         self._client.fail(event, cut=is_cut(self._exchange))
-        self._be_over()
+        self._end()
 
-    def _be_over(self) -> None:
+    def _end(self) -> None:
         self.ended = True
         if not self.over.done():
             self.over.set_result(None)
@@ -163,13 +163,12 @@ class Relay:
         return heartbeat is not None and heartbeat.begun
 
     def _stands_between_events(self, tail: bytes) -> bool:
-        ends = _CHUNK_ENDS if self._chunks else _EVENT_ENDS
-        return self._streams and self._chunked and (not tail or tail.endswith(ends))
+        return self._streams and (not tail or tail.endswith(_CHUNK_ENDS if self._chunked else _EVENT_ENDS))
 
-    def _leave_connection(self) -> None:
+    def _release_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._client.fed_by(None)
+            self._client.set_source(None)
             self._exchange.bytes_out += connection.passed_bytes
             self._pieces += connection.passed_pieces
             self._tail = connection.tail
@@ -179,6 +178,26 @@ class Relay:
         if self._streams and self._exchange.first_s is None:
             self._exchange.first_s = perf_counter()
         if not self._pieces:
-            self._first = data[:USAGE_BYTES]
+            self._first = data[:_USAGE_BYTES]
         self._exchange.bytes_out += len(data)
         self._pieces += 1
+
+
+def tokens_of(tail: bytes) -> Tokens | None:
+    """The tokens in the last `usage` of an answer's last or first bytes (vLLM's answer of /rerank has it before the results).
+
+    Quotes in a text are escaped in JSON, so a text never holds what is searched for.
+    """
+    at = tail.rfind(b'"usage":')
+    if at < 0:
+        return None
+    counts: dict[bytes, int] = {}
+    for match in _COUNT.finditer(tail, at, at + _USAGE_BYTES):
+        counts.setdefault(match[1], int(match[2]))
+    if not counts:
+        return None
+    return Tokens(
+        counts.get(b"prompt", counts.get(b"input")),
+        counts.get(b"cached", counts.get(b"cache_read_input")),
+        counts.get(b"completion", counts.get(b"output")),
+    )

@@ -10,8 +10,7 @@ from time import perf_counter, time
 
 from sparkd.errors import NotFound, StateError
 from sparkd.execution.threads import Threads
-from sparkd.gateway.exchange import Exchange
-from sparkd.gateway.usage import Tokens
+from sparkd.gateway.exchange import Exchange, Tokens
 from sparkd.state.request_store import REQUESTS_KEPT, ROWS_AT_ONCE, RequestRow, RequestStore
 
 _log = logging.getLogger("sparkd.requests")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from sparkd import metrics
 from sparkd.errors import EngineError
@@ -17,17 +17,13 @@ from sparkd.execution.boundary import Boundary
 from sparkd.gateway.rates import EngineRates, Rates, sample_of
 from sparkd.gateway.upstream import Upstream
 
-_log = logging.getLogger("sparkd.gateway.scraper")
-
 EVERY_S = 5.0
 # The interval while a client shows the page, for the rates alone.
 WATCHED_EVERY_S = 1.0
 TIMEOUT_S = 2.0
-MAX_BYTES = 4 << 20
 KEEP_S = 30.0
 
 _OWN_LINE = re.compile(r"^(?:# (?:HELP|TYPE) )?vllm:.*", re.MULTILINE)
-_OURS = ("model", "node")
 
 Key = tuple[str, str]  # model, node
 
@@ -39,13 +35,11 @@ class _Engine:
     fresh_at_s: when its page came last, or when it was first asked for one.
     families: of its last page.
     rates: None while it gives no page, because old ones would look like news.
-    unreadable: whether its last page was not in Prometheus's text format.
     """
 
     fresh_at_s: float
     families: Sequence[Metric] = ()
     rates: EngineRates | None = None
-    unreadable: bool = False
 
 
 class Scraper:
@@ -102,17 +96,10 @@ class Scraper:
             return
         engine.rates = engine.rates or EngineRates()
         engine.rates.take(await asyncio.to_thread(sample_of, page, self._clock()))
-        if not whole:
-            return
-        try:
+        if whole:
             # In a thread: a page takes the parser some 20 ms.
             engine.families = await asyncio.to_thread(labelled, page, *key)
-        except (ValueError, LookupError):
-            if not engine.unreadable:
-                _log.warning("the metrics of %s on %s are left out: its page is not in Prometheus's text format", *key)
-            engine.unreadable = True
-            return
-        engine.unreadable, engine.fresh_at_s = False, self._clock()
+            engine.fresh_at_s = self._clock()
 
     def rates(self) -> dict[str, Rates]:
         """By model, of the engines that answer."""
@@ -127,16 +114,10 @@ class Scraper:
 
 
 def labelled(page: str, model: str, node: str) -> Sequence[Metric]:
-    """An engine's own families, with `model` and `node` added to every sample. Raises ValueError or LookupError for other text.
-
-    A label of that name which an engine has itself becomes `exported_model` or `exported_node`, as Prometheus would call it.
-    """
+    """An engine's own families, with `model` and `node` added to every sample."""
     families = [*text_string_to_metric_families("\n".join(_OWN_LINE.findall(page)))]
     for family in families:
-        family.samples = [
-            sample._replace(labels={_exported(name): value for name, value in sample.labels.items()} | {"model": model, "node": node})
-            for sample in family.samples
-        ]
+        family.samples = [sample._replace(labels={**sample.labels, "model": model, "node": node}) for sample in family.samples]
     return families
 
 
@@ -147,29 +128,22 @@ def merge(pages: Iterable[Sequence[Metric]]) -> bytes:
         for family in families:
             whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             whole.samples.extend(family.samples)
-    registry = CollectorRegistry()
-    registry.register(_Merged(merged))
-    return generate_latest(registry)
+    return generate_latest(_Merged(merged))
 
 
 async def page_of(upstream: Upstream) -> str | None:
-    """An engine's metrics page; None where it has none of at most MAX_BYTES to give within TIMEOUT_S."""
+    """An engine's metrics page; None where it has none to give within TIMEOUT_S."""
     try:
-        page = await upstream.get("/metrics", MAX_BYTES, TIMEOUT_S)
+        return (await upstream.get("/metrics", TIMEOUT_S)).decode()
     except EngineError:
         return None
-    return page.decode("utf-8", "replace") if len(page) <= MAX_BYTES else None
 
 
-class _Merged:
-    """The families that `merge` has made, as a registry collects them."""
+class _Merged(Collector):
+    """The families that `merge` has made, as prometheus_client collects them."""
 
     def __init__(self, families: dict[str, Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
         return iter(self._families.values())
-
-
-def _exported(label: str) -> str:
-    return f"exported_{label}" if label in _OURS else label

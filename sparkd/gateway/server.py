@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from sparkd import metrics
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
 from sparkd.gateway.protocol import BoundedProtocol
-from sparkd.gateway.responses import App
 
 BACKLOG = 2048
 REST_S, CUT_S = 2.0, 1.0
@@ -130,7 +130,7 @@ def map_large_blocks() -> None:
 
 
 def gateway_server(
-    app: App,
+    app: ASGIApp,
     http: type[BoundedProtocol],
     *,
     drain_s: float = 30.0,

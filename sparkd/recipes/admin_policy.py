@@ -8,6 +8,7 @@ from typing import Any
 
 from sparkd.config.engine_flags import arguments
 from sparkd.config.model import ModelConfig, TuningKeys
+from sparkd.config.quantize import canonical
 from sparkd.errors import ConfigError
 from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
 
@@ -78,7 +79,7 @@ def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
         raise ConfigError(
             f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
         )
-    refuse_calibration(model.quantize)
+    refuse_calibration(canonical(model.quantize))
     env = own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
     refuse_flags(arguments(own))

@@ -18,9 +18,9 @@ from sparkd.config.overlay import error_of
 from sparkd.errors import ConfigError
 from sparkd.recipes.dropped_settings import translated
 from sparkd.recipes.file import is_foreign
-from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command
+from sparkd.recipes.vllm_command import Command, as_argument, read_arguments, read_command, set_variable
 from sparkd.vllm.arg_check import RefusedArg
-from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, without, words
+from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, words
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import owned_env
 
@@ -31,20 +31,10 @@ _TAKEN = (
 )  # fmt: skip
 _FORMATS = {"1": "eugr/spark-vllm-docker", "2": "sparkrun"}
 _RUNTIMES = ("", "vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
-# A recipe of version 2 without a command: its defaults are vLLM's flags in snake_case, these three shortened.
-_RENAMED = {"tensor_parallel": "tensor-parallel-size", "pipeline_parallel": "pipeline-parallel-size", "data_parallel": "data-parallel-size"}
-# Switches that are on by default in vLLM, so that `false` needs a flag of its own.
-_NEGATED = (
-    "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_flashinfer_autotune", "scheduler_reserve_full_isl",
-)  # fmt: skip
-_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 _BRACES = re.compile(rf"\{{\{{|{_PLACEHOLDER.pattern}|\}}\}}")
-_ROUNDS = 8
-# Defaults that name each other double with every round. The longest published command has some 2,000 characters.
+# The longest published command has some 2,000 characters.
 MAX_COMMAND = 65536
-_OPEN, _CLOSE = "\x01", "\x02"
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 # Variables by which launchers and torch tell a process its node or rank; sparkd places the ranks of a model itself.
 _RANKS = frozenset(
     {
@@ -52,7 +42,6 @@ _RANKS = frozenset(
         "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CLUSTER_NODES", "NPROC_PER_NODE", "VLLM_NNODES",
     }
 )  # fmt: skip
-_NODE_COUNTS = ("nodes", "nnodes", "num_nodes", "node_count")
 # Flags whose value is a file. A relative path comes from a mod or from the launcher's image.
 _FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin")
 _PARSER_FLAGS = ("--tool-call-parser", "--reasoning-parser")
@@ -110,30 +99,17 @@ def imported(
 
 
 def substituted(text: str, values: Mapping[str, Any]) -> str:
-    """`text` with each {key} replaced by its value, repeatedly until nothing changes; an unknown {key} stays.
+    """`text` with each {key} replaced by its value; an unknown {key} stays.
 
     A brace of JSON is no placeholder, because it holds more than a name. Double braces are escaped braces where the text has '{{', which
     never occurs in JSON; '}}' alone does, at the end of nested maps.
     """
+    filled = {name: as_argument(value) for name, value in values.items()}
+    if sum(len(filled.get(name, "")) for name in _PLACEHOLDER.findall(text)) > MAX_COMMAND:
+        raise ConfigError(f"its command has more than {MAX_COMMAND} characters once its defaults are put in: write them out.")
     # From left to right, as str.format reads them: in '{n}}}' the first brace ends a placeholder, and only the others are an escape.
-    escaped = {"{{": _OPEN, "}}": _CLOSE} if "{{" in text else {}
-    added = 0
-
-    def fill(match: re.Match[str]) -> str:
-        nonlocal added
-        filled = as_argument(values[match[1]]) if match[1] in values else escaped.get(match[0], match[0])
-        added += len(filled)
-        if added > MAX_COMMAND:
-            raise ConfigError(f"its command has more than {MAX_COMMAND} characters once its defaults are put in: write them out.")
-        return filled
-
-    text = _BRACES.sub(fill, text)
-    for _ in range(_ROUNDS):
-        replaced = _PLACEHOLDER.sub(fill, text)
-        if replaced == text:
-            break
-        text = replaced
-    return text.replace(_OPEN, "{").replace(_CLOSE, "}")
+    escaped = {"{{": "{", "}}": "}"} if "{{" in text else {}
+    return _BRACES.sub(lambda match: filled.get(match[1], escaped.get(match[0], match[0])), text)
 
 
 def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any], parser: Parser, origin: str) -> Imported:
@@ -161,10 +137,7 @@ def _imported(document: yaml_file.Document, shown: str, overrides: dict[str, Any
         raise ConfigError("model is missing: give it, or name it in the command.")
     recipe = _recipe(table, command, model, version, notes)
     recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
-    settings = recipe["settings"]
-    if not table.get("command"):
-        notes += _without_unknown(settings, parser)
-    missing = tuple(_missing(table, settings, parser))
+    missing = tuple(_missing(table, recipe["settings"], parser))
     return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
 
 
@@ -214,15 +187,6 @@ def _missing(table: Mapping[str, Any], settings: Mapping[str, Any], parser: Pars
             yield f"{refusal.flag} is not a flag of vLLM {version}, but one that {whose}: remove it, or use an image that has it."
 
 
-def _without_unknown(settings: dict[str, Any], parser: Parser) -> list[str]:
-    """Leave out the defaults that vLLM has no flag for, as sparkrun does for a recipe without a command. Returns a note for each."""
-    answer = parser(parser_flags(settings), settings.get("env", {}))
-    unknown = [refusal.flag[2:] for refusal in answer[1] if refusal.is_unknown] if answer is not None else []
-    if unknown:
-        settings["extra_args"] = without(settings["extra_args"], *unknown)
-    return [f"{name.replace('-', '_')} in defaults is left out: vLLM has no such flag." for name in unknown]
-
-
 def is_fork(image: Any) -> bool:
     """Whether a container image has a changed vLLM."""
     name = str(image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
@@ -245,10 +209,10 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         # sparkrun's own placeholders, beside the defaults (RECIPES.md).
         own = {"model_revision": table.get("model_revision"), "resolved_model_path": values.get("model")}
         known = {**{name: value for name, value in own.items() if value is not None}, **values}
-        names = set(_PLACEHOLDER.findall(template)) | {name for value in values.values() for name in _PLACEHOLDER.findall(str(value))}
         command = read_command(substituted(template, known))
-        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in known})
-        if unused := sorted(set(values) - names - {"model", "port", "host", "served_model_name", "distributed_executor_backend"}):
+        _refuse_unfilled(command)
+        names = {*_PLACEHOLDER.findall(template), "model", "port", "host", "served_model_name", "distributed_executor_backend"}
+        if unused := sorted(values.keys() - names):
             notes.append(f"{', '.join(unused)} in defaults is left out: the command does not name it.")
         if not command.served and isinstance(values.get("served_model_name"), str):
             command.served = [str(values["served_model_name"])]
@@ -256,36 +220,29 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         return command
     if version == "1":
         raise ConfigError("command is missing, which a recipe of eugr's needs.")
-    command, line = Command(), list[str]()
-    for key, value in values.items():
-        if key == "model":
-            continue
-        if key in _NODE_COUNTS:
-            notes.append(f"{key} in defaults is left out: sparkd chooses the number of nodes, as tensor_parallel of the model says.")
-            continue
-        flag = "--" + _RENAMED.get(key, key.replace("_", "-"))
-        state = value if isinstance(value, bool) else {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(str(value).lower())
-        if state is True:
-            line.append(flag)
-        elif state is False:
-            line += [f"--no-{key.replace('_', '-')}"] if key in _NEGATED else []
-        else:
-            line += [flag, substituted(as_argument(value), values)]
-    read_arguments(line, command)
+    command = Command()
+    read_arguments([word for key, value in values.items() if key != "model" for word in _flag(key, value)], command)
     notes += command.notes
     return command
 
 
-def _filled(command: Command, unknown: set[str]) -> None:
-    """Handle placeholders without a value (`unknown`): drop them in flags that sparkd sets itself and in the number of ranks. Raises
-    ConfigError for any other."""
-    if str(command.settings.get("tensor_parallel")) in unknown:
+def _flag(key: str, value: Any) -> list[str]:
+    """A default of a recipe without a command: vLLM's flag in snake_case, `tensor_parallel` and its like without their end."""
+    name = f"{key.replace('_', '-')}{'-size' if key.endswith('_parallel') else ''}"
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", as_argument(value)]
+
+
+def _refuse_unfilled(command: Command) -> None:
+    """Raise ConfigError for a placeholder without a value, but in the number of ranks, which is dropped, and in flags that sparkd sets
+    itself."""
+    if _PLACEHOLDER.fullmatch(str(command.settings.get("tensor_parallel"))):
         name = command.settings.pop("tensor_parallel")
         command.notes.append(f"tensor_parallel is left out: {name} has no value here, and auto chooses by the memory of the nodes.")
     texts = [*map(str, command.settings.values()), *command.args, *command.served, *command.env.values(), command.model or ""]
-    if missing := next((each for each in sorted(unknown) if any(each in text for text in texts)), None):
-        name = missing.strip("{}")
-        raise ConfigError(f"the command names {missing}, and defaults has no such key: import it with -o {name}=VALUE.")
+    if missing := next(filter(None, map(_PLACEHOLDER.search, texts)), None):
+        raise ConfigError(f"the command names {missing[0]}, and defaults has no such key: import it with -o {missing[1]}=VALUE.")
 
 
 def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, notes: list[str]) -> dict[str, Any]:
@@ -336,18 +293,10 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
 
 
 def _environment(env: Any, notes: list[str]) -> dict[str, str]:
-    """The variables, with values as text. A shell variable in a value becomes ${env.NAME}, which sparkd fills in when the recipe is
-    used."""
+    """The variables, with values as text."""
     variables: dict[str, str] = {}
     for name, value in (env if isinstance(env, Mapping) else {}).items():
-        text = ("1" if value else "0") if isinstance(value, bool) else str(value)
-        used = sorted({first or second for first, second in _VARIABLE.findall(text)})
-        if used == ["HF_TOKEN"] and name == "HF_TOKEN":
-            notes.append("env.HF_TOKEN is left out: engines inherit it from sparkd.")
-            continue
-        if used:
-            notes.append(f"env.{name} takes {', '.join(used)} from the environment of the recipe's user: check that this is intended.")
-        variables[name] = _VARIABLE.sub(lambda match: "${env." + (match[1] or match[2]) + "}", text)
+        set_variable(variables, name, ("1" if value else "0") if isinstance(value, bool) else str(value), notes)
     return variables
 
 

@@ -76,8 +76,6 @@ class RecipeLibrary:
     def registry_text(self, recipe: str) -> tuple[Registry, str, str]:
         """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError and StateError."""
         name, _, registry = recipe.partition(AT)
-        if f"{name}-{registry}" in self.names() and (self._registries is None or self._registries.find(registry) is None):
-            raise ConfigError(f"{registry[:64]!r} is not a registry; did you mean the recipe {name}-{registry}?")
         if self._registries is None:
             raise ConfigError(f"{recipe[:64]!r} is not a recipe here: only a configuration has registries.")
         holder = self._registries.get(registry)

@@ -9,11 +9,9 @@ from typing import Any
 
 from sparkd.config import yaml_file
 from sparkd.config.engine_flags import SWITCHES, arguments, with_flags_as_keys
-from sparkd.config.model import VLLM_ENTRYPOINTS
 from sparkd.config.overlay import dotted
 from sparkd.config.yaml_file import Document, Items, Location, Map, places_in
 from sparkd.recipes.library import RecipeLibrary
-from sparkd.vllm.arg_check import beginnings
 from sparkd.vllm.flags import flags_in
 
 # A key of the entry that says the same as these keys of the recipe in another way.
@@ -39,11 +37,6 @@ def merge_recipe(document: Document, name: str, book: RecipeLibrary) -> None:
         message = f"{dotted((*path, key))} and --{key.replace('_', '-')} in extra_args set the same: remove one of them."
         document.problems.append(places_in(written).get(key, Location()).problem(message, key=(*path, key)))
     document.values["models"][name] = entry = _over_recipe(entry, document, path, book)
-    engine = document.values.get("engine")
-    entrypoint = entry.get("entrypoint") or (engine.get("entrypoint") if isinstance(engine, Map) else None) or "auto"
-    for index, message in beginnings(arguments(entry)) if entrypoint in VLLM_ENTRYPOINTS else ():
-        argument = (*path, "extra_args", index)
-        document.problems.append(document.place(argument).problem(f"{dotted(argument[:-1])}: {message}", key=argument))
     for flag in flags_in(arguments(entry)):
         # vLLM's server takes a word after a switch for a model tag and turns the switch on, so nothing here may read it as off.
         if flag.name.replace("-", "_") in SWITCHES and not isinstance(flag.value, bool):

@@ -65,7 +65,7 @@ def read_command(text: str) -> Command:
         assigned, rest = _assignments(tokens)
         if not rest:
             for name, value in assigned:
-                _set(command, name, value)
+                set_variable(command.env, name, value, command.notes)
         elif (served := _served(rest)) is None:
             command.notes.append(f"the line that begins with {rest[0]!r} is not run: sparkd runs no shell.")
         elif words is not None:
@@ -73,7 +73,7 @@ def read_command(text: str) -> Command:
         else:
             words = served
             for name, value in assigned:
-                _set(command, name, value)
+                set_variable(command.env, name, value, command.notes)
     if words is None:
         raise ConfigError("command: it does not start with `vllm serve`, and sparkd runs vLLM only.")
     read_arguments(words, command)
@@ -135,7 +135,9 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
             head, value, equals = f"--{SHORT[short[1]]}", short[2] or value, equals or short[2]
         if path:
             text = value if equals else rest.pop() if rest and is_value(rest[-1]) else "true"
-            _put(parts.setdefault(head[2:].replace("_", "-"), {}), path, text, written)
+            if "." in path:
+                raise ConfigError(f"command: {written[:48]} sets a part of a part: write {head} as one JSON value.")
+            parts.setdefault(head[2:].replace("_", "-"), {})[path] = _json(text)
         else:
             full += [f"{head}={value}"] if equals else [head]
     for name, part in parts.items():
@@ -146,16 +148,12 @@ def _in_full(arguments: Sequence[str]) -> list[str]:
     return full
 
 
-def _put(inner: dict[str, Any], path: str, text: str, written: str) -> None:
-    *keys, last = path.split(".")
-    for key in keys:
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{written} sets a key of a value that is not a map: give {written.partition('.')[0]} as one.")
+def _json(text: str) -> Any:
+    """The value of a part as vLLM reads it: JSON, else text."""
     try:
-        inner[last] = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        inner[last] = text
+        return text
 
 
 def _lines(text: str) -> list[str]:
@@ -199,11 +197,13 @@ def _served(words: list[str]) -> list[str] | None:
     return None
 
 
-def _set(command: Command, name: str, value: str) -> None:
+def set_variable(variables: dict[str, str], name: str, value: str, notes: list[str]) -> None:
+    """Set a variable of the engine's environment, or note why it is left out."""
     if _UNKNOWN.search(value):
-        command.notes.append(f"{name} is left out: its value comes from a shell's variable. Set it in the model's 'env:'.")
+        reason = "its value comes from a shell's variable"
+        notes.append(f"{name} is left out: {reason}. Engines inherit HF_TOKEN from sparkd; set another in the model's 'env:'.")
     else:
-        command.env[name] = value
+        variables[name] = value
 
 
 def as_argument(value: Any) -> str:

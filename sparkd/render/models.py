@@ -6,16 +6,16 @@ import json
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from sparkd.condition import Condition
-from sparkd.render.page import PIPE_WIDTH, date, duration, printable, say_json
+from sparkd.render.page import PIPE_WIDTH, date, duration, json_text, printable, say_json
 from sparkd.render.table import Table
 from sparkd.units import GIB, MIB
 
@@ -23,8 +23,10 @@ from sparkd.units import GIB, MIB
 __all__ = ["date", "duration", "printable", "say_json"]
 
 # Columns of `sparkd ps --wide` alone.
-_WIDE = ("CONTEXT", "KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY", "TOOLS", "REASONING", "SOURCE")
+_WIDE = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY", "TOOLS", "REASONING")
 BAR_CELLS = 20
+# Takes the text of a progress line, and the step that must differ from the last one for a line in a pipe or a journal.
+Line = Callable[[str, str], None]
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
     "STOPPED": "about to begin",
@@ -37,19 +39,6 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
-# Reasons of conditions that keep the daemon from loading any model, unless they are about one node.
-_BARS = frozenset(
-    (*("RayStarting", "RayUnavailable", "AgentLost", "CodeDiffers", "ClusterError", "NodeRefused", "NodeUnreadable", "MemoryShort"),)
-)
-
-
-class Line(Protocol):
-    """Where a progress line goes.
-
-    step: what must differ from the last one for a line in a pipe or a journal.
-    """
-
-    def __call__(self, text: str, step: str) -> None: ...
 
 
 def terminal(*, stderr: bool = False) -> Console:
@@ -60,13 +49,13 @@ def terminal(*, stderr: bool = False) -> Console:
 
 def say_json_line(value: Any) -> None:
     """One document of a stream, on a line of its own."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_text(value) + "\n")
     sys.stdout.flush()
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Line]:
-    """A line that changes in place on a terminal; elsewhere one line for each step."""
+    """A line that changes in place on a terminal, from its first text on; elsewhere one line for each step."""
     last = ""
 
     def print_step(text: str, step: str) -> None:
@@ -78,22 +67,23 @@ def progress(console: Console) -> Iterator[Line]:
     if not console.is_terminal:
         yield print_step
         return
-    with console.status("") as status:
-        yield lambda text, step: status.update(escape(printable(text)))
+    status = console.status("")
+
+    def show(text: str, _step: str) -> None:
+        status.update(escape(printable(text)))
+        status.start()
+
+    try:
+        yield show
+    finally:
+        status.stop()
 
 
 @contextmanager
 def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
-    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
-    with ExitStack() as shown:
-        lines: list[Line] = []
-
-        def show(done: int, total: int) -> None:
-            if not lines:
-                lines.append(shown.enter_context(progress(terminal(stderr=True))))
-            lines[0](f"{source}: headers of {done} of {total} files", "")
-
-        yield show
+    """A line about headers that come from the hub, (read, to read)."""
+    with progress(terminal(stderr=True)) as line:
+        yield lambda done, total: line(f"{source}: headers of {done} of {total} files", "")
 
 
 def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, reason: str | None = None) -> str:
@@ -128,13 +118,8 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     return ", ".join(parts)
 
 
-def bar_in(conditions: Iterable[Condition]) -> Condition | None:
-    """The first condition that keeps the daemon from loading any model."""
-    return next((condition for condition in conditions if condition.reason in _BARS and condition.node is None), None)
-
-
 def step(state: str, reason: str | None, wait: Mapping[str, Any] | None) -> str:
-    """A key that stays equal while a model's state, failure and wait stay, whatever its numbers: see Line.
+    """A step of a Line, which stays equal while a model's state, failure and wait stay, whatever its numbers.
 
     reason: of its failure.
     """
@@ -162,7 +147,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     rows = [{title: cell for title, cell in _cells(model, now_s).items() if wide or title not in _WIDE} for model in shown]
     # A process number is missed least; which node a model is on says where to look.
     spare = () if wide else ("PID", "LOAD", "KV TOKENS", "FOR", "MEMORY")
-    table = Table(*rows[0], right=[title for title in rows[0] if title not in ("MODEL", "STATE", "NODE", "SOURCE")], spare=spare)
+    table = Table(*rows[0], right=[title for title in rows[0] if title not in ("MODEL", "STATE", "NODE")], spare=spare)
     for row in rows:
         table.add(*row.values())
     table.show(console)
@@ -199,7 +184,6 @@ def _cells(model: Mapping[str, Any], now_s: float) -> dict[str, str | Text]:
         "FOR": duration(now_s - model["since_s"]),
         "LOAD": _or_dash(model["load_s"], lambda s: f"{s:.1f} s") + (" (cache)" if progress.get("source") == "cache" else ""),
         "MEMORY": _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
-        "CONTEXT": _or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}"),
         "KV TOKENS": _or_dash(progress.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
         "KV CACHE": _or_dash(kv.get("pool_bytes"), size),
         "FULL REQUESTS": _or_dash(kv.get("sequences"), lambda number: f"{number:,.1f}"),
@@ -212,7 +196,6 @@ def _cells(model: Mapping[str, Any], now_s: float) -> dict[str, str | Text]:
         "REQUESTS": f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
         "PID": str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
         "NODE": ", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-",
-        "SOURCE": model.get("source") or "-",
     }
 
 
@@ -405,10 +388,7 @@ def _node(node: Mapping[str, Any]) -> Text:
 
 
 def _count(states: Mapping[str, str]) -> str:
-    counted: dict[str, int] = {}
-    for state in states.values():
-        counted[state] = counted.get(state, 0) + 1
-    return ", ".join(f"{number} {state}" for state, number in sorted(counted.items())) or "none is known"
+    return ", ".join(f"{number} {state}" for state, number in sorted(Counter(states.values()).items())) or "none is known"
 
 
 def _cost(costs: Mapping[str, Any]) -> str:

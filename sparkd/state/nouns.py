@@ -260,6 +260,23 @@ class EngineMemory:
     device_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a model is not loaded now.
+
+    reason: a CamelCase word of sparkd.control.scheduler or sparkd.control.evictions, or that of a condition.
+    models: the models that it waits for, or that are in its way.
+    """
+
+    reason: str
+    message: str
+    models: tuple[str, ...] = ()
+
+    def is_as(self, other: Wait | None) -> bool:
+        """Whether reason and models are the same. The message also tells the seconds that are left, which change."""
+        return other is not None and (self.reason, self.models) == (other.reason, other.models)
+
+
 class OperationState(StrEnum):
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"

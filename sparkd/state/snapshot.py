@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Want
+from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Wait, Want
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds.
 
-    created_at_s: when this daemon first had its entry
     since_s: start of the present state, under whichever daemon; for a model that waits, start of the wait
     retry_in_s: counts down to the next try of a failed model; None where another try does not help until the cause is fixed
     load_s: of an adopted engine the duration of its start, None if not recorded
@@ -25,7 +24,7 @@ class ModelView:
     origin: where the entry comes from: `file`, the configuration, or `api`, the admin API
     parsers: the fields of a sparkd.vllm.parsers.Parsers, as its engine has them; None where it has none or they are unknown
     stores_responses: whether its engine keeps the responses of /v1/responses under their ids
-    wait: why it waits, for code: `reason`, and `models`, the models that it waits for; None for a model that does not wait
+    wait: why it waits; None for a model that does not wait
     last_failure: of the try before this one, while the model starts again: `reason`, `message`, `at_s`
     """
 
@@ -37,13 +36,11 @@ class ModelView:
     max_model_len: int | None
     source: str
     quantize: Mapping[str, Any] | str | None
-    kv_cache: Mapping[str, Any] | str | None
     state: ModelState
     want: Want
     wanted_by: str
     generation: int
     since_s: float
-    created_at_s: float
     reason: str | None
     message: str | None
     progress: Progress | None
@@ -52,7 +49,6 @@ class ModelView:
     in_flight: int
     queued: int
     failures: int
-    restarts: int
     retry_in_s: float | None
     load_s: float | None
     memory_gib: float | None
@@ -64,7 +60,7 @@ class ModelView:
     origin: str = "file"
     parsers: Mapping[str, str | None] | None = None
     stores_responses: bool = False
-    wait: Mapping[str, Any] | None = None
+    wait: Wait | None = None
     last_failure: Mapping[str, Any] | None = None
 
     def loading(self) -> dict[str, Any]:

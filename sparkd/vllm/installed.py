@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # (0, 32) of 0.32.0.
@@ -23,46 +22,23 @@ def release_of(version: str | None) -> Release | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def release_in(runtime: Path | None) -> Release | None:
-    """runtime: its interpreter, None for the one that this runs in. None where there is no vLLM, or nothing tells its version."""
-    return release_of(full_version_in(runtime))
-
-
 def full_version_in(runtime: Path | None) -> str | None:
-    """The full version of the runtime's vLLM, `0.32.0+cpu`; None without one."""
-    versions = _versions(runtime)
-    return next((version for version in versions if release_of(version) is not None), None)
+    """The full version of the runtime's vLLM, `0.32.0+cpu`; None without one.
 
-
-def version_in(runtime: Path | None) -> str:
-    """The full version for a message; `of an unknown release` where it is unknown."""
-    return next(iter(_versions(runtime)), "of an unknown release")
-
-
-def packages_of(runtime: Path) -> list[Path]:
-    """The folders that an interpreter's packages are installed in. A virtual environment's python is a link that leads out of it: the
-    folder counts that the link is in."""
-    return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
-
-
-def folders_of(runtime: Path | None) -> Iterator[Path]:
-    """The folders in which the vLLM there may be; runtime as in release_in."""
-    yield from _ours() if runtime is None else packages_of(runtime)
-
-
-def _versions(runtime: Path | None) -> Iterator[str]:
-    for packages in map(Path, sys.path) if runtime is None else packages_of(runtime):
+    runtime: its interpreter, None for the one that this runs in.
+    """
+    for packages in packages_of(runtime):
         try:
             names = sorted(os.listdir(packages))
         except OSError:
             continue
-        yield from (found["version"] for found in map(_FOLDER.fullmatch, names) if found is not None)
+        for folder in map(_FOLDER.fullmatch, names):
+            if folder is not None and release_of(folder["version"]) is not None:
+                return folder["version"]
+    return None
 
 
-def _ours() -> Iterator[Path]:
-    """Wherever ours is imported from, an editable one too; it is not imported for that."""
-    from importlib.util import find_spec
-
-    spec = find_spec("vllm")
-    if spec is not None and spec.origin is not None:
-        yield Path(spec.origin).parent.parent
+def packages_of(runtime: Path | None) -> list[Path]:
+    """The folders that an interpreter's packages are installed in. A virtual environment's python is a link that leads out of it: the
+    folder counts that the link is in."""
+    return [*map(Path, sys.path)] if runtime is None else sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))

@@ -7,13 +7,13 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from sparkd.vllm.installed import folders_of
+from sparkd.vllm.installed import packages_of
 from workers.vllm.symbols import OTHERWISE, TABLE
 
 
 def missing_in(runtime: Path | None) -> dict[str, list[str]]:
-    """The names by what happens without them; empty without a vLLM. runtime: as in sparkd.vllm.installed.release_in."""
-    found = (packages for packages in folders_of(runtime) if (packages / "vllm" / "__init__.py").is_file())
+    """The names by what happens without them; empty without a vLLM. runtime: as in sparkd.vllm.installed.full_version_in."""
+    found = (packages for packages in packages_of(runtime) if (packages / "vllm" / "__init__.py").is_file())
     return next((missing_symbols(packages) for packages in found), {})
 
 

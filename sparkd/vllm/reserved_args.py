@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparkd.errors import ConfigError
 from sparkd.vllm.flags import flags_in, in_full, parsed, shown, why_not_in_full
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
@@ -77,18 +76,12 @@ _OWNED_ENV_FAMILIES: Mapping[str, str] = {
 }
 
 
-def check_args(args: Sequence[str], place: str = "extra_args") -> None:
-    """Raises ConfigError, naming flag, reason and cure, for the first argument that sets what sparkd owns. place: where they stand."""
-    for problem in owned_args(args, place):
-        raise ConfigError(problem[1], param="extra_args")
-
-
-def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple[int, str]]:
+def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
     """(index, message) of every flag that sparkd sets, in any spelling, and of every word that is no flag in full."""
     for flag in flags_in(args):
         if reason := _reason(_name(flag.name)):
             written = flag.name if flag.name.startswith("-") else f"--{flag.name}"
-            yield flag.place, f"{shown(written)} is not allowed in {place}: {reason}."
+            yield flag.place, f"{shown(written)} is not allowed in extra_args: {reason}."
         elif fault := why_not_in_full(flag):
             yield flag.place, fault
 

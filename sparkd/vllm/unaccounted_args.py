@@ -30,7 +30,7 @@ _WEIGHTS = frozenset(
 # A cache of another layout; that too is in vLLM's answer.
 _CACHE = frozenset(
     {
-        "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "swa-bounded-replay",
+        "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "swa-bounded-replay",
         "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size",
         "mamba-cache-mode", "enable-mamba-shared-prefix-checkpoint", "prefix-match-unit", "use-replayssm", "replayssm-buffer-len",
     }
@@ -66,25 +66,10 @@ NARROW = ("auto", "bfloat16", "float16", "half")
 # Types of twice the width of what is stored.
 WIDE = ("float32", "float")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-# Values that leave a flag without an effect on memory.
-_IDLE = {
-    "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
-    "decode-context-parallel-size": ("1",),
-}  # fmt: skip
-# Switches that are off by default.
-_OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
 # The things that a flag may change: the layers' weights, the layout of their cache, or something else.
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
-# Attention kernels take blocks of whole multiples of so many tokens (vllm/v1/attention/backends, get_supported_kernel_block_sizes).
-BLOCK_STEP = 16
-LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 BLOCKS, BLOCK = "num-gpu-blocks-override", "block-size"
 BYTES = "kv-cache-memory-bytes"
-
-
-def uncounted(flags: Flags) -> list[str]:
-    """Every such flag, without its value."""
-    return [_written(name, value) for name, value in flags.items() if name in _FLAGS and value not in OWN_WORKERS]
 
 
 def measured(args: Sequence[str]) -> list[str]:
@@ -93,12 +78,9 @@ def measured(args: Sequence[str]) -> list[str]:
 
 
 def unsized(flags: Flags) -> list[str]:
-    """`uncounted`, less blocks of the cache, which are counted, and less what has no effect."""
-    said = {BLOCKS} if count_in(flags, BLOCKS) is not None else set()
-    said |= {BLOCK} if (count_in(flags, BLOCK) or 1) % BLOCK_STEP == 0 else set()
-    said |= {name for name, values in _IDLE.items() if flags.get(name) in values}
-    said |= {name for name in _OFF if flags.get(name) is False}
-    return [flag for flag in uncounted(flags) if _name(flag) not in said]
+    """Every such flag, without its value, but a number of blocks of the cache, which is counted."""
+    names = _FLAGS - {BLOCKS} if count_in(flags, BLOCKS) is not None else _FLAGS
+    return [_written(name, value) for name, value in flags.items() if name in names and value not in OWN_WORKERS]
 
 
 def unanswered(args: Sequence[str]) -> list[str]:
@@ -107,7 +89,7 @@ def unanswered(args: Sequence[str]) -> list[str]:
 
 
 def changed_by(flags: Iterable[str]) -> frozenset[str]:
-    """The parts (WEIGHTS, CACHE, OTHER) that flags of `uncounted` may change."""
+    """The parts (WEIGHTS, CACHE, OTHER) that flags of `unsized` may change."""
     changed: set[str] = set()
     for name in map(_name, flags):
         if name in _CACHE:
@@ -140,11 +122,6 @@ def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
         yield f"{written}, which sparkd cannot count: it reserves all that a node lends. Better {cure}."
     else:
         yield f"{written}: until vLLM has computed that, sparkd reserves all that a node lends. For a load before that {cure}."
-
-
-def in_blocks(env: Mapping[str, str]) -> bool:
-    """Whether each block of the cache has pages of several layers side by side."""
-    return env.get(LAYOUT, "").startswith("B")
 
 
 def _written(name: str, value: Value) -> str:

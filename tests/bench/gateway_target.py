@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import UnknownModel, UnknownRoute
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.gateway.server import gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.request_store import RequestStore

@@ -18,15 +18,15 @@ A format that does not suit the model's columns gets its reason instead.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import Any
 
-from sparkd.bench.divergence import divergences, perplexity
-from sparkd.bench.figures import percentile
+from sparkd.bench.divergence import divergences, losses
 from sparkd.bench.passages import GREEDY_TOKENS, LOOKED_UP, TEXT, TOP, agreement, prompts
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import SparkdError
@@ -105,12 +105,17 @@ def weight_figures(folder: Path, form: str) -> list[str]:
 
 def answer_figures(reference: Mapping[str, Any] | None, answers: Mapping[str, Any]) -> list[str]:
     """KL, its 99th percentile, perplexity and agreement. reference: what stock vLLM answered, None for its own row."""
-    own_perplexity = f"{perplexity(answers['ids'], answers['likely']):.2f}"
+    own_perplexity = f"{math.exp(fmean(losses(answers['ids'], answers['likely']))):.2f}"
     if reference is None:
         return ["", "", own_perplexity, ""]
     apart = divergences(reference["likely"], answers["likely"], TOP)
     expected, greedy = (dict(enumerate(each["tokens"])) for each in (reference, answers))
-    return [f"{fmean(apart):.4f}", f"{percentile(apart, 0.99):.3f}", own_perplexity, f"{agreement(expected, greedy):.2f}"]
+    return [
+        f"{fmean(apart):.4f}",
+        f"{quantiles(apart, n=100, method='inclusive')[98]:.3f}",
+        own_perplexity,
+        f"{agreement(expected, greedy):.2f}",
+    ]
 
 
 def _print_row(row: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from sparkd.capacity.requirement import Placement
 from sparkd.cluster.launcher import StartId
 from sparkd.cluster.node_tracker import Observation
 from sparkd.config.config import ModelConfig
-from sparkd.control import scheduler
+from sparkd.control import evictions, scheduler
 from sparkd.control.watchdog import Watchdog
 from sparkd.errors import Unavailable
 from sparkd.gateway.upstream import ServedModels
@@ -60,7 +60,7 @@ def at_once(*_: object) -> float:
 
 
 # Until when models are not evicted.
-RULES: Mapping[str, Any] = {"at once": at_once, "today": scheduler._until_s}
+RULES: Mapping[str, Any] = {"at once": at_once, "today": evictions.stay_until_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,12 @@ def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
             loop = Loop()
             # The fake engines have no counters that a watchdog could read.
             unwatched = patch.object(Watchdog, "look", lambda *_: None)
-            with tempfile.TemporaryDirectory() as folder, patch.object(scheduler, "_until_s", until_s), unwatched:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                patch.object(evictions, "stay_until_s", until_s),
+                patch.object(scheduler, "stay_until_s", until_s),
+                unwatched,
+            ):
                 outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
             loop.close()
     return outcomes

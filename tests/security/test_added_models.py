@@ -21,7 +21,7 @@ from sparkd.recipes.admin_policy import KEYS, MOST_ARGUMENT_CHARACTERS, MOST_ARG
 from sparkd.recipes.library import RecipeLibrary
 from sparkd.state.store import Store
 from sparkd.vllm.arg_check import FLAGS_FILE
-from sparkd.vllm.reserved_args import check_args
+from sparkd.vllm.reserved_args import owned_args
 
 ALLOWED = SWITCHES | VALUES | MAPPINGS | LISTS
 # Keys that an added model may not have: they bring code, another Python or an address.
@@ -39,8 +39,9 @@ RELEASE = [(line.split()[0], line.split()[1:]) for line in FLAGS_FILE.read_text(
 
 
 def passes(args: list[str]) -> bool:
+    if any(True for _ in owned_args(args)):
+        return False
     try:
-        check_args(args)
         refuse_flags(args)
     except ConfigError as error:
         assert error.param == "extra_args"

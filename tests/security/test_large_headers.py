@@ -7,15 +7,15 @@ import json
 import pytest
 
 from sparkd.checkpoint import foreign_json
-from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, MAX_VALUES, parsed
-from sparkd.checkpoint.header import MAX_HEADER_BYTES, header_length
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, MAX_JSON_BYTES, MAX_VALUES, parsed
+from sparkd.checkpoint.header import header_length
 from sparkd.errors import CheckpointError
 
 PATH = "/m/model.safetensors"
 
 
 def test_a_header_is_at_most_so_large() -> None:
-    with pytest.raises(CheckpointError, match=str(MAX_HEADER_BYTES)):
+    with pytest.raises(CheckpointError, match=str(MAX_JSON_BYTES)):
         header_length((96_000_000).to_bytes(8, "little"), PATH, 1 << 40)
 
 

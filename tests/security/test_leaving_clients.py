@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import LATER
-from sparkd.gateway.connection import Connection, ConnectionPool
-from sparkd.gateway.responses import Receive, Scope, Send
+from sparkd.gateway.connection import Connection
+from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
 
 
-class LeavingPool(ConnectionPool):
+class LeftUpstream(Upstream):
     """Its first client leaves at the moment at which the engine's connection opens."""
 
     leaving: asyncio.Task[Connection] | None = None
@@ -29,18 +30,18 @@ class LeavingPool(ConnectionPool):
 
 
 async def test_a_client_that_leaves_while_the_engine_is_called_leaves_no_connection(engine: RawEngine) -> None:
-    pool = LeavingPool(str(engine.path), "http://engine", None)
-    pool.leaving = asyncio.create_task(pool.connection())
+    upstream = LeftUpstream(socket_path=str(engine.path))
+    upstream.leaving = asyncio.create_task(upstream.connection())
     with pytest.raises(asyncio.CancelledError):
-        await pool.leaving
+        await upstream.leaving
     await soon(lambda: engine.connections == engine.lost == 1)
 
-    assert not pool._open
-    pool.close()
+    assert not upstream._open
+    upstream.close()
 
 
 async def test_clients_that_send_a_whole_request_and_close_at_once_leave_nothing(gateway: Running, engine: RawEngine) -> None:
-    pool = gateway.supervisor.upstream.pool
+    upstream = gateway.supervisor.upstream
     for _ in range(40):
         clients = [await gateway.open() for _ in range(5)]
         for client in clients:
@@ -48,8 +49,8 @@ async def test_clients_that_send_a_whole_request_and_close_at_once_leave_nothing
             client.writer.transport.abort()
         await asyncio.sleep(0)
     await soon(lambda: not gateway.server.server_state.connections and gateway.supervisor.held == 0)
-    pool.close()
-    await soon(lambda: not pool._open)
+    upstream.close()
+    await soon(lambda: not upstream._open)
 
 
 class Endless:

@@ -6,8 +6,9 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from sparkd.gateway.edge import Edge
-from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import FakeSupervisor
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sparkd.capacity import plan_for_node
-from sparkd.capacity.requirement import requirement_of
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.config.config import load_config
 from sparkd.errors import ModelUnusable
 from tests.sparkd.admin.test_app import Admin, admin_of
 from tests.sparkd.capacity.test_account import facts
+from tests.support.accounts import requirement
 
 
 def _absent(path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_added_model_that_is_loaded_later_fails_in_the_same_words(tmp_path: P
         make(path)
         spec = config.models["m"].model_copy(update={"model": str(path)})
         with pytest.raises(ModelUnusable) as refused:
-            requirement_of(spec, config, facts("e"), 1.0, 1.0)
+            requirement(spec, config, facts("e"), 1.0, 1.0)
         words.add(refused.value.message.replace(str(path), "PATH"))
     assert len(words) == 1
 

@@ -1,16 +1,12 @@
-"""Root in a folder that another user can write: what that user wrote there kills, removes and makes nothing that the user could not."""
+"""Root in a folder that another user can write: it is refused there, and makes nothing."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +14,7 @@ from sparkd.__main__ import exit_code
 from sparkd.cli.folder_owner import refuse_another_users
 from sparkd.errors import StateError
 from sparkd.vllm.ask import cache as answer_cache
-from tests.support.ranks import Place, a_place
-from workers.host import processes
-from workers.rank import lifecycle
-from workers.rank.status import remove_sockets, write_status
 
-place = pytest.fixture(a_place)
 ROOT = os.geteuid() == 0
 # Only root can give a folder to another user.
 LESSER = 65534 if ROOT else os.getuid()
@@ -44,17 +35,6 @@ def given(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.chown(path, LESSER, -1)
     return path
-
-
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this user, which for root is out of the lesser user's reach."""
-    code = "import signal\nprint(1, flush=True)\nsignal.pause()"
-    process = subprocess.Popen([sys.executable, "-IS", "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout and process.stdout.readline()
-    yield process
-    process.kill()
-    process.communicate()
 
 
 @needs_root
@@ -115,38 +95,6 @@ def test_root_does_nothing_in_a_folder_of_another_user(
     assert exit_code(verb) == StateError.exit_code
     assert "sudo -u" in capsys.readouterr().err
     assert os.listdir(theirs) == []
-
-
-def status_of(victim: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
-    who = processes.identity(victim.pid)
-    assert who
-    handle = {"rank_id": "r1", "pid": who.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id, "model": "m"} | changes
-    return {"handle": handle, "state": "running", "engine_pid": who.pid, "engine_start_ticks": who.start_ticks}
-
-
-def test_stopping_a_rank_ends_no_stranger_that_its_status_names(place: Place, victim: subprocess.Popen[bytes]) -> None:
-    """As whoever owns the folder: a number, a start time and a boot are for everybody to read; the mark is not for everybody to have."""
-    os.makedirs(place.run_dir)
-    write_status(Path(place.run_dir, "r1.json"), status_of(victim))
-
-    assert lifecycle.verify_gone("r1", place.run_dir) == []
-    assert lifecycle.stop({"rank_id": "r1"}, run_dir=place.run_dir, grace_s=0.1)["gone"]
-    assert lifecycle.stop(status_of(victim)["handle"], run_dir=place.run_dir, grace_s=0.1)["gone"]
-    assert victim.poll() is None
-
-
-def test_only_a_socket_in_the_run_directory_itself_is_removed(place: Place) -> None:
-    os.makedirs(place.run_dir)
-    (place.root / "link").symlink_to(place.run_dir)
-    with socket.socket(socket.AF_UNIX) as inside, socket.socket(socket.AF_UNIX) as outside:
-        inside.bind(f"{place.run_dir}/in.sock")
-        outside.bind(f"{place.root}/out.sock")
-        Path(place.run_dir, "file").touch()
-        for name in (f"{place.root}/out.sock", f"{place.run_dir}/../out.sock", f"{place.root}/link/in.sock", f"{place.run_dir}/file"):
-            remove_sockets(place.run_dir, "r1", name)
-        assert Path(f"{place.root}/out.sock").exists() and sorted(os.listdir(place.run_dir)) == ["file", "in.sock"]
-        remove_sockets(place.run_dir, "r1", f"{place.run_dir}/in.sock")
-        assert os.listdir(place.run_dir) == ["file"]
 
 
 @needs_root

@@ -6,7 +6,7 @@ import pytest
 
 from sparkd.errors import Forbidden
 from sparkd.gateway.keys import KeyDigests
-from sparkd.gateway.local import check_local
+from sparkd.gateway.pages import check_local
 from sparkd.gateway.routes import EXACT, RouteKind
 from tests.sparkd.gateway.fakes import Answer, RawEngine, Running, is_ours, post, request, serving
 
@@ -79,11 +79,11 @@ def test_every_route_but_those_that_only_tell_refuses_a_page() -> None:
     for route in EXACT.values():
         for method in route.methods:
             if route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.LIVE, RouteKind.READY):
-                check_local(page, method, does_nothing=True, allowed_page=False)
+                check_local(page, method, reads_only=True, allowed_page=False)
                 continue
             with pytest.raises(Forbidden):
-                check_local(page, method, does_nothing=False, allowed_page=False)
-            check_local(page, method, does_nothing=False, allowed_page=True)
+                check_local(page, method, reads_only=False, allowed_page=False)
+            check_local(page, method, reads_only=False, allowed_page=True)
 
 
 async def test_with_keys_a_page_has_none_and_a_client_needs_no_proof(engine: RawEngine) -> None:

@@ -84,12 +84,9 @@ def measured_cell(cell: Cell, started_s: float, speed: float, seed: int) -> Cell
         seconds=_CELL_S,
         rows=rows,
         energy=Energy(
-            idle_w=_IDLE_W,
             mean_w=61.0,
             peak_w=72.6,
             joules=61.0 * _CELL_S,
-            prompt_joules=900.0,
-            output_joules=1500.0,
             joules_per_prompt_token=0.01,
             joules_per_output_token=0.5 / speed,
         ),

@@ -10,7 +10,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build\nGCC version: 13\n"
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\nMax locked memory         {0}            {0}       "
 "     bytes\n"
-MEMINFO = (FIXTURES / "meminfo" / "idle.txt").read_text() + "SwapTotal: 16777212 kB\nSwapFree: 16777212 kB\nHugePages_Total: 0\n"
+MEMINFO = (FIXTURES / "meminfo" / "idle.txt").read_text() + "SwapTotal: 16777212 kB\nSwapFree: 16777212 kB\n"
 # Paths below the root -> text; None: the path is not there. A Spark as its owners' advice has it.
 GOOD: Mapping[str, str | None] = {
     "etc/hostname": "spark-1\n",
@@ -18,18 +18,14 @@ GOOD: Mapping[str, str | None] = {
     "etc/dgx-release": (FIXTURES / "identity" / "dgx-release-asus-gx10.txt").read_text(),
     "etc/systemd/system/user.slice.d/50-sparkd.conf": "[Slice]\nMemoryMin=4G\n",
     "proc/meminfo": MEMINFO,
-    "proc/swaps": "Filename Type Size Used Priority\n/swap.img file 16777212 0 -2\n",
-    "proc/cmdline": "root=/dev/nvme0n1p2 ro\n",
     "proc/pressure/memory": (FIXTURES / "meminfo" / "pressure-idle.txt").read_text(),
     "proc/driver/nvidia/version": OPEN_DRIVER,
     "proc/self/limits": LIMITS.format("unlimited"),
     "proc/sys/kernel/osrelease": "6.17.0-1032-nvidia\n",
-    "proc/sys/kernel/sysrq": "176\n",
     "proc/sys/vm/swappiness": "10\n",
     "proc/sys/vm/dirty_bytes": "268435456\n",
     "proc/sys/vm/dirty_ratio": "0\n",
     "proc/sys/vm/min_free_kbytes": "45167\n",
-    "proc/sys/vm/overcommit_memory": "0\n",
     "sys/class/dmi/id/product_name": "GX10\n",
     "sys/class/dmi/id/bios_date": "06/12/2026\n",
     "sys/class/infiniband/rocep1s0f1/node_type": "1: CA\n",

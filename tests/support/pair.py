@@ -85,7 +85,7 @@ class Pair:
     def again(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """READY without a hand: other processes, on both nodes, and nothing of the earlier ones."""
         self.both()
-        until(lambda: self.daemon.model("pair").get("restarts"), "it failed", 0.1)
+        until(lambda: self.daemon.model("pair").get("failures"), "it failed", 0.1)
         after = list(self.daemon.wait_for("pair", "READY")["ranks"])
         assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
         assert [pid for rank in before for pid in self.members(rank)] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparkd.capacity.evidence import Answers
+from sparkd.capacity.evidence import nobody
 from sparkd.capacity.plan import plan
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, made_for
 from sparkd.checkpoint import Checkpoint, read_checkpoint
@@ -32,4 +32,4 @@ def planned(
     """asked: fields of a PlanRequest."""
     entry = model if isinstance(model, PlannedEntry) else entry_for(str(model))
     checkpoint = checkpoint or read_checkpoint(entry.spec.model)
-    return plan(PlanRequest(model=entry.spec.model, **asked), entry, checkpoint, hardware, answers=None if ask is None else Answers(ask))
+    return plan(PlanRequest(model=entry.spec.model, **asked), entry, checkpoint, hardware, ask=ask or nobody)

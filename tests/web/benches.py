@@ -52,12 +52,9 @@ def _cell(cell: Cell, faster: float, power: float) -> CellResult:
     spreads = {"e2e_ttft": 40.0}
     row = {name: {"mean": mean, "std": spreads.get(name, 1.0), "values": [mean]} for name, mean in figures.items()}
     energy = Energy(
-        idle_w=11.5,
         mean_w=46.0 * power,
         peak_w=58.0 * power,
         joules=460.0 * power,
-        prompt_joules=80.0 * power,
-        output_joules=210.0 * power,
         joules_per_prompt_token=0.013 * power,
         joules_per_output_token=0.55 * power,
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from workers.guard.gpu_meter import GpuMeter
 from workers.host import processes
@@ -17,7 +18,7 @@ from workers.host.bounded_child import ask, stuck
 from workers.host.processes import Identity
 from workers.rank import shared_memory
 from workers.rank.report import growth_of, report_path
-from workers.rank.status import identity_of, rank_ids, read_status, status_path, worker_of
+from workers.rank.status import engine_of, rank_ids, read_status, shim_of, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 DEVICE_TIMEOUT_S = 4.0
@@ -93,7 +94,7 @@ class Consumers:
         ranks, kept = [], set()
         for rank_id in ids:
             status = read_status(status_path(self._run_dir, rank_id))
-            shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
+            shim, engine = shim_of(status.get("handle") or {}), engine_of(status)
             pids = processes.belonging(stats, boot, worker_of(self._run_dir, rank_id), shim=shim, engine=engine)
             members = [Identity(pid, stats[pid].start_ticks, boot) for pid in sorted(pids)]
             if not members:
@@ -119,9 +120,9 @@ class Consumers:
             self._noted_at_s[rank.rank_id] = now_s if due else at_s
 
     def _held(
-        self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]
+        self, rank_id: str, status: Mapping[str, Any], shim: Identity | None, engine: Identity | None, members: list[Identity]
     ) -> MemoryConsumer:
-        handle, progress = _mapping(status.get("handle")), _mapping(status.get("progress"))
+        handle, progress = status.get("handle") or {}, status.get("progress") or {}
         device = [self._device[process.pid] for process in members if process.pid in self._device]
         return MemoryConsumer(
             rank_id,
@@ -171,7 +172,3 @@ def device_bytes(lines: Iterable[str]) -> dict[int, int]:
         if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
             by_pid[int(words[0])] = int(number) * MIB
     return by_pid
-
-
-def _mapping(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}

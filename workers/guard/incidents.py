@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from workers.host.private_files import write_private
 
 KEPT = 50
 # How many characters of the rank's id a bundle's id holds.
@@ -26,24 +27,12 @@ def new_id(at_s: float, rank_id: str) -> str:
 
 
 def write(folder: Path, bundle: Mapping[str, Any]) -> None:
-    """Write the bundle atomically, with mode 0600, and remove the oldest beyond KEPT. Raises OSError.
+    """Write the bundle and remove the oldest beyond KEPT. Raises OSError.
 
     It is on the disk when this returns, because a machine that was short of memory may freeze within seconds.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = folder / f".{bundle['id']}.{os.getpid()}"
-    try:
-        with open(
-            os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(bundle, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, folder / f"{bundle['id']}.json")
-        _sync(folder)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    write_private(folder / f"{bundle['id']}.json", json.dumps(bundle))
     for path in _files(folder)[:-KEPT]:
         path.unlink(missing_ok=True)
 
@@ -70,15 +59,6 @@ def of_rank(folder: Path, rank_id: str) -> dict[str, Any] | None:
     ids = [path.stem for path in reversed(_files(folder)) if path.stem.endswith(f"-{rank_id[:RANK_CHARS]}")]
     bundles = (read(folder, incident_id) for incident_id in ids)
     return next((bundle for bundle in bundles if bundle and bundle.get("rank_id") == rank_id), None)
-
-
-def _sync(folder: Path) -> None:
-    """Sync the folder, which holds the new file's name (fsync(2))."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -27,9 +27,8 @@ TEXT_BYTES = 64 * 1024
 DMESG_BYTES = 256 * 1024
 # Files that are read whole where they exist.
 FILES = (
-    "proc/meminfo", "proc/swaps", "proc/cmdline", "proc/pressure/memory", "proc/driver/nvidia/version", "proc/self/limits",
-    "proc/sys/kernel/osrelease", "proc/sys/kernel/sysrq", "proc/sys/vm/swappiness", "proc/sys/vm/dirty_bytes", "proc/sys/vm/dirty_ratio",
-    "proc/sys/vm/min_free_kbytes", "proc/sys/vm/watermark_boost_factor", "proc/sys/vm/overcommit_memory",
+    "proc/meminfo", "proc/pressure/memory", "proc/driver/nvidia/version", "proc/self/limits", "proc/sys/kernel/osrelease",
+    "proc/sys/vm/swappiness", "proc/sys/vm/dirty_bytes", "proc/sys/vm/dirty_ratio", "proc/sys/vm/min_free_kbytes",
     "sys/class/dmi/id/product_name", "sys/class/dmi/id/bios_date", "sys/class/dmi/id/bios_version", "etc/dgx-release", "etc/os-release",
     "etc/default/earlyoom",
 )  # fmt: skip

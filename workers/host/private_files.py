@@ -42,21 +42,34 @@ def private_folder(path: Path, *, keep_group: bool = False) -> None:
         log.warning("the folder %s was open to other users: its mode was %04o and is now %04o", path, before, after)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace the file by one that only this user may read. A concurrent reader sees the old or the new content, whole. Raises OSError."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+def write_private(path: Path, text: str, *, sync: bool = True) -> None:
+    """Replace the file by one that only this user may read. A concurrent reader sees the old or the new content, whole. Raises OSError.
+
+    sync: whether the file and its name are on the disk when this returns (fsync(2)).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(descriptor)
         temporary.replace(path)
+        if sync:
+            _sync(path.parent)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def private_file(path: Path) -> None:

@@ -33,7 +33,7 @@ PROC = "/proc"
 # Errors that mean that this process lacks a resource. They prove nothing about the process that was read, which may well live.
 LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 4, 15, 36, 37  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +151,11 @@ def descendants(roots: Collection[int], stats: Mapping[int, Stat]) -> set[int]:
     return below
 
 
-def adopts_orphans() -> bool:
-    """Whether orphans below this process become its children. Ray's deprecated sub-reaper does that to its workers, and kills them."""
-    import ctypes
-
-    answer = ctypes.c_int()
-    return prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)) and answer.value == 1
-
-
 def prctl(option: int, value: Any) -> bool:
-    """Call prctl(2). False where the C library or the kernel refuses."""
+    """Call prctl(2). False where the kernel refuses."""
     import ctypes
 
-    try:
-        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
-    except (OSError, AttributeError):
-        return False
+    return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
 
 
 def hide() -> bool:
@@ -182,30 +171,21 @@ def hide() -> bool:
 def send(who: Identity, number: signal.Signals) -> bool:
     """Signal exactly this process. False where it is gone or belongs to another user.
 
-    A pidfd stays bound to its process (pidfd_open(2)), so a check after opening leaves no gap in which the pid could be reused. Where the
-    kernel or Python has no pidfd the gap is a few microseconds.
+    A pidfd stays bound to its process (pidfd_open(2)), so a check after opening leaves no gap in which the pid could be reused.
     """
     try:
         handle = os.pidfd_open(who.pid)
     except ProcessLookupError:
         return False
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
-            raise
-        handle = -1
     try:
         if not is_alive(who):
             return False
-        if handle >= 0:
-            signal.pidfd_send_signal(handle, number)
-        else:
-            os.kill(who.pid, number)
+        signal.pidfd_send_signal(handle, number)
         return True
     except (ProcessLookupError, PermissionError):
         return False
     finally:
-        if handle >= 0:
-            os.close(handle)
+        os.close(handle)
 
 
 def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, between: Callable[[float], object] = time.sleep) -> list[int]:

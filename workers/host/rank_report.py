@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from workers.host.private_files import write_private
 
 _sections: dict[str, dict[str, Any]] = {}
 _writing = threading.Lock()
@@ -26,17 +27,4 @@ def tell(path: str | None, rank: int, section: str, values: Mapping[str, Any]) -
     with _writing, contextlib.suppress(OSError):
         sections = _sections.setdefault(file, {})
         sections[section] = {**values, "at": time.time()}
-        replace_json(file, sections)
-
-
-def replace_json(path: str, value: Any) -> None:
-    """Replace a file at once, so that a reader sees the old or the new content. Raises OSError."""
-    fd, writing = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
-    try:
-        with os.fdopen(fd, "w") as file:
-            json.dump(value, file, default=str)
-        os.replace(writing, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(writing)
-        raise
+        write_private(Path(file), json.dumps(sections, default=str), sync=False)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.host.rank_report import replace_json
+from workers.host.private_files import write_private
 from workers.kv.arithmetic import Demand
 
 # Version 3: a demand has one peak.
@@ -107,7 +107,7 @@ class Profiles:
         raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about), "engine": self._engine}
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            replace_json(os.path.join(self._folder, f"{key}.json"), raw)
+            write_private(Path(self._folder, f"{key}.json"), json.dumps(raw, default=str), sync=False)
         except OSError:
             return False
         return True

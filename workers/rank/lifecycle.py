@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,17 @@ from workers.rank.log import NON_DEFAULT, STARTED, lines_since, read_log
 from workers.rank.log_parser import Parser
 from workers.rank.report import began_of, cache_of, load_of, progress_of, remove_reports, report_path
 from workers.rank.spec import RankSpec, checked_rank_id
-from workers.rank.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
+from workers.rank.status import (
+    engine_of,
+    rank_ids,
+    read_status,
+    remove_sockets,
+    shim_of,
+    status_path,
+    worker_of,
+    worker_path,
+    write_status,
+)
 
 __all__ = [
     "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "setting_lines",
@@ -39,24 +48,17 @@ SHIM = "workers.rank.shim"
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
-SECRET_MODE_MASK = 0o077
 
 
 def spawn(spec: RankSpec) -> dict[str, Any]:
     """Start a rank. Returns its handle (the fields of sparkd.state.nouns.RankHandle) once that is on disk and the engine was exec'ed.
 
-    Raises RankError, and leaves nothing behind, if the rank id is in use, the runtime cannot be executed, the socket is taken or others
-    can read the key. The shim leaves the caller's process tree, session and open files, and outlives the caller.
+    Raises RankError, and leaves nothing behind, if the rank id is in use or the runtime cannot be executed. The shim leaves the caller's
+    process tree, session and open files, and outlives the caller.
     """
     spec.check()
-    if processes.adopts_orphans():
-        raise RankError(
-            f"The rank {spec.rank_id} would end with this process, which adopts orphans: start Ray on this node without "
-            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper."
-        )
     if os.path.lexists(status_path(spec.run_dir, spec.rank_id)) or verify_gone(spec.rank_id, spec.run_dir):
         raise RankError(f"The rank {spec.rank_id} exists in {spec.run_dir}: stop and forget it first, or start it under another id.")
-    _check_key(spec)
     order = {
         "spec": spec.to_dict(),
         "command": build_command(spec),
@@ -86,7 +88,7 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     stats, boot = processes.table(), processes.boot_id()
     facts = []
     for rank_id, status in statuses.items():
-        shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
+        shim, engine = shim_of(status.get("handle") or {}), engine_of(status)
         pids = processes.belonging(stats, boot, worker_of(run_dir, rank_id), shim=shim, engine=engine)
         progress = _progress(run_dir, rank_id, status.get("progress"))
         fact = _fact(rank_id, status, progress, shim, engine, len(pids))
@@ -121,13 +123,13 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
     status = read_status(path)
-    shim = _shim_of(handle) or _shim_of(status.get("handle"))
+    shim = shim_of(handle) or shim_of(status.get("handle") or {})
     if shim and processes.send(shim, processes.STOP) and not processes.wait_gone([shim], timeout_s=grace_s):
         processes.send(shim, processes.STOP_NOW)
         processes.wait_gone([shim], timeout_s=SHIM_TIMEOUT_S)
     status = read_status(path)
     ordered_here = bool(shim and processes.is_alive(shim))
-    survivors = _kill_from_outside(rank_id, run_dir, shim, _engine_of(status, shim))
+    survivors = _kill_from_outside(rank_id, run_dir, shim, engine_of(status))
     if ordered_here and status.get("handle") and status.get("state") != "exited":
         status |= {"state": "exited", "stop_ordered": True}
         with suppress(OSError):  # a full disk: the rank has ended and will be forgotten
@@ -145,8 +147,8 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 def verify_gone(rank_id: str, run_dir: str) -> list[int]:
     """The pids of the rank's living processes, including its shim; empty when it is gone."""
     status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
-    shim = _shim_of(status.get("handle"))
-    pids = set(processes.members(shim=shim, engine=_engine_of(status, shim), worker=worker_of(run_dir, rank_id)))
+    shim = shim_of(status.get("handle") or {})
+    pids = set(processes.members(shim=shim, engine=engine_of(status), worker=worker_of(run_dir, rank_id)))
     if shim and processes.is_alive(shim):
         pids.add(shim.pid)
     return sorted(pids)
@@ -197,8 +199,6 @@ def _fact(
         "progress": dict(progress),
         "state": status.get("state", "unreadable"),
         "engine_pid": status.get("engine_pid"),
-        "updated_at_s": status.get("updated_at_s"),
-        "dropped_lines": status.get("dropped_lines", 0),
         "error": status.get("error"),
         "diagnosis": status.get("diagnosis"),
     }
@@ -231,21 +231,6 @@ def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
     raise RankError(reason)
 
 
-def _shim_of(handle: object) -> Identity | None:
-    """The shim in a handle, dead or alive; None if a living process with that identity is no shim. The folder's owner may have written the
-    numbers of a stranger's process, which are for everybody to read."""
-    shim = identity_of(handle, "pid", "start_ticks")
-    stat = processes.read_stat(shim.pid) if shim and processes.is_alive(shim) else None
-    return None if stat and stat.name != processes.SHIM_NAME else shim
-
-
-def _engine_of(status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
-    """The engine in a status, dead or alive; None if that process lives and is not of its shim's session."""
-    engine = identity_of(status, "engine_pid", "engine_start_ticks")
-    stat = processes.read_stat(engine.pid) if engine and processes.is_alive(engine) else None
-    return None if stat and (shim is None or stat.session != shim.pid) else engine
-
-
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
     """Do what a healthy shim does itself. The members die first, while the shim's session still identifies them."""
 
@@ -261,16 +246,12 @@ def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine
 
 
 def _clear_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> list[dict[str, Any]]:
-    """Remove the rank's sockets. Returns those that stay instead of raising, because the rank is gone all the same."""
-    here = os.path.dirname(socket_path or "") == run_dir
-    refusal = "it is not a socket" if here else "it lies in another folder"
-    reasons = {socket_path: refusal, ipc_dir(run_dir, rank_id): "it cannot be emptied"}
+    """Remove the rank's sockets. Returns the one that stays instead of raising, because the rank is gone all the same."""
     try:
         remove_sockets(run_dir, rank_id, socket_path)
     except OSError as error:
-        reasons[socket_path] = error.strerror or str(error)
-    left = [path for path in reasons if path and os.path.lexists(path)]
-    return [{"path": path, "bytes": 0, "removed": False, "why": reasons[path]} for path in left]
+        return [{"path": socket_path, "bytes": 0, "removed": False, "why": error.strerror or str(error)}]
+    return []
 
 
 def _prepare_folders(spec: RankSpec) -> None:
@@ -278,35 +259,6 @@ def _prepare_folders(spec: RankSpec) -> None:
         for folder in (spec.run_dir, ipc_dir(spec.run_dir, spec.rank_id), spec.socket_path and os.path.dirname(spec.socket_path)):
             if folder:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-        if spec.socket_path:
-            _remove_stale_socket(spec.socket_path)
         shared_memory.begin(spec.run_dir, spec.rank_id)
     except OSError as error:
         raise RankError(f"The rank {spec.rank_id} has no place to run: {error}. Give this user write access to {spec.run_dir}.") from error
-
-
-def _remove_stale_socket(path: str) -> None:
-    if not os.path.lexists(path):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise RankError(f"The socket {path} is in use by another process: stop that process, or use another --state-dir.")
-
-
-def _check_key(spec: RankSpec) -> None:
-    """Raises RankError for a key that the engine could not read, or others could."""
-    if not spec.host or not spec.api_key_path:
-        return
-    try:
-        if os.stat(spec.api_key_path).st_mode & SECRET_MODE_MASK:
-            raise RankError(f"The engine key {spec.api_key_path} is readable by others: chmod 600 {spec.api_key_path}")
-        key = Path(spec.api_key_path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise RankError(f"The engine key of the rank {spec.rank_id} cannot be read: {error}.") from error
-    if not key:
-        raise RankError(f"The engine key {spec.api_key_path} is empty: remove the file, sparkd writes a new one.")

@@ -82,32 +82,27 @@ class LineSplitter:
 
 
 class RotatingLog:
-    """path, path.1 ... path.N: the newest first, at most max_bytes each, or one write. Lines that cannot be written are counted in
-    dropped_lines.
+    """path, path.1 ... path.N: the newest first, at most max_bytes each, or one write.
 
     The file is open during a write only: whoever removes or moves it (logrotate) gets a new one with the next lines.
     """
 
     def __init__(self, path: str, *, max_bytes: int, backups: int) -> None:
         self.path = path
-        self.dropped_lines = 0
         self._max_bytes = max_bytes
         self._backups = backups
 
     def write(self, lines: list[str]) -> None:
-        """Append the lines, after a rotation where the file would become too large."""
+        """Append the lines, after a rotation where the file would become too large. The engine goes on if they cannot be written."""
         data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
-        try:
+        with suppress(OSError):  # full, read-only or missing
             self._rotate(len(data))
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
             with open(fd, "ab", buffering=0) as file:
                 if stat.S_ISREG(os.fstat(fd).st_mode):
                     os.fchmod(fd, MODE)
-                is_whole = file.write(data) == len(data)
-        except OSError:
-            is_whole = False  # full, read-only or missing: the engine must go on, and dropped_lines tells
-        self.dropped_lines += 0 if is_whole else len(lines)
+                file.write(data)
 
     def _rotate(self, more_bytes: int) -> None:
         try:
@@ -125,26 +120,18 @@ class RotatingLog:
 
 
 class BackgroundLog:
-    """A RotatingLog that a thread of its own writes, from the first `write` on. Lines that find WAITING_WRITES before them are dropped and
-    counted."""
+    """A RotatingLog that a thread of its own writes, from the first `write` on. Lines that find WAITING_WRITES before them are dropped."""
 
     def __init__(self, log: RotatingLog) -> None:
         self._log = log
         self._waiting: queue.Queue[list[str] | None] = queue.Queue(WAITING_WRITES)
-        self._refused_lines = 0
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
-
-    @property
-    def dropped_lines(self) -> int:
-        return self._log.dropped_lines + self._refused_lines
 
     def write(self, lines: list[str]) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        try:
+        with suppress(queue.Full):
             self._waiting.put_nowait(lines)
-        except queue.Full:
-            self._refused_lines += len(lines)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, and wait for that at most so long."""

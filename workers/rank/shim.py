@@ -57,7 +57,6 @@ class Shim:
         self._splitter = LineSplitter()
         self._parser = Parser()
         self._epoch_s = time.time() - time.monotonic()  # a wall clock that does not jump when the system's clock is set
-        self._subreaper = False
         self._me: Identity
         self._engine: Identity | None = None
         self._output = self._wakeup = -1
@@ -77,7 +76,7 @@ class Shim:
         self._me = _identity_of_this_process()
         self._wakeup = _catch_signals()
         # If the kernel refuses it, orphans go to init and are found by their session.
-        self._subreaper = processes.prctl(processes.PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+        processes.prctl(processes.PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
         try:
             write_status(self._path, self._status())  # the handle is on disk before the engine exists
             self._start_engine()
@@ -254,13 +253,10 @@ class Shim:
             "exit_code": self._exit_code,
             "stop_ordered": self._stop_ordered,
             "survivors": self._survivors,
-            "subreaper": self._subreaper,
             "epoch_s": self._epoch_s,
             "order_fd": self._order,
-            "dropped_lines": self._log.dropped_lines,
             "progress": self._parser.progress,
             "diagnosis": asdict(self._parser.diagnosis) if self._parser.diagnosis else None,
-            "updated_at_s": time.time(),
         }
 
     def _handle(self) -> dict[str, Any]:

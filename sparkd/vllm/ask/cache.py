@@ -16,7 +16,6 @@ from sparkd.vllm.installed import packages_of
 from workers.host import regular_file
 from workers.host.private_files import in_others_hands
 
-OF_ROOT = Path("/var/cache/sparkd")
 _FOLDER = "vllm-answers"
 _MOST_KEPT = 2048
 # The largest answer so far has 200 kB.
@@ -26,11 +25,10 @@ _unkept: dict[str, Any] = {}
 
 
 def places(state_dir: Path) -> list[Path]:
-    """The folders that keep answers: the daemon's where it exists, the user's own, and root's, which is for every user to read: what root
-    has asked, the daemon need not."""
-    cache = os.environ.get("XDG_CACHE_HOME") or ("/var/cache" if os.geteuid() == 0 else os.path.expanduser("~/.cache"))
-    folders = [*([state_dir] if state_dir.is_dir() else []), Path(cache, "sparkd"), OF_ROOT]
-    return [folder / _FOLDER for folder in dict.fromkeys(folders) if folder.is_absolute()]
+    """The folders that keep answers: the daemon's where it exists, and the user's own."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folders = [*([state_dir] if state_dir.is_dir() else []), Path(cache, "sparkd")]
+    return [folder / _FOLDER for folder in folders if folder.is_absolute()]
 
 
 def neighbours(interpreter: Path) -> list[str]:

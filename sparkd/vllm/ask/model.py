@@ -121,8 +121,10 @@ def ask(
     """An answer for each question in turn, from the disk where it is kept; None for a question that was cancelled before. Blocks.
 
     memory_bytes: the most that the process of a question may take.
-    progress: called with `importing`, `ready` or `asking` and the question's number, -1 without a question. Raises EngineError where there
-    is no vLLM, or it cannot be asked at all.
+    progress: called with `importing`, `ready` or `asking` and the question's number among those of its platform that are not kept, -1
+        without a question.
+
+    Raises EngineError where there is no vLLM, or it cannot be asked at all.
     """
     version = runtime.version
     if version is None:
@@ -134,7 +136,7 @@ def ask(
     for platform in sorted({question.platform for question in questions}):
         numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
         asking = [questions[number] for number in numbers]
-        for place, raw in _run(asking, platform, runtime, _numbered(progress, numbers), cancel, memory_bytes):
+        for place, raw in _run(asking, platform, runtime, progress, cancel, memory_bytes):
             try:
                 answers[numbers[place]] = answer_of(raw)
             except (ValueError, TypeError, KeyError, AttributeError):
@@ -142,11 +144,6 @@ def ask(
             if _is_lasting(raw):
                 keep(keys[numbers[place]], raw, runtime.folders)
     return answers
-
-
-def _numbered(progress: Callable[[str, int], None], numbers: Sequence[int]) -> Callable[[str, int], None]:
-    """`progress` for a child that has only the questions with these numbers."""
-    return lambda step, place: progress(step, numbers[place] if place >= 0 else -1)
 
 
 def _run(

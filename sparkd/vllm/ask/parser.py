@@ -15,7 +15,6 @@ import workers
 from sparkd.errors import EngineError
 from sparkd.vllm.arg_check import ANOTHER_PARSER, RefusedArg
 from sparkd.vllm.ask.cache import environment, keep, kept, neighbours, places
-from sparkd.vllm.flag_note import FlagNote
 from sparkd.vllm.flags import parsed, words
 from sparkd.vllm.installed import full_version_in
 from workers.vllm.ask.model_question import told
@@ -32,8 +31,8 @@ _FILES = tuple(Path(workers.__file__).parent / "vllm" / name for name in ("ask/p
 _NUMBERS = ("max-model-len", "max-num-seqs", "max-num-batched-tokens")
 
 
-def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[FlagNote, ...]:
-    """A note for each argument that the parser of this runtime's vLLM will refuse.
+def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> RefusedArgs:
+    """The arguments that the parser of this runtime's vLLM will refuse.
 
     None without an answer, and where variables may change the parser. ask: see `answers`.
     """
@@ -42,14 +41,13 @@ def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, s
 
 def refused_of(
     subjects: Sequence[Subject], runtime: Path | None, state_dir: Path, *, ask: bool, first: Callable[[], None] | None = None
-) -> list[tuple[FlagNote, ...]]:
+) -> list[RefusedArgs]:
     """Like `refused`, for several engines of one runtime: one child answers all questions whose answers are not kept."""
-    version = full_version_in(runtime) or ""
     judged = [number for number, (_, env) in enumerate(subjects) if not any(name in env for name in ANOTHER_PARSER)]
     known = dict(
         zip(judged, answers([subjects[number][0] for number in judged], runtime, places(state_dir), ask=ask, first=first), strict=True)
     )
-    return [tuple(refusal.note(version) for refusal in known.get(number) or ()) for number in range(len(subjects))]
+    return [known.get(number) or () for number in range(len(subjects))]
 
 
 def announce() -> None:

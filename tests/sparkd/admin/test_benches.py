@@ -1,4 +1,4 @@
-"""A bench goes on only with the model, tool, text, profile and cells of its first part."""
+"""A bench goes on only with the model, text, profile and cells of its first part."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from sparkd.admin.bench_routes import Benching
-from sparkd.admin.benches import Benches, refuse_a_mixture
+from sparkd.admin.benches import Benches, Benching, refuse_a_mixture
 from sparkd.admin.jobs import Jobs
 from sparkd.bench.profile import Arguments, BenchProfile
 from sparkd.bench.quality_bench import quality_bench
@@ -38,9 +37,16 @@ EARLIER = BenchResult(
 )
 
 
-def planned(tool: str = "llama-benchy 0.4.1", text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
+AGAIN = Benching(model="m", resume=EARLIER.id)
+
+
+def planned(text: str = TEXT, profile: str = "quick", cells: tuple[Cell, ...] = CELLS) -> SpeedBench:
     chosen = BenchProfile(name=profile, description="", args=Arguments(), cells=cells)
-    return SpeedBench(chosen=chosen, tool=tool, interpreter=sys.executable, text=text, content="Call me Ishmael.")
+    return SpeedBench(chosen=chosen, tool="llama-benchy 0.4.1", interpreter=sys.executable, text=text, content="Call me Ishmael.")
+
+
+async def work(*_: object) -> SpeedBench:
+    return planned()
 
 
 @pytest.mark.parametrize("removes", [False, True])
@@ -66,16 +72,17 @@ async def test_a_cancelled_bench_is_waited_for_while_its_figures_are_written(
         jobs = Jobs(scene.supervisor.journal, scene.supervisor.boundary)
         benches = Benches(scene.supervisor, cast(Any, registry), jobs, "http://x", ("", ""))
         benches.store.write(EARLIER)
+        monkeypatch.setattr(Benches, "_work", work)
         monkeypatch.setattr(BenchStore, "write", held)
         monkeypatch.setattr(Benches, "_program_ended", endless)
         monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
         running = tasks.create_task(jobs.run())
         await asyncio.sleep(0)
-        started = await benches.start("m", planned(), resume=EARLIER.id)
+        operation, _ = await benches.start(AGAIN)
         await begun.wait()
-        jobs.cancel(started.operation.id)
+        jobs.cancel(operation.id)
         await asyncio.to_thread(writes.wait, HUNG_S)
-        after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start("m", planned(), resume=EARLIER.id)))
+        after = tasks.create_task(cast(Any, benches.remove(EARLIER.id) if removes else benches.start(AGAIN)))
         await asyncio.sleep(0)
         may_end.set()
         await after
@@ -90,9 +97,10 @@ async def test_the_program_reads_its_job_and_ends(tmp_path: Path, monkeypatch: p
         benches = Benches(scene.supervisor, cast(Any, registry), jobs, "http://127.0.0.1:9", ("", ""))
         monkeypatch.setattr(scene.supervisor, "snapshot", lambda: SimpleNamespace(models={"m": view("m")}))
         benches.store.write(EARLIER)
+        monkeypatch.setattr(Benches, "_work", work)
         running = asyncio.create_task(jobs.run())
         await asyncio.sleep(0)
-        await benches.start("m", planned(), resume=EARLIER.id)
+        await benches.start(AGAIN)
 
         async def ended() -> BenchResult | None:
             (result,) = await benches.all()
@@ -103,21 +111,16 @@ async def test_the_program_reads_its_job_and_ends(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("same", [{}, {"text": text_label("copy.txt", "Call me Ishmael.")}])
-def test_the_same_tool_text_and_profile_go_on(same: dict[str, Any]) -> None:
+def test_the_same_text_and_profile_go_on(same: dict[str, Any]) -> None:
     refuse_a_mixture(EARLIER, "m", planned(**same))
-
-
-def test_a_result_that_names_no_text_goes_on() -> None:
-    refuse_a_mixture(EARLIER.model_copy(update={"text": None}), "m", planned())
 
 
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ({"tool": "guidellm 0.8.1"}, ("tool", "llama-benchy", "guidellm")),
         ({"text": text_label("moby.txt", "Call me Ahab.")}, ("text", TEXT)),
         ({"profile": "mine"}, ("profile", "quick", "mine")),
-        ({"cells": CELLS[::-1]}, ("cell 1", CELLS[0].name, CELLS[1].name, "profile")),
+        ({"cells": CELLS[::-1]}, ("profile", "quick with other cells")),
     ],
 )
 def test_the_refusal_names_the_part_that_differs(other: dict[str, Any], parts: tuple[str, ...]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sparkd.admin.jobs import Tell
+from sparkd.errors import NodeRefused, SparkdError
+from sparkd.units import GIB
 from tests.sparkd.admin.test_app import Admin, admin_of
 
 HUB = {"kind": "hub", "id": "models--org--tiny", "name": "org/tiny", "size_bytes": 7, "used_s": 5.0, "source": "org/tiny", "fault": None}
@@ -29,6 +31,7 @@ class Nodes:
     def __init__(self, admin: Admin) -> None:
         self.asked: list[Any] = []
         self.fault: str | None = None
+        self.broken: SparkdError | None = None
         self.entries = [HUB, CACHED]
         admin.scene.cluster.ask_all = self.ask_all  # type: ignore[attr-defined,method-assign]
         admin.scene.cluster.ask = self.ask  # type: ignore[attr-defined]
@@ -42,7 +45,9 @@ class Nodes:
 
     async def ask(self, node: str, method: str, kind: str, name: str, *where: Any, timeout_s: float) -> Any:
         self.asked.append((node, method, kind, name))
-        return 7 if method == "remove_stored" else self.fault
+        if self.broken is not None:
+            raise self.broken
+        return 7 * GIB if method == "remove_stored" else self.fault
 
     async def never(self, *_: Any, timeout_s: float) -> Any:
         await asyncio.Event().wait()
@@ -60,9 +65,21 @@ async def test_what_there_is_and_who_uses_it(tmp_path: Path) -> None:
 async def test_one_is_removed_from_the_node_that_is_named(tmp_path: Path) -> None:
     async with admin_of(tmp_path, models=MODELS) as admin:
         nodes = Nodes(admin)
-        assert (await admin.ask("DELETE", "/disk/hub/models--org--tiny"))["freed_bytes"] == 7
-        assert (await admin.ask("DELETE", "/disk/hub/models--org--tiny?node=o"))["node"] == "o"
+        for query, node in (("", "n"), ("?node=o", "o")):
+            accepted = await admin.ask("DELETE", f"/disk/hub/models--org--tiny{query}", 202)
+            ended = await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=300")
+            assert (ended["kind"], ended["model"], ended["state"]) == ("remove", "models--org--tiny", "SUCCEEDED")
+            assert ended["message"] == f"hub/models--org--tiny was removed from {node}: 7.0 GiB."
         assert nodes.asked == [(node, "remove_stored", "hub", "models--org--tiny") for node in ("n", "o")]
+
+
+async def test_a_removal_that_the_node_cannot_do_fails_with_its_reason(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, models=MODELS) as admin:
+        nodes = Nodes(admin)
+        nodes.broken = NodeRefused("n: Read-only file system.")
+        accepted = await admin.ask("DELETE", "/disk/hub/models--org--tiny", 202)
+        ended = await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=300")
+        assert (ended["state"], ended["message"]) == ("FAILED", "n: Read-only file system.")
 
 
 async def test_what_a_model_that_runs_uses_is_not_removed(tmp_path: Path) -> None:
@@ -80,7 +97,7 @@ async def test_quantized_weights_that_the_model_that_runs_does_not_use_are_remov
         Nodes(admin)
         await admin.ask("POST", "/models/other/load", 202)
         await admin.scene.tick(2)
-        assert (await admin.ask("DELETE", "/disk/quantized/tiny-nvfp4-0123456789abcdef"))["freed_bytes"] == 7
+        await admin.ask("DELETE", "/disk/quantized/tiny-nvfp4-0123456789abcdef", 202)
 
 
 @pytest.mark.parametrize(("fault", "state"), [(None, "SUCCEEDED"), ("other bytes", "FAILED")])
@@ -117,7 +134,8 @@ async def test_nothing_is_removed_while_a_pull_runs(tmp_path: Path) -> None:
         await admin.refused("DELETE", "/disk/hub/models--org--tiny", 409)
         ended.set()
         await admin.ask("GET", f"/operations/{operation.id}?wait_s=300")
-        await admin.ask("DELETE", "/disk/hub/models--org--tiny")
+        accepted = await admin.ask("DELETE", "/disk/hub/models--org--tiny", 202)
+        await admin.ask("GET", f"/operations/{accepted['operation']}?wait_s=300")
         assert len(nodes.asked) == 1
 
 

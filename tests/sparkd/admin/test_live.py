@@ -87,7 +87,7 @@ class Shown:
 
 @pytest.fixture
 async def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shown]:
-    monkeypatch.setattr(module, "LATE_S", 0.02)
+    monkeypatch.setattr(module, "EVERY_S", 0.02)
     async with stage(tmp_path, models={"m": {"model": "/x", "pin": True}}) as made:
         made.cluster.agents = ("n",)
         made.cluster.node_readings = {"n": made.cluster.reading}  # type: ignore[dict-item]

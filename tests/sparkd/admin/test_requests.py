@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.exchange import Exchange, Tokens
 from sparkd.gateway.request_log import RequestLog
-from sparkd.gateway.responses import Message
-from sparkd.gateway.usage import Tokens
 from sparkd.state.request_store import RequestStore
 from tests.sparkd.admin.test_app import Admin, admin_of
 

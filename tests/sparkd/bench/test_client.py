@@ -1,4 +1,4 @@
-"""The bench's client: the daemon's own sentence in a refusal, what /metrics says of one model, and no key outside of a header."""
+"""The bench's client: the daemon's own sentence in a refusal, what the engine counts, and no key outside of a header."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from sparkd.bench.load_bench import LoadBench
 from sparkd.errors import RankError
 
 KEY = "canary-0123456789"
-GIB = 1 << 30
-PAGE = f"""sparkd_engine_host_bytes{{model="m",node="a"}} {float(GIB)}
-sparkd_engine_device_bytes{{model="m",node="a"}} {float(2 * GIB)}
-sparkd_engine_device_bytes{{model="m",node="b"}} {float(GIB)}
-sparkd_engine_device_bytes{{model="m2",node="a"}} 7.0
-vllm:kv_cache_usage_perc{{model="m",node="a",engine="0"}} 0.25
-vllm:kv_cache_usage_perc{{model="m",node="a",engine="1"}} 0.5
-vllm:kv_cache_usage_perc{{model="m2",node="a"}} 0.9
-"""
 
 
 def client(answer: httpx.Response | Exception) -> Client:
@@ -30,11 +21,6 @@ def client(answer: httpx.Response | Exception) -> Client:
         return answer
 
     return Client("http://127.0.0.1:4000", KEY, httpx.MockTransport(handle))
-
-
-async def test_metrics_of_one_model_are_added_up_over_its_nodes() -> None:
-    assert await client(httpx.Response(200, text=PAGE)).held("m") == (0.5, 4 * GIB)
-    assert await client(httpx.Response(200, text="")).held("m") == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +35,18 @@ async def test_a_refusal_is_the_daemons_sentence(answer: httpx.Response | Except
     with pytest.raises(RankError) as error:
         await client(answer).model("m")
     assert sentence in error.value.message and KEY not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"), [("SUCCEEDED", None), ("FAILED", "Read-only file system."), ("CANCELLED", "It was cancelled.")]
+)
+async def test_a_long_action_is_followed_to_its_end(state: str, reason: str | None) -> None:
+    ended = client(httpx.Response(200, json={"id": "7", "state": state, "message": reason})).finished({"id": "7", "state": "RUNNING"})
+    if reason is None:
+        await ended
+    else:
+        with pytest.raises(RankError, match=reason):
+            await ended
 
 
 async def test_an_engine_without_an_answer_has_no_counters() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sparkd.bench.divergence import divergences, perplexity
+from sparkd.bench.divergence import divergences, losses
 
 
 def likely(*shares: float) -> dict[str, float]:
@@ -25,5 +25,5 @@ def test_a_token_that_the_other_lacks_counts_with_its_smallest() -> None:
     assert math.isfinite(value)
 
 
-def test_perplexity_of_even_odds() -> None:
-    assert perplexity([7, 0, 1], [likely(0.5, 0.5), likely(0.5, 0.5)]) == pytest.approx(2)
+def test_the_loss_of_even_odds() -> None:
+    assert losses([7, 0, 1], [likely(0.5, 0.5), likely(0.5, 0.5)]) == pytest.approx([math.log(2)] * 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparkd.bench.load_bench import quantized_of
-from sparkd.config.quantize import recipe
+from sparkd.config.quantize import canonical, parse
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_a_first_load_finds_no_quantized_weights_of_its_format(quantize: Any, re
     names = [("m", "m-fp8-mixed-0a"), ("m", "m-nf4-g64-0b"), ("other", "other-fp8-mixed-0c")]
     entries = [{"kind": "quantized", "id": key, "node": "a", "used_by": [user], "valid": True} for user, key in names]
     entries.append({"kind": "hub", "id": "m-nf4-g64-0b", "node": "a", "used_by": ["m"], "valid": True})
-    assert [entry["id"] for entry in quantized_of("m", recipe(quantize), entries)] == removed
+    assert [entry["id"] for entry in quantized_of("m", canonical(parse(quantize)), entries)] == removed

@@ -13,7 +13,7 @@ import yaml
 
 from sparkd.capacity.fit import Option, it_needs
 from sparkd.capacity.footprint import Footprint
-from sparkd.capacity.requirement import refused_flags, requirement_of
+from sparkd.capacity.placed_entry import refused_flags
 from sparkd.config.config import Config, parse_model
 from sparkd.config.engine_args import engine_args
 from sparkd.config.kv_cache import kv_cache, spelled
@@ -25,11 +25,12 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import parsed, without
 from sparkd.vllm.unaccounted_args import unsized
-from tests.support.accounts import account, advice, needed_gib, needing, option, resolved, too_large
+from tests.support.accounts import account, advice, needed_gib, needing, option, requirement, resolved, too_large
 from tests.support.checkpoints import LLAMA_8B, write
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
 from workers.host.memory_limits import spare
+from workers.quantization.recipe import QuantizationRecipe
 
 BOOK = RecipeLibrary(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
@@ -47,6 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(folder: Path, **keys: Any) -> ModelConfig:
     return parse_model("m", {"model": str(folder), **keys}, over_admin=False)
+
+
+def format_of(spec: ModelConfig) -> str | None:
+    return spec.quantize.default.spelling if isinstance(spec.quantize, QuantizationRecipe) else None
 
 
 def of(folder: Path, **keys: Any) -> Footprint:
@@ -164,7 +169,7 @@ def test_auto_is_the_best_format_that_fits(folder: Path, quantize: str | None) -
     room = of(folder, quantize=quantize, **given).least
     for free, better in ((room, quantize), (room - 1, {None: "fp8", "fp8": "nvfp4", "nvfp4": "int4-g64"}[quantize])):
         found = resolved(spec_of(folder, quantize="auto", **given), SPARK, {}, free)
-        assert (found.quantize or {}).get("format") == better
+        assert format_of(found) == better
         assert found.max_model_len == 8192
 
 
@@ -196,7 +201,7 @@ def test_auto_keeps_to_the_entrys_own_limits(folder: Path, keys: Callable[[int],
         own = {"max_num_seqs": 16, **keys(room)}
         assert resolved(spec_of(folder, max_model_len="auto", **own), SPARK, {}, free(room)).max_model_len == longest
         found = resolved(spec_of(folder, quantize="auto", max_model_len=50 * 1024, **own), SPARK, {}, free(room))
-        assert (found.quantize or {}).get("format") == form
+        assert format_of(found) == form
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     spec = spec_of(folder, max_num_seqs=16)
     why = too_large(needing(spec, "cuda", 121, exact(option(spec, SPARK, {}))), 24, "this node")
     assert why is not None
-    assert why.startswith("m ") and lacking(why, "this node", "24 GiB", "set max_model_len:") == []
+    assert lacking(why, "The memory is too small: it needs", "this node", "24 GiB", "set max_model_len:") == []
     assert "tokens" in why
     assert too_large(needing(spec, "cuda", 20, exact(option(spec, SPARK, {}))), 121, "this node") is None
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
@@ -264,7 +269,7 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
     # An account may be wrong by so much, and the engine measures.
     assert refused(memory_gib=least * 0.96) is None
     told = refused(memory_gib=least * 0.9)
-    assert lacking(told, "m", f"memory_gib: {least * 0.9:g}", f"{least:.1f} GiB", "set memory_gib:") == []
+    assert lacking(told, f"memory_gib: {least * 0.9:g}", f"{least:.1f} GiB", "set memory_gib:") == []
     assert refused(most_gib=40, kv_margin_gib=5) is None
     told = refused(most_gib=40, kv_margin_gib=25)
     assert told is not None and lacking(told, "this node", "40 GiB", "kv_margin_gib", "25") == []
@@ -315,8 +320,8 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
         asked.append((runtime, state, ask))
         return ()
 
-    monkeypatch.setattr("sparkd.capacity.requirement.refused", refused)
-    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _runtime: "0.32.0")
+    monkeypatch.setattr("sparkd.capacity.placed_entry.refused", refused)
+    monkeypatch.setattr("sparkd.capacity.placed_entry.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
         refused_flags(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
@@ -326,12 +331,12 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate({"state_dir": tmp_path})
     sized = spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, quantize="auto", max_num_seqs=16)
-    found = requirement_of(sized, config, facts("e"), 100.0, 100.0)
-    assert found.spec.quantize is None
+    found = requirement(sized, config, facts("e"), 100.0, 100.0)
+    assert found.args.spec.quantize is None
     assert found.known is not None and found.known.cache is not None
     assert found.gib - 1 < (found.known.fixed + found.known.cache) / GIB <= found.gib
     with pytest.raises(RankError, match=r"vllm~=0\.32\.0 -c deploy/constraints\.txt"):
-        requirement_of(sized, config, facts(None), 100.0, 100.0)
+        requirement(sized, config, facts(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").touch()
@@ -339,4 +344,4 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
     for name, why in (("gone", "gone is not on"), ("empty", "empty is empty"), ("notes", r"notes .*config\.json")):
         with pytest.raises(ModelUnusable, match=why):
-            requirement_of(spec_of(tmp_path / name), config, facts("e"), 100.0, 100.0)
+            requirement(spec_of(tmp_path / name), config, facts("e"), 100.0, 100.0)

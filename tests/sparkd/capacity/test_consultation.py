@@ -12,10 +12,12 @@ import pytest
 
 from sparkd.__main__ import exit_code
 from sparkd.capacity.advice import outgrown
-from sparkd.capacity.evidence import MOST_QUESTIONS, Answers, Consultation, Evidence
+from sparkd.capacity.evidence import MOST_QUESTIONS, Consultation, Evidence
 from sparkd.capacity.headers import draft_folder
 from sparkd.capacity.kv_cache import Serving
-from sparkd.capacity.requirement import ask_vllm, requirement_of
+from sparkd.capacity.node_runtime import NodeRuntime
+from sparkd.capacity.placed_entry import ask_vllm, placed_entry
+from sparkd.capacity.requirement import requirement_of
 from sparkd.capacity.weights import inventory
 from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.quantization import SourceQuantization
@@ -195,7 +197,7 @@ def test_what_vllm_has_refused_is_not_placed(folder: Path) -> None:
     """Its start would end in the same words, minutes later."""
     spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
     found = option(spec, SPARK, {}, Evidence(ask=Vllm(replace(answer(), refusal=ODD))))
-    assert (too_large(needing(spec, "cuda", 1, found), 100) or "").startswith("m cannot be served: vLLM refuses it: 9 heads are odd. ")
+    assert (too_large(needing(spec, "cuda", 1, found), 100) or "").startswith("vLLM refuses this model: 9 heads are odd. ")
 
 
 @pytest.mark.parametrize(("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")])
@@ -289,33 +291,32 @@ def test_a_load_asks_vllm_where_its_answer_decides_something_and_an_estimate_cou
     folder: Path, tmp_path: Path, keys: dict[str, Any], asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
-    monkeypatch.setattr("sparkd.capacity.requirement.ask", lambda questions, runtime: vllm(questions))
-    monkeypatch.setattr("sparkd.capacity.requirement.full_version_in", lambda _: "0.32.0")
+    monkeypatch.setattr("sparkd.capacity.placed_entry.ask", lambda questions, runtime: vllm(questions))
+    monkeypatch.setattr("sparkd.capacity.placed_entry.full_version_in", lambda _: "0.32.0")
     spec, config = parse_model("m", {"model": str(folder), **keys}, over_admin=False), Config(state_dir=tmp_path)
-    ask_vllm(spec, config, FACTS, (1, 1))
+    runtime = NodeRuntime(FACTS, "node")
+    ask_vllm(placed_entry(spec, config, runtime), (1, 1))
     assert bool(vllm.asked) is asks
     asked = list(vllm.asked)
-    monkeypatch.setattr("sparkd.capacity.requirement.kept_answers", lambda questions, runtime: vllm(questions))
-    need = requirement_of(spec, config, FACTS, 100.0, 100.0)
+    monkeypatch.setattr("sparkd.capacity.placed_entry.kept_answers", lambda questions, runtime: vllm(questions))
+    need = requirement_of(placed_entry(spec, config, runtime), 100.0, 100.0)
     assert not asks or (need.known is not None and need.known.sureness == "exact")
     assert not asks or all(question in asked for question in vllm.asked), "the answers are those that a placement looks up"
 
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("The vLLM of this runtime gave no answer about a model.")
 
-    monkeypatch.setattr("sparkd.capacity.requirement.ask", fails)
-    ask_vllm(spec, config, FACTS, (1, 1))
+    monkeypatch.setattr("sparkd.capacity.placed_entry.ask", fails)
+    ask_vllm(placed_entry(spec, config, runtime), (1, 1))
 
 
 def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:
     vllm = Vllm(answer(FULL, blocks=1))
-    answers = Answers(vllm)
-    for _ in range(2):
-        ways = [(AS_IT_IS, ranks, 1) for ranks in range(1, 40)]
-        Consultation(answers.ask, read_checkpoint(str(folder)), [], {}, SPARK).ask(ways)
-    assert len(vllm.asked) == MOST_QUESTIONS
-    others = [replace(vllm.asked[0], args=("--x",)), replace(vllm.asked[0], env={"VLLM_X": "1"})]
-    assert answers.kept([vllm.asked[0], *others]) == [answer(FULL, blocks=1), None, None]
+    consultation = Consultation(vllm, read_checkpoint(str(folder)), [], {}, SPARK)
+    consultation.ask([(AS_IT_IS, ranks, 1) for ranks in range(1, 40)])
+    consultation.ask([(AS_IT_IS, ranks, 1) for ranks in range(1, 9)])
+    assert len(vllm.asked) == len({question.tensor_parallel for question in vllm.asked}) == MOST_QUESTIONS
+    assert (consultation.answered, consultation.unanswered) == (True, 0)
 
 
 def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.entry_faults import format_fault
-from sparkd.capacity.fit import Option, candidates_of, choose, fitted
+from sparkd.capacity.fit import Option, candidates_of, choose, fitted, source_of
 from sparkd.capacity.footprint import room_of
 from sparkd.capacity.formats import FORMATS, mixes_of, unit_list
 from sparkd.capacity.headers import headers_here
-from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.config.config import load_config, parse_model
 from sparkd.config.engine_args import EngineArgs, engine_args
 from sparkd.errors import ConfigError, LoadRefused
 from sparkd.hardware import SPARK, machine
 from sparkd.units import GIB
+from tests.support.accounts import refuse_unloadable
 from tests.support.checkpoints import dense, mixture, write
 from tests.support.facts import facts
 from tests.support.inventories import known, packed_tensors
@@ -53,7 +53,7 @@ def chosen(folder: Path, gib: float, quantize: Any = "best") -> tuple[Quantizati
 def best(args: EngineArgs, free_bytes: int) -> Option:
     headers, node = headers_here(args), machine("cuda", 121 * GIB, 121 * GIB - free_bytes)
     assert headers is not None
-    return choose(candidates_of(args, headers, node), node)
+    return choose(candidates_of(source_of(args, headers, node)), node)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,7 +103,7 @@ def test_a_size_is_judged_with_the_layers_that_draft(tmp_path: Path) -> None:
         refuse_unloadable(config.models["m"], config)
     enough = asked(folder, {"format": "best", "gib": with_draft}, **mtp)
     headers = headers_here(enough)
-    assert headers is not None and len(candidates_of(enough, headers, SPARK)) == 1
+    assert headers is not None and len(candidates_of(source_of(enough, headers, SPARK))) == 1
     assert format_fault(enough) is None
 
 
@@ -122,7 +122,7 @@ def test_auto_takes_a_mix_where_no_single_format_fits(folder: Path) -> None:
     args, hardware = asked(folder, "auto"), machine("cuda", 121 * GIB, 0)
     headers = headers_here(args)
     assert headers is not None
-    candidates = candidates_of(args, headers, hardware)
+    candidates = candidates_of(source_of(args, headers, hardware))
     bytes_of = {id(one): headers.model.formatted(one.recipe).weights().bytes for one in candidates}
     singles = {QuantizationRecipe.parse(spelling) for spelling in FORMATS} | {AS_IT_IS}
     mixes = [one for one in candidates if one.recipe not in singles]

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.requirement import refuse_unloadable
 from sparkd.cli.config_check import check
 from sparkd.config.config import load_config, parse_model
 from sparkd.errors import CheckpointError, CheckpointUncounted, ModelUnusable
-from tests.support.accounts import fault
+from tests.support.accounts import fault, refuse_unloadable
 from tests.support.checkpoints import Tensor, dense, write
 from tests.support.plans import planned as plan
 from tests.support.published_tensors import tensors_of

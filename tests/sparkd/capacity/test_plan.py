@@ -20,9 +20,10 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
 from sparkd.admin.planner import Planning
-from sparkd.capacity import launch, plan_for_node, planned_entry, requirement
+from sparkd.capacity import launch, placed_entry, plan_for_node, planned_entry
 from sparkd.capacity import plan as plans
 from sparkd.capacity.launch import OWN
+from sparkd.capacity.node_runtime import NodeRuntime
 from sparkd.capacity.plan_for_node import PlanOrder
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.capacity.requirement import Placement, requirement_of
@@ -38,7 +39,7 @@ from sparkd.recipes.library import AsWritten, RecipeLibrary
 from sparkd.units import GIB
 from sparkd.vllm.flags import Value, parsed, speculative_config
 from tests.sparkd.cluster.test_launcher import FakeAgents
-from tests.support.accounts import too_large
+from tests.support.accounts import requirement, too_large
 from tests.support.checkpoints import mixture, write
 from tests.support.facts import lacking
 from tests.support.hub_server import COMMIT
@@ -47,6 +48,7 @@ from tests.support.published_tensors import tensors_of
 from tests.support.waiting import HUNG_S
 from workers.host.runtime import API_SERVER, probe
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.command import build_command, build_environment
 from workers.rank.spec import RankSpec
 
@@ -72,7 +74,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(placed_entry, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
     monkeypatch.setattr(planned_entry, "probe", asked)
     monkeypatch.setattr(launch, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
@@ -108,11 +110,12 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     async def read(_node: str) -> Any:
         raise AssertionError("a rank alone asks for no cables")
 
-    need = requirement_of(pinned(spec, config), config, facts(), FREE / GIB, FREE / GIB, ways)
-    parsed, _ = with_parsers(need.spec, need.args.env)
+    entry = placed_entry.placed_entry(pinned(spec, config), config, NodeRuntime(facts(), HEAD))
+    need = requirement_of(entry, FREE / GIB, FREE / GIB, ways)
+    parsed, _ = with_parsers(need.args.spec, need.args.env)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
-    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, parsed, peers, *ways)
+    placement = Placement(HEAD, "m", need.gib, entry.node.platform, entry.entrypoint, entry.vllm, parsed, peers, *ways)
     fabric = FabricNodes(read)
     fabric.environment = _network  # type: ignore[method-assign]
     engines = Launcher(lambda: config, agents, fabric, agents.call, HEAD, lambda *_: {})  # type: ignore[arg-type]
@@ -272,7 +275,7 @@ def test_a_share_of_more_than_a_node_lends_is_refused_as_a_load_is(
     file.write_text(json.dumps({"models": {"m": entry}}))
     chosen, reasons, found = fits(capsys, file, "--hardware", "spark")
     config = load_config(file, environ={})
-    need = requirement_of(config.models["m"], config, facts(), most, most)
+    need = requirement(config.models["m"], config, facts(), most, most)
     why = too_large(need, most, "a node")
     assert not chosen and found["refusal"] == {"cause": "memory", "message": why}
     assert why is not None and len(reasons) == 1 and why.startswith(reasons[0])
@@ -288,14 +291,14 @@ def test_what_the_command_line_says_goes_before_the_entry(
     entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5}
     entry |= {"extra_args": ["--speculative-config", NGRAM]}
     file.write_text(json.dumps({"models": {"m": entry}}))
-    argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
+    argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2)
     chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
     command = found["choice"]["ranks"][0]["command"]
     assert chosen and found["choice"]["format"] == "nvfp4" and found["asked"]["speculative"] == "mtp" and found["asked"]["requests"] == 3
     assert [command[command.index(flag) + 1] for flag in ("--max-model-len", "--max-num-batched-tokens", "--kv-cache-dtype")] == [
         "8192", "2048", "fp8",
     ]  # fmt: skip
-    assert "--enforce-eager" in command and "--gpu-memory-utilization" not in command and "--quantization" not in command
+    assert "--gpu-memory-utilization" not in command and "--quantization" not in command
     assert (speculative_config(command) or {})["method"] == "mtp"
     told = json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
@@ -489,7 +492,7 @@ def large_mixture(folder: Path, free_gib: int, monkeypatch: pytest.MonkeyPatch, 
     file = folder / "sparkd.yaml"
     entry = {"model": str(large), "max_num_seqs": 16, **keys}
     file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
-    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, total, 4 * GIB))
+    monkeypatch.setattr(placed_entry, "this_node", lambda platform: machine(platform, total, 4 * GIB))
     return file, hardware
 
 
@@ -502,12 +505,12 @@ def test_auto_is_what_the_daemon_decides(
     file, hardware = large_mixture(tmp_path, free_gib, monkeypatch, **keys)
     loaded = load_config(file, environ={})
     for ways in ((1, 1), (2, 1)):
-        need = requirement_of(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
-        decided = need.spec
+        need = requirement(loaded.models["m"], loaded, facts(), float(free_gib), float(free_gib), ways)
+        decided = need.args.spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
         mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
         best = next(one for one in mine if one["fits"])
-        spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
+        spelling = decided.quantize.default.spelling if isinstance(decided.quantize, QuantizationRecipe) else "as stored"
         assert (best["format"], best["max_model_len"], best["reserved_gib"]) == (spelling, decided.max_model_len, need.gib)
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES
-from sparkd.checkpoint.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
+from sparkd.checkpoint.foreign_json import MAX_HEADER_VALUES, MAX_JSON_BYTES
+from sparkd.checkpoint.header import DTYPE_BITS, read_header
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import header_of, pack, write_shard
 from tests.support.facts import lacking
@@ -104,9 +104,9 @@ def test_what_is_wrong_with_a_file_names_the_tensor_and_the_numbers(
 def test_a_header_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "large.safetensors"
     with path.open("wb") as file:
-        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
-        os.truncate(file.fileno(), MAX_HEADER_BYTES + 100)
-    with pytest.raises(CheckpointError, match=str(MAX_HEADER_BYTES)):
+        file.write((MAX_JSON_BYTES + 1).to_bytes(8, "little"))
+        os.truncate(file.fileno(), MAX_JSON_BYTES + 100)
+    with pytest.raises(CheckpointError, match=str(MAX_JSON_BYTES)):
         read_header(str(path))
 
 

@@ -122,7 +122,7 @@ def test_a_plan_takes_it_where_the_stored_model_does_not_fit_and_names_it_in_any
     file, room = tmp_path / "machine.yaml", 1 << 40
     for best, name in enumerate((f"{model}", f"{model}-AWQ")):
         file.write_text(f"memory_bytes: {room}\nsystem_bytes: 0\nunified: false\n")
-        found = planned(capsys, str(model), "--ctx", "256", "--batch", "16", "--margin", "0", "--eager", "--hardware", str(file))
+        found = planned(capsys, str(model), "--ctx", "256", "--batch", "16", "--margin", "0", "--hardware", str(file))
         assert [(one["format"], one["prequantized"]) for one in found["options"][:2]] == formats[best]
         assert found["choice"]["model"] == name
         assert any(lacking(note, f"{model}-AWQ") == [] for note in found["notes"])

@@ -23,6 +23,7 @@ from sparkd.capacity import plan_for_node
 from sparkd.capacity.plan_for_node import PlanOrder, entry_here
 from sparkd.capacity.planned_entry import PlanRequest
 from sparkd.checkpoint import Checkpoint, hub, read_checkpoint, remote_headers
+from sparkd.checkpoint.header import parse_header
 from sparkd.checkpoint.remote_headers import FIRST_BYTES, checkpoint_at, read_remote_checkpoint
 from sparkd.checkpoint.source import source_of
 from sparkd.config.config import Config
@@ -232,14 +233,20 @@ def test_a_server_that_drips_is_given_up(repository: Repository, monkeypatch: py
     assert (type(error), lacking(error.problem, "127.0.0.1", "still sending")) == (CheckpointUnread, [])
 
 
-def test_headers_of_one_repository_have_a_bound_together(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [shard.header_bytes for shard in read(repository).shards]
-    monkeypatch.setattr(remote_headers, "MAX_HEADERS_BYTES", sum(sizes))
-    read(repository)
-    monkeypatch.setattr(remote_headers, "MAX_HEADERS_BYTES", sum(sizes) - 1)
+def test_no_header_is_asked_for_before_those_of_the_last_requests_are_parsed(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_headers, "THREADS", 1)
+    parsed: list[int] = []
 
-    error = refused(repository)
-    assert (error.file, lacking(error.problem, "headers", "MiB")) == (PLACE, [])
+    def parse(*of_file: Any) -> Any:
+        parsed.append(len(repository.ranges_of(FIRST)) + len(repository.ranges_of(SECOND)))
+        return parse_header(*of_file)
+
+    monkeypatch.setattr(remote_headers, "parse_header", parse)
+    read(repository)
+
+    assert parsed == [1, 2]
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.checkpoint import read_checkpoint
-from sparkd.checkpoint.index import read_index
+from sparkd.checkpoint import read_checkpoint, read_index
 from sparkd.checkpoint.tensors import TensorGroup, TensorRef, alike
 from sparkd.errors import CheckpointError
 from tests.support.checkpoints import write_folder, write_shard

@@ -84,7 +84,7 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
     running = {"id": "1", "model": "m", "kind": "load", "state": "RUNNING", "message": ""}
     room = "It waits for room, 3 GiB: b may stay for another {} s."
     waits = [
-        (None, "STOPPED", None),
+        ("No Ray.", "STOPPED", {"reason": "RayStarting", "models": []}),
         (room.format(9), "STOPPED", {"reason": "Stay", "models": ["b"]}),
         (room.format(8), "STOPPED", {"reason": "Stay", "models": ["b"]}),
         ("After c.", "FAILED", {"reason": "StartedFirst", "models": ["c"]}),
@@ -94,7 +94,6 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
         "/models/m/load": [running],
         "/models/m": [{"state": state, "message": why, "reason": None, "wait": wait, "progress": None} for why, state, wait in waits],
         "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "Ready."}],
-        "/status": [{"typed_conditions": [{"reason": "RayStarting", "message": "No Ray.", "node": None}]}],
     }
     assert exit_code(["--url", answers.url, "load", "m"]) == 0
     out, err = capsys.readouterr()
@@ -149,7 +148,7 @@ def test_quantized_weights_are_listed_and_removed_on_all_nodes(
     views = [{"name": "mine", "aliases": ["gpt"], "quantize": {"format": "nvfp4"}}]
     folder = {"kind": "quantized", "path": "/q", "node": "a", "size_bytes": 4 << 20, "limit_bytes": 1 << 30}
     answers.by_path = {"/disk": [{"entries": [*entries, kept("tiny", kind="hub")], "folders": [folder]}], "/models": [{"models": views}]}
-    answers.say(200, {"id": "x", "node": "a", "freed_bytes": 2 << 20})
+    answers.say(202, {"id": "x", "kind": "remove", "model": "x", "state": "SUCCEEDED", "message": "x was removed from a: 2.0 GiB."})
 
     assert exit_code(["--url", answers.url, "ls", "--cached"]) == 0
     out = capsys.readouterr().out
@@ -158,7 +157,7 @@ def test_quantized_weights_are_listed_and_removed_on_all_nodes(
     gone = [path for command, path, _ in answers.seen if command == "DELETE"]
     chosen = [entry for entry in entries if entry["id"].rpartition("-")[0] in removed]
     assert gone == [f"/admin/v1/disk/quantized/{entry['id']}?node={entry['node']}" for entry in chosen]
-    assert capsys.readouterr().out.count("2.0 MiB freed") == len(removed)
+    assert capsys.readouterr().out.count("x was removed from a: 2.0 GiB.") == len(removed)
 
 
 def test_what_goes_wrong_is_an_object_with_json(
@@ -308,13 +307,17 @@ def test_the_name_of_a_key_is_not_sent(tmp_path: Path) -> None:
         ("spark1", "http://spark1:4000"),
         ("http://spark1:4001/v1", "http://spark1:4001"),
         ("https://spark1.example", "https://spark1.example"),
+        ("http://spark1:80/", "http://spark1:80"),
+        ("[fd00::1]", "http://[fd00::1]:4000"),
     ],
 )
 def test_an_address_may_be_short(text: str, url: str) -> None:
     assert base_url(text) == url
 
 
-@pytest.mark.parametrize("text", ["unix:/run/x", "http://u:secret@h:1", "http://h:1/other"])
+@pytest.mark.parametrize(
+    "text", ["unix:/run/x", "http://u:secret@h:1", "http://u:secret@h:x", "http://u:secret@[h", "http://h:1/other", "h:65536"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         base_url(text)

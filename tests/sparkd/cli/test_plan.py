@@ -19,6 +19,7 @@ from tests.support.daemon_process import ROOT
 from tests.support.facts import lacking
 from tests.support.published_tensors import tensors_of
 from workers.kv.settings import VARIABLE
+from workers.quantization.recipe import QuantizationRecipe
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
 
@@ -53,15 +54,15 @@ def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
 def test_the_entry_is_one_that_sparkd_takes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    options = ("--quantize", "nvfp4", "--seqs", "4", "--margin", "2.5", "--kv-dtype", "fp8", "--eager", "--batch", "2048")
+    options = ("--quantize", "nvfp4", "--seqs", "4", "--margin", "2.5", "--kv-dtype", "fp8", "--batch", "2048")
     out = drawn(capsys, monkeypatch, folder, *options)
     file = tmp_path / "sparkd.yaml"
     file.write_text(entry_of(out))
     spec = load_config(file, environ={}).models["tiny-moe"]
 
     assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens, spec.max_num_seqs) == (str(folder), 4096, 2048, 4)
-    assert (spec.kv_cache, spec.kv_margin_gib, spec.kv_cache_dtype, spec.enforce_eager) == ({"sequences": 4}, 2.5, "fp8", True)
-    assert spec.quantize is not None and spec.quantize["format"] == "nvfp4"
+    assert (spec.kv_cache, spec.kv_margin_gib, spec.kv_cache_dtype) == ({"sequences": 4}, 2.5, "fp8")
+    assert spec.quantize == QuantizationRecipe.parse("nvfp4")
     flags = spec.vllm_flags()
     assert all(re.search(rf"{flag}(?: |$)", out) for flag in flags if flag.startswith("--"))
     assert lacking(out, "4 requests") == []
@@ -81,7 +82,7 @@ def test_a_number_of_requests_that_is_asked_for_is_in_the_entry_also_where_it_is
 def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, folder, "--nodes", "2", "--ctx", "2048", "--seqs", "3", "--quantize", "int4-g32")
 
-    assert found["asked"] == {"nodes": 2, "requests": 3, "max_model_len": 2048, "eager": False, "speculative": None}
+    assert found["asked"] == {"nodes": 2, "requests": 3, "max_model_len": 2048, "speculative": None}
     assert {(one["tensor_parallel"], one["pipeline_parallel"]) for one in found["options"]} == {(1, 1), (2, 1), (1, 2)}
     for option in found["options"]:
         parts = option["footprint"]

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.requirement import Placement, refuse_unloadable
+from sparkd.capacity.node_runtime import NodeRuntime
+from sparkd.capacity.placed_entry import placed_entry
+from sparkd.capacity.requirement import Placement
 from sparkd.cluster import placer
 from sparkd.cluster.placer import Placer
 from sparkd.cluster.reservations import Reservations
 from sparkd.config.config import Config, load_config, parse_model
 from sparkd.errors import AgentLost, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.state.memory_book import Lack
+from tests.support.accounts import refuse_unloadable
 from tests.support.checkpoints import layered, write
 from tests.support.facts import lacking
+from workers.quantization.recipe import QuantizationRecipe
 from workers.rank.signatures import LASTING
 
 A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
@@ -242,6 +246,16 @@ async def test_only_what_an_empty_cluster_could_not_hold_is_refused_for_good(
     assert caught.value.lasts is lasts
 
 
+@pytest.mark.parametrize("keys", [{}, {"tensor_parallel": 2}])
+async def test_a_length_that_the_model_lacks_has_the_reason_of_vllms_own_refusal(keys: dict[str, Any], model: str, tmp_path: Path) -> None:
+    """Its name stands before the sentence wherever that is shown, so the sentence has it not."""
+    with pytest.raises(DoesNotFit) as caught:
+        await Scene(tmp_path, {A: 20.0, B: 20.0}).place(model, max_model_len=4097, **keys)
+    error = caught.value
+    assert (error.reason, error.lasts, error.reason in LASTING) == ("ContextTooLong", True, True)
+    assert error.message.startswith("The requests are too long: ") and lacking(error.message, "4,097", "set max_model_len: 4096") == []
+
+
 @pytest.mark.parametrize("keys", [{"quantize": "int4-g128"}, {"max_model_len": 4097}])
 @pytest.mark.parametrize("model", ["o/not-here-yet", "/nowhere/at/all"])
 def test_what_is_not_on_this_node_is_not_judged(keys: dict[str, Any], model: str, tmp_path: Path) -> None:
@@ -268,7 +282,7 @@ async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp
 
     for lone in (Scene(tmp_path, {A: alone - 1.0}), Scene(tmp_path, room, linked=[A])):
         found = await lone.place(model, quantize="auto", kv_margin_gib=0)
-        assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, dict)
+        assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, QuantizationRecipe)
     found = await Scene(tmp_path, room).place(model, quantize="auto", kv_margin_gib=0, tensor_parallel=1)
     assert found.nodes == (A,)
 
@@ -280,7 +294,7 @@ async def test_a_node_that_cannot_share_a_model_keeps_it_from_no_node_that_holds
     scene, asked = Scene(tmp_path, dict.fromkeys((A, B), alone - 1.0)), {"quantize": "auto", "kv_margin_gib": 0}
     getattr(scene.link, which).add(B)
     found = await scene.place(model, **asked)
-    assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, dict)
+    assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, QuantizationRecipe)
     scene.reservations.release("m")
     with pytest.raises((RankError, AgentLost), match=B):
         await scene.place(model, **asked, tensor_parallel=2)
@@ -306,13 +320,13 @@ async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(mod
 async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     assert (await scene.place(model, tensor_parallel=2)).nodes == (A, B)
-    assert lacking(await scene.refused(model, tensor_parallel=4), "m", "4 nodes", "2", A, B) == []
+    assert lacking(await scene.refused(model, tensor_parallel=4), "It needs 4 nodes", "2", A, B) == []
 
 
 async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_breaks_it(model: str, tmp_path: Path) -> None:
     told = await Scene(tmp_path, dict.fromkeys((A, B, C), 30.0)).refused(model, tensor_parallel=3)
 
-    assert lacking(told, "m", "3 nodes", "32 attention heads", "3 ranks") == []
+    assert lacking(told, "It cannot be split over 3 nodes", "32 attention heads", "3 ranks") == []
 
 
 async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:
@@ -327,7 +341,7 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
 def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
     spec = parse_model("m", {"model": model_of(tmp_path / "odd", heads=26)}, over_admin=False)
 
-    assert placer._ways(Scene(tmp_path, {A: 20.0}).config, spec, VLLM, 4) == [(2, 2), (1, 4)]
+    assert placer._ways(placed_entry(spec, Scene(tmp_path, {A: 20.0}).config, NodeRuntime(VLLM, A)), 4) == [(2, 2), (1, 4)]
 
 
 async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
@@ -374,7 +388,7 @@ async def test_what_outgrows_its_own_number_goes_over_more_nodes_with_that_on_ea
     found = await scene.place(model, memory_gib=4.5)
     assert (found.nodes, found.tensor, found.memory_gib) == ((A, B), 2, 5)
     told = await scene.refused(model, memory_gib=4.5, tensor_parallel=1)
-    assert told.startswith("m ") and lacking(told, "memory_gib: 4.5") == []
+    assert lacking(told, "The memory is too small: its entry has memory_gib: 4.5, and it needs") == []
 
 
 FOREIGN = "my.engine"

@@ -16,15 +16,6 @@ BOTH: list[tuple[str, Any, list[str]]] = [
 ]  # fmt: skip
 
 
-def test_flags_that_vllm_would_complete_are_refused_with_the_other_mistakes_of_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "sparkd.yaml"
-    args = "    extra_args:\n    - --seed=1\n    - --max-mod\n    - 9\n"
-    file.write_text(f"models:\n  m:\n    model: o/m\n    tll: 1\n{args}  n:\n    model: o/n\n    entrypoint: other.server\n{args}")
-
-    unknown, begun = read(file, {}, {}).document.problems
-    assert (unknown.line, begun.line) == (4, 7) and "--max-model-len?" in begun.message
-
-
 @pytest.mark.parametrize(("key", "value", "args"), BOTH)
 def test_a_key_and_its_flag_are_refused_with_both(key: str, value: Any, args: list[str], tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"

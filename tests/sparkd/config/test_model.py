@@ -14,6 +14,7 @@ from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
 from tests.support.facts import lacking
+from workers.quantization.best_wish import BestWish
 from workers.quantization.recipe import QuantizationRecipe
 
 
@@ -142,9 +143,16 @@ def test_spellings_of_one_recipe_are_one() -> None:
     assert model(quantize=model(quantize="nvfp4").quantize) == model(quantize="nvfp4")
 
 
+def test_an_entry_is_printed_in_its_canonical_spelling() -> None:
+    """As /admin/v1/models and the golden documents show it; without it vLLM loads the weights."""
+    printed = {each: model(quantize=each).model_dump(mode="json")["quantize"] for each in (None, "AUTO", "best", "int4")}
+    assert printed == {None: None, "AUTO": "auto", "best": {"format": "best"}, "int4": {"format": "int4-g128", "layers": []}}
+    assert model(quantize=printed["int4"]) == model(quantize="int4")
+
+
 def test_best_is_kept_as_it_is_until_the_model_is_placed(tmp_path: Path) -> None:
-    assert model(quantize="best").quantize == model(quantize={"format": "BEST"}).quantize == {"format": "best"}
-    assert model(quantize={"format": "best", "gib": 60}).quantize == {"format": "best", "gib": 60.0}
+    assert model(quantize="best").quantize == model(quantize={"format": "BEST"}).quantize == BestWish()
+    assert model(quantize={"format": "best", "gib": 60}).quantize == BestWish(60.0)
     assert model(quantize=model(quantize="best").quantize) == model(quantize="best")
     with pytest.raises(ConfigError, match="best"):
         loader_of(from_text(tmp_path, ""), model(quantize="best"))
@@ -224,7 +232,7 @@ def test_an_empty_value_is_refused(value: Any) -> None:
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, ["'LD_PRELOAD'", "refused", "admin API"]),
         ({"model": "/m", "quantize": {"format": "best", "keep": ["o_proj"]}}, ["models.m.quantize", "keep", "gib"]),
         ({"model": "./m"}, ["absolute path"]),
-        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["--max-mod ", "--max-model-len?"]),
+        ({"model": "/m", "extra_args": ["--max-mod", "9"]}, ["--max-mod", "--max-model-len?"]),
     ],
 )
 def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: list[str]) -> None:

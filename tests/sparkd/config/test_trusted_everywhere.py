@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.capacity import planned_entry, requirement
+from sparkd.capacity import placed_entry, planned_entry
 from sparkd.config.config import Config, load_config
 from sparkd.errors import LoadRefused
 from sparkd.hardware import SPARK, machine
@@ -42,7 +42,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(requirement, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(placed_entry, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
     monkeypatch.setattr(planned_entry, "probe", lambda _: Runtime("cpu", "0.32.0", API_SERVER))
     monkeypatch.delenv("SPARKD_CONFIG", raising=False)
     return Place(tmp_path)

@@ -59,7 +59,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
+    monkeypatch.setattr("sparkd.control.rank_stopper.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
 
 
 def errors() -> float:

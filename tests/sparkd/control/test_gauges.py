@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import __version__, metrics
 from sparkd.config.memory import MemorySettings
-from sparkd.config.quantize import recipe
 from sparkd.control import gauges
 from sparkd.state.nouns import ModelState, Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view
+from workers.quantization.recipe import QuantizationRecipe
 
 GIB = 1 << 30
 READING = Reading(
@@ -233,10 +233,11 @@ def test_the_counters_that_alerts_look_at_begin_at_zero() -> None:
 
 
 def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
-    gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize=recipe("nvfp4"), max_model_len=4096)))
+    gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize=QuantizationRecipe.parse("nvfp4").canonical(), max_model_len=4096)))
     assert shown("sparkd_model_info", model="m") == {"4096 0 nvfp4 qwen3": 1.0}
 
-    gauges.show(snapshot(view("m", source="Qwen/Qwen3-8B", quantize=recipe({"layers": {"experts": "nvfp4"}}), max_model_len=None)))
+    mix = QuantizationRecipe.parse({"layers": {"experts": "nvfp4"}}).canonical()
+    gauges.show(snapshot(view("m", source="Qwen/Qwen3-8B", quantize=mix, max_model_len=None)))
     assert shown("sparkd_model_info", model="m") == {"0 mapping Qwen/Qwen3-8B": 1.0}
 
     gauges.show(snapshot())

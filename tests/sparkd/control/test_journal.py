@@ -54,15 +54,37 @@ def test_what_another_writer_held_up_is_saved_before_the_condition_ends(store: S
     journal.keep_wish(WISH)
     journal.keep_answered(HANDLE.rank_id, 3.0)
     journal.forget_handle(HANDLE.rank_id)
-    other.end()
-    journal.say("note", None, "An event that is written saves nothing else.")
     assert journal.trouble is not None and journal.trouble.reason == "StateNotSaved"
+    other.end()
 
     journal.keep_wish(Desired("k", Want.RUNNING, 1, "admin", 0.0))
 
     assert journal.trouble is None
     assert (store.wishes.desired()["m"], set(store.wishes.desired())) == (WISH, {"m", "k"})
     assert (store.ranks.handles(), store.ranks.answered(HANDLE.rank_id)) == ({}, None)
+
+
+def test_an_event_that_could_not_be_written_is_written_later_with_its_own_time(
+    store: Store, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkd.control.journal.UNSAVED_EVENTS", 3)
+    clock = FakeClock()
+    journal = Journal(store, clock)
+    other.begin()
+    journal.say("note", None, "left out")
+    journal.say("note", "m", "first", why="x")
+    clock.now_s += 5
+    journal.say("note", None, "second")
+    journal.say("note", None, "third")
+    assert (journal.feed.written, journal.trouble and journal.trouble.reason) == (0, "StateNotSaved")
+    other.end()
+
+    journal.save_rest()
+
+    assert (journal.feed.written, journal.trouble) == (3, None)
+    first, *later = store.history.events()
+    assert (first.message, first.model, first.at_s, first.data) == ("first", "m", 1000.0, {"why": "x"})
+    assert [event.message for event in later] == ["second", "third"]
 
 
 def test_an_older_wish_never_replaces_a_newer(store: Store, other: Other) -> None:

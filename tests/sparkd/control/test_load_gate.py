@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.control.load_gate import CORDON_AFTER_S, EVICT_EVERY_S, IDLE_S
+from sparkd.control.evictions import IDLE_S
+from sparkd.control.load_gate import CORDON_AFTER_S, EVICT_EVERY_S
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Progress, Want
 from tests.support.facts import lacking

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from sparkd.config.config import BackoffSettings
-from sparkd.control.plan import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
-from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Want
+from sparkd.config.groups import GroupSettings
+from sparkd.control.plan import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, Move, Place, Stop
+from sparkd.control.record import Record
+from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Wait, Want
 from tests.support.facts import lacking
-from tests.support.model_facts import changed, facts_of
+from tests.support.model_records import changed, planned, record_of
 
 NOW_S = 1000.0
 HASH = "0123456789abcdef"
@@ -43,15 +45,15 @@ CHANGED = replace(UP, handle=replace(HANDLE, config_hash="ffffffffffffffff"))
 
 SOCKET_LOST = Fail("m", "SocketLost", "Its socket /run/x.sock was removed, so no request reaches it; sparkd starts it again.")
 
-RUNNING = facts_of("m", state_since_s=NOW_S - 5, config_hash=HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
+RUNNING = record_of("m", state_since_s=NOW_S - 5, config_hash=HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
 STOPPED = changed(RUNNING, want=Want.STOPPED)
 
 
-def running(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+def running(state: ModelState, *ranks: RankFact, **changes: object) -> Record:
     return changed(RUNNING, state=state, ranks=ranks, rank_id="r1", **changes)
 
 
-def stopped(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+def stopped(state: ModelState, *ranks: RankFact, **changes: object) -> Record:
     return changed(STOPPED, state=state, ranks=ranks, rank_id="r1", **changes)
 
 
@@ -132,14 +134,14 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
-def test_plan_of_one_model(facts: ModelFacts, expected: list[object]) -> None:
-    assert plan({"m": facts}, (), True) == expected
+def test_plan_of_one_model(facts: Record, expected: list[object]) -> None:
+    assert planned(facts) == expected
 
 
 @pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
 @pytest.mark.parametrize("exit_code", [0, 1, -9, None])
 def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code: int | None) -> None:
-    (action,) = plan({"m": running(state, replace(DEAD, exit_code=exit_code))}, (), True)
+    (action,) = planned(running(state, replace(DEAD, exit_code=exit_code)))
 
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited"
@@ -158,18 +160,18 @@ def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code
 def test_of_an_engine_that_lost_its_core_no_exit_code_is_told(error: str | None) -> None:
     """The shim saw its API server end in order."""
     fact = replace(DEAD, exit_code=0, progress=Progress(server_up=True, lost="its engine core was lost", last_error=error))
-    (action,) = plan({"m": running(S.READY, fact)}, (), True)
+    (action,) = planned(running(S.READY, fact))
     told = "The engine ended by itself (its engine core was lost). See `sparkd logs m`."
     assert action == Fail("m", "EngineExited", told)
     why = replace(fact.progress, last_error="RuntimeError: CUDA error: an illegal memory access")
-    (action,) = plan({"m": running(S.READY, replace(fact, progress=why))}, (), True)
+    (action,) = planned(running(S.READY, replace(fact, progress=why)))
     assert isinstance(action, Fail) and lacking(action.message, "lost", "RuntimeError: CUDA error: an illegal memory access") == []
 
 
 def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
     fact = replace(DEAD, exit_code=1, progress=Progress(last_error="ValueError: no room"))
 
-    (action,) = plan({"m": running(S.LOADING, fact)}, (), True)
+    (action,) = planned(running(S.LOADING, fact))
 
     assert isinstance(action, Fail)
     assert "ValueError: no room" in action.message
@@ -178,15 +180,15 @@ def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
 @pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
 def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
     failed = Progress(phase="loading", failure="a.safetensors: it is cut off: fetch it again", last_error="RuntimeError: engine")
-    (action,) = plan({"m": running(S.LOADING, replace(fact, progress=failed))}, (), True)
+    (action,) = planned(running(S.LOADING, replace(fact, progress=failed)))
     assert isinstance(action, Fail) and (action.model, action.reason) == ("m", "LoadFailed")
     assert action.message.startswith(failed.failure or "-") and lacking(action.message, "`sparkd logs m`") == []
 
     lasting = replace(fact, progress=replace(failed, failure_lasts=True))
-    (action,) = plan({"m": running(S.LOADING, lasting)}, (), True)
+    (action,) = planned(running(S.LOADING, lasting))
     assert isinstance(action, Fail) and action.reason == "LoadRefused"
 
-    (action,) = plan({"m": running(S.READY, replace(DEAD, progress=replace(failed, server_up=True)))}, (), True)
+    (action,) = planned(running(S.READY, replace(DEAD, progress=replace(failed, server_up=True))))
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited", "it served after that"
 
@@ -194,17 +196,17 @@ def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
 @pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
 def test_why_a_cache_was_refused_is_what_its_worker_says(fact: RankFact) -> None:
     refused = Progress(phase="sizing", kv={"phase": "refused", "why": "3 GiB are needed and 1 GiB is left."}, last_error="ValueError: no")
-    (action,) = plan({"m": running(S.SIZING, replace(fact, progress=refused))}, (), True)
+    (action,) = planned(running(S.SIZING, replace(fact, progress=refused)))
     assert action == Fail("m", "KvCacheDoesNotFit", "3 GiB are needed and 1 GiB is left. See `sparkd logs m`.")
 
     for later in (replace(refused, server_up=True), replace(refused, kv={"phase": "ready"})):
-        (action,) = plan({"m": running(S.READY, replace(DEAD, progress=later))}, (), True)
+        (action,) = planned(running(S.READY, replace(DEAD, progress=later)))
         assert isinstance(action, Fail)
         assert action.reason == "EngineExited"
 
 
 def test_a_rank_without_any_trace_is_a_failure() -> None:
-    (action,) = plan({"m": running(S.READY)}, (), True)
+    (action,) = planned(running(S.READY))
 
     assert isinstance(action, Fail)
     assert action.reason == "RankLost"
@@ -213,11 +215,11 @@ def test_a_rank_without_any_trace_is_a_failure() -> None:
 def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60, last_asked_s=NOW_S)
 
-    assert plan({"m": changed(facts, still_s=59.0)}, (), True) == []
+    assert planned(changed(facts, still_s=59.0)) == []
     latest = changed(facts, still_s=0.0, attempt_since_s=NOW_S - 180)
-    assert plan({"m": changed(latest, silent_s=299.0)}, (), True) == []
+    assert planned(changed(latest, silent_s=299.0)) == []
     for late in (changed(facts, still_s=60.0), changed(latest, silent_s=300.0)):
-        (action,) = plan({"m": late}, (), True)
+        (action,) = planned(late)
         assert isinstance(action, Fail) and action.reason == "StartTimeout"
 
 
@@ -226,7 +228,7 @@ def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> N
     [(S.READY, 9.9, None, False), (S.READY, 10.0, None, True), (S.READY, 60.0, "stop", False), (S.LOADING, 60.0, None, False)],
 )
 def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dark_s: float, busy: str | None, fails: bool) -> None:
-    found = plan({"m": changed(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True)
+    found = planned(changed(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy))
 
     assert [action.reason for action in found if isinstance(action, Fail)] == (["NodeLost"] if fails else [])
     assert len(found) == fails
@@ -235,22 +237,20 @@ def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dar
 def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60)
 
-    (action,) = plan({"m": facts}, (), True)
+    (action,) = planned(facts)
 
     assert isinstance(action, Fail)
     assert action.reason == "StartTimeout"
 
 
 def test_only_one_model_starts_at_a_time_and_one_that_is_waited_for_goes_first() -> None:
-    models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", queued=3)}
-
-    assert plan(models, (), True) == [Place("b")]
+    assert planned(changed(RUNNING, name="a"), changed(RUNNING, name="b", queued=3)) == [Place("b")]
 
 
 def test_nothing_is_placed_while_another_model_loads() -> None:
-    models = {"a": changed(RUNNING, name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+    loading = changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")
 
-    assert plan(models, (), True) == []
+    assert planned(changed(RUNNING, name="a"), loading) == []
 
 
 # Ways in which an engine may yet take memory that another would count as free.
@@ -267,36 +267,47 @@ TAKES_MEMORY = {
     "a rank of an earlier start lives beside it": running(S.READY, UP, OTHER),
     "what is left of it is being removed": changed(running(S.FAILED), busy="destroy", ranks=None),
     "it gives way and its load is being ended": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 59),
-    "its engine may take longer to end": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 320, stop_deadline_s=330),
+    "its engine may take longer to end": stopped(S.STOPPING, ALIVE, state_since_s=NOW_S - 320, stop_timeout_s=300),
     "it is no longer configured": None,
 }
 
 
 @pytest.mark.parametrize("other", TAKES_MEMORY.values(), ids=TAKES_MEMORY)
-def test_two_engines_never_size_from_the_same_free_memory(other: ModelFacts | None) -> None:
+def test_two_engines_never_size_from_the_same_free_memory(other: Record | None) -> None:
     """Whichever comes first in the plan, and whichever nodes they share: each counts as free what the other is about to take."""
-    strangers, wanted = (ALIVE,) if other is None else (), {"b": changed(RUNNING, name="b", queued=3)}
+    strangers, wanted = (ALIVE,) if other is None else (), changed(RUNNING, name="b", queued=3)
     for name in ("a", "c"):
-        beside = {} if other is None else {name: changed(other, name=name, last_asked_s=NOW_S)}
-        assert not [action for action in plan(wanted | beside, strangers, True) if isinstance(action, Place)]
-        assert plan(wanted | {name: changed(running(S.READY, UP), name=name)}, (), True) == [Place("b")]
+        beside = [] if other is None else [changed(other, name=name, last_asked_s=NOW_S)]
+        assert not [action for action in planned(wanted, *beside, strangers=strangers) if isinstance(action, Place)]
+        assert planned(wanted, changed(running(S.READY, UP), name=name)) == [Place("b")]
 
 
 def test_a_load_does_not_keep_others_from_stopping() -> None:
-    models = {"a": changed(stopped(S.READY, UP), name="a"), "b": changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+    loading = changed(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")
 
-    assert plan(models, (), True) == [Stop("a")]
+    assert planned(changed(stopped(S.READY, UP), name="a"), loading) == [Stop("a")]
 
 
 def test_nothing_is_placed_while_ray_is_away_but_adoption_goes_on() -> None:
-    models = {"a": changed(RUNNING, name="a"), "b": changed(RUNNING, name="b", ranks=(ALIVE,))}
+    models = changed(RUNNING, name="a"), changed(RUNNING, name="b", ranks=(ALIVE,))
 
-    assert plan(models, (), False) == [Adopt("b", "r1")]
+    assert planned(*models, block_reason=Wait("RayStarting", "It waits for Ray to start.")) == [Adopt("b", "r1")]
 
 
 def test_strangers_are_destroyed() -> None:
-    (action,) = plan({}, (ALIVE,), True)
+    (action,) = planned(strangers=(ALIVE,))
     assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")
+
+
+def test_a_model_is_unloaded_after_its_ttl_together_with_its_companions() -> None:
+    ties = GroupSettings(accompany=(("a", "b"),)).ties({"a": "a", "b": "b"})
+    idle = changed(running(S.READY, UP, ttl_s=5.0), name="a")
+    beside = changed(running(S.READY, UP, last_used_s=NOW_S - 4), name="b")
+
+    assert planned(idle, beside, ties=ties) == []
+    assert planned(idle, beside) == [Expire("a", 5.0)]
+    assert planned(idle, changed(beside, last_used_s=NOW_S - 5), ties=ties) == [Expire("a", 5.0)]
+    assert planned(idle, changed(beside, last_used_s=NOW_S - 5, in_flight=1), ties=ties) == []
 
 
 @pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300), (1025, 300), (10**9, 300)])

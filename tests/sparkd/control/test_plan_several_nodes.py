@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.control.plan import Adopt, Ask, Destroy, Fail, MarkStopped, ModelFacts, Move, Place, Stop, plan
+from sparkd.control.plan import Adopt, Ask, Destroy, Fail, MarkStopped, Move, Place, Stop
+from sparkd.control.record import Record
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import ModelState, Progress, RankFact, Want
 from tests.sparkd.control.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
 from tests.support.facts import lacking
-from tests.support.model_facts import changed
+from tests.support.model_records import changed, planned
 from workers.rank.signatures import Diagnosis
 
 S = ModelState
@@ -24,12 +25,12 @@ HELD = replace(SECOND, halted=True)
 STALE = replace(SECOND, handle=replace(SECOND.handle, rank_id="r0-r1", attempt="r0"))
 
 
-def team(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+def team(state: ModelState, *ranks: RankFact, **changes: object) -> Record:
     return changed(RUNNING, state=state, ranks=ranks, rank_id="r1", world=2, **changes)
 
 
 def failed(*ranks: RankFact, state: ModelState = S.READY, **changes: object) -> tuple[str, str]:
-    (action,) = plan({"m": team(state, *ranks, **changes)}, (), True)
+    (action,) = planned(team(state, *ranks, **changes))
     assert isinstance(action, Fail), action
     return action.reason, action.message
 
@@ -67,8 +68,8 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
-def test_plan_of_a_model_with_two_ranks(facts: ModelFacts, expected: list[object]) -> None:
-    assert plan({"m": facts}, (), True) == expected
+def test_plan_of_a_model_with_two_ranks(facts: Record, expected: list[object]) -> None:
+    assert planned(facts) == expected
 
 
 def test_a_rank_that_is_gone_fails_all() -> None:
@@ -130,7 +131,7 @@ def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> N
     assert (reason, "on o " in message, "`executor: ray`" in message) == ("NodeLost", True, True)
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
     alone = changed(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
-    assert plan({"m": alone}, (), True) == [Fail("m", "EngineFrozen", "Nothing moves.")]
+    assert planned(alone) == [Fail("m", "EngineFrozen", "Nothing moves.")]
 
 
 def test_a_question_under_way_does_not_hide_a_dead_rank() -> None:
@@ -145,7 +146,7 @@ def test_a_loader_that_fails_on_any_rank_fails_all_with_its_sentence() -> None:
 
 
 def test_strangers_are_destroyed_start_by_start() -> None:
-    (action,) = plan({}, (FIRST, SECOND), True)
+    (action,) = planned(strangers=(FIRST, SECOND))
     assert isinstance(action, Destroy) and (action.rank_id, action.model) == ("r1", "m")
 
 
@@ -175,7 +176,7 @@ def test_the_hash_of_any_rank_counts() -> None:
     changed = replace(SIZED, handle=replace(SIZED.handle, config_hash="f" * 16))
 
     assert HASH != "f" * 16
-    assert plan({"m": team(S.READY, UP, changed)}, (), True) == [Stop("m")]
+    assert planned(team(S.READY, UP, changed)) == [Stop("m")]
 
 
 def test_of_several_loaders_that_fail_the_first_speaks() -> None:

@@ -23,7 +23,7 @@ def test_each_value_of_a_record_has_one_writer() -> None:
             for value in re.findall(r"record\.(\w+)", targets):
                 writers[value].add(file.stem)
 
-    assert (writers["desired"], writers["state"], writers["attempt"]) == ({"wishes"}, {"effects"}, {"effects"})
+    assert (writers["desired"], writers["state"], writers["attempt"]) == ({"desired_states"}, {"effects"}, {"effects"})
     assert {value: at for value, at in writers.items() if len(at) > 1} == {}
 
 

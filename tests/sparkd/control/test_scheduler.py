@@ -15,51 +15,43 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.config.config import load_config
 from sparkd.config.groups import GroupSettings, Ties
-from sparkd.control.facts import ModelFacts, Stay
+from sparkd.control.evictions import EXCLUDED, NO_ROOM
+from sparkd.control.load_gate import AGENT_SILENT, RAY_STARTS
+from sparkd.control.record import Record
 from sparkd.control.request_queue import PROMISE_S
-from sparkd.control.scheduler import Schedule, make_schedule
-from sparkd.control.wait_reasons import (
-    AGENT_SILENT,
-    ASKED_FIRST,
-    ENDS,
-    EXCLUDED,
-    LEAVE,
-    LOADS,
-    NO_ROOM,
-    PASS,
-    RAY_STARTS,
-    STARTED_FIRST,
-    STAY,
-    UNCLAIMED,
-    Wait,
-)
+from sparkd.control.scheduler import ASKED_FIRST, ENDS, LEAVE, LOADS, PASS, STARTED_FIRST, STAY, UNCLAIMED, Schedule
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.state.memory_book import Lack, MemoryBook
-from sparkd.state.nouns import ModelState, OperationState, Reading, Want
+from sparkd.state.nouns import ModelState, OperationState, Reading, Wait, Want
 from sparkd.state.snapshot import NodeView
 from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking
 from tests.support.fakes import READING, Scene, scene, stage
-from tests.support.model_facts import facts_of
+from tests.support.model_records import record_of, scheduled
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}
 
 
-def there(name: str, **changes: Any) -> ModelFacts:
+def there(name: str, **changes: Any) -> Record:
     """A model that serves."""
-    return facts_of(name, **({"state": ModelState.READY} | changes))
+    return record_of(name, **({"state": ModelState.READY} | changes))
 
 
-def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> ModelFacts:
+def stays(name: str, until_s: float, ready_since_s: float = NOW_S, load_s: float = 0.0, **changes: Any) -> Record:
+    """A model that serves, was last used at until_s, and has taken another one's place if load_s is given."""
+    return there(name, last_used_s=until_s, ready_since_s=ready_since_s, load_s=load_s, takes_turns=load_s > 0, **changes)
+
+
+def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> Record:
     lack = None if gib is None else Lack(gib)
     given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "asked_since_s": asked_since_s}
-    return facts_of(name, **(given | changes))
+    return record_of(name, **(given | changes))
 
 
-def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Schedule:
+def decided(*models: Record, ties: Ties | None = None, offered: float = 20, **held: int) -> Schedule:
     book = MemoryBook({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return make_schedule({facts.name: facts for facts in models}, book, ties or Ties())
+    return scheduled(*models, book=book, ties=ties)
 
 
 def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | None]:
@@ -85,12 +77,12 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
         ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
         ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
         ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
-        ([there("a", stay=Stay(NOW_S, NOW_S + 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([stays("a", NOW_S + 5), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
         ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
     ],
     ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
 )
-def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[str, int], leave: list[str]) -> None:
+def test_those_go_that_nobody_would_miss(others: list[Record], held: dict[str, int], leave: list[str]) -> None:
     found = decided(waits("c"), *others, **held)
     assert (found.next_to_start, dict(found.victims)) == (None, dict.fromkeys(leave, "c"))
     assert (found.waits["c"].reason, lacking(found.waits["c"].message, "10 GiB")) == (LEAVE, [])
@@ -98,7 +90,7 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
 
 @pytest.mark.parametrize("stay_s", [42, 1])
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, NOW_S + stay_s)), a=16)
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), stays("a", NOW_S + stay_s), a=16)
     assert (found.next_to_start, found.victims, found.queue) == (None, {}, ("c", "d"))
     assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
@@ -112,7 +104,7 @@ def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: fl
 def test_an_idle_model_goes_at_once_unless_two_take_each_others_place(
     ready_s_ago: float, load_s: float, lost_load_s: float, stay_s: float | None
 ) -> None:
-    idle = there("a", stay=Stay(NOW_S - ready_s_ago, NOW_S, load_s))
+    idle = stays("a", NOW_S, NOW_S - ready_s_ago, load_s)
     found = decided(waits("c", lost_load_s=lost_load_s), idle, a=16)
     assert dict(found.victims) == ({"a": "c"} if stay_s is None else {})
     assert reason(found, "c") == (LEAVE if stay_s is None else STAY, ("a",), stay_s)
@@ -120,12 +112,12 @@ def test_an_idle_model_goes_at_once_unless_two_take_each_others_place(
 
 @pytest.mark.parametrize(("ready_s_ago", "leave"), [(77, []), (78, ["a", "b"])])
 def test_two_that_go_together_stay_for_the_loads_of_both(ready_s_ago: float, leave: list[str]) -> None:
-    idle = [there(name, stay=Stay(NOW_S - ready_s_ago, NOW_S, 39)) for name in "ab"]
+    idle = [stays(name, NOW_S, NOW_S - ready_s_ago, 39) for name in "ab"]
     assert sorted(decided(waits("c", 20), *idle, a=10, b=10).victims) == leave
 
 
 def test_a_model_that_is_leaving_already_holds_nothing_up() -> None:
-    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S, NOW_S + 60, 39))
+    leaves = stays("a", NOW_S + 60, load_s=39, state=ModelState.DRAINING, yields=True)
     assert sorted(decided(waits("c", 20), leaves, there("b"), a=10, b=10).victims) == ["a", "b"]
 
 
@@ -137,10 +129,10 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
 
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
-    models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
-    found = make_schedule(models, MemoryBook({"n": 20}, {}, (), {"n": room_gib}), Ties())
+    models = waits("c"), waits("d", gib=1, asked_since_s=950)
+    found = scheduled(*models, book=MemoryBook({"n": 20}, {}, (), {"n": room_gib}))
     assert (found.next_to_start, found.queue, "c" in found.waits) == (first, ("c", "d"), first is None)
-    elsewhere = make_schedule(models, MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties())
+    elsewhere = scheduled(*models, book=MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}))
     assert elsewhere.next_to_start == "c"
 
 
@@ -173,9 +165,9 @@ def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
 def test_over_several_nodes() -> None:
     book = MemoryBook({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
-    assert dict(make_schedule(models, book, Ties()).victims) == {"a": "c", "d": "c"}
+    assert dict(scheduled(*models.values(), book=book).victims) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    refusal = make_schedule(models, book, Ties()).rejected["c"]
+    refusal = scheduled(*models.values(), book=book).rejected["c"]
     assert (refusal.reason, lacking(refusal.message, "12 GiB on each of 2 nodes")) == (NO_ROOM, [])
     assert lacking(refusal.message, "12 GiB", "2 nodes") == []
 
@@ -227,7 +219,7 @@ async def fill(made: Scene, by: str) -> None:
 
 
 def waits_of(made: Scene, name: str) -> str:
-    return made.supervisor.registry.find(name).wait.reason
+    return made.supervisor.snapshot().models[name].wait.reason
 
 
 async def make_ready(made: Scene, name: str) -> None:
@@ -249,7 +241,7 @@ async def make_ready(made: Scene, name: str) -> None:
     ],
     ids=["loads", "is placed", "ends", "is removed", "does not die", "serves"],
 )
-def test_the_first_waits_for_what_is_started_or_ended_before_it(other: ModelFacts, kind: str | None) -> None:
+def test_the_first_waits_for_what_is_started_or_ended_before_it(other: Record, kind: str | None) -> None:
     found = decided(waits("c", gib=None), waits("d", gib=None, asked_since_s=950), other)
     assert (found.next_to_start, found.queue) == ("c", ("c", "d"))
     assert (reason(found, "c") if "c" in found.waits else None) == (None if kind is None else (kind, ("a",), None))
@@ -269,7 +261,8 @@ async def test_a_model_that_failed_says_so_while_it_waits(tmp_path: Path) -> Non
         made.clock.now_s += 30
         await made.tick()
 
-        view, wait = made.supervisor.snapshot().models["a"], made.supervisor.registry.find("a").wait
+        view = made.supervisor.snapshot().models["a"]
+        wait = view.wait
         assert (view.state.value, view.reason, wait and wait.reason) == ("FAILED", "EngineExited", LOADS)
         assert wait and lacking(view.message, "exit code 1", wait.message) == []
 
@@ -279,7 +272,8 @@ async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: 
         made.cluster.offered = {"n": 100}
 
         def shown(name: str) -> tuple[str, int | None, str | None]:
-            view, wait = made.supervisor.snapshot().models[name], made.supervisor.registry.find(name).wait
+            view = made.supervisor.snapshot().models[name]
+            wait = view.wait
             assert view.message == (None if wait is None else wait.message)
             return view.state.value, view.turn, None if wait is None else wait.reason
 
@@ -321,7 +315,7 @@ def test_what_keeps_every_load_from_beginning(
     observation = Observation((), reading, connected, nodes=(node,), trouble=Condition(trouble, "It is so.") if trouble else None)
     gate = made.supervisor._gate
     gate.look(observation, {})
-    block = gate.block_reason(observation, ())
+    block = gate.block_reason(observation)
     assert (None if block is None else block.reason) == reason
     made.store.close()
 

@@ -221,8 +221,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_in_line_is_not_there(self) -> None:
-        for record in self._records():
-            assert record.turn is None or record.state in (ModelState.STOPPED, ModelState.FAILED, *STARTING), record.state
+        for view in self.supervisor.snapshot().models.values():
+            assert view.turn is None or view.state in (ModelState.STOPPED, ModelState.FAILED, *STARTING), view.state
 
     def teardown(self) -> None:
         """Once nothing goes wrong any more every waiter ends, and what runs is what is wished."""

@@ -19,8 +19,8 @@ from sparkd.checkpoint.model_folder import unusable
 from sparkd.condition import Condition
 from sparkd.config.config import BackoffSettings, parse_model
 from sparkd.config.model import ModelConfig
+from sparkd.control.ability_lookup import LOOK_AGAIN_S
 from sparkd.control.lease import ABANDONED_S, KEEP_EVERY_S, KEPT_S, is_nearly_ready
-from sparkd.control.looks import LOOK_AGAIN_S
 from sparkd.control.record import Attempt, Record
 from sparkd.errors import (
     BadRequest,
@@ -44,7 +44,7 @@ from sparkd.errors import (
 )
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
-from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Want
+from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Wait, Want
 from sparkd.vllm.parsers import Parsers, of_handle
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
@@ -148,7 +148,12 @@ async def test_it_acts_only_after_the_first_reading_and_the_adoption_scan(tmp_pa
         await made.tick(2)
         assert made.cluster.log == []
         assert not made.supervisor.snapshot().settled
+        made.cluster.connected, made.cluster.trouble = False, Condition("RayUnavailable", "Ray cannot be reached.")
+        await made.tick()
+        waiting = made.supervisor.snapshot().models["m"]
+        assert (waiting.message, waiting.wait) == ("Ray cannot be reached.", Wait("RayUnavailable", "Ray cannot be reached."))
 
+        made.cluster.connected, made.cluster.trouble = True, None
         from tests.support.fakes import READING
 
         made.cluster.reading = READING
@@ -1349,7 +1354,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
             tries.append(failures)
             return 0.0
 
-    monkeypatch.setattr("sparkd.control.endings.ENDING", Recorded())
+    monkeypatch.setattr("sparkd.control.rank_stopper.ENDING", Recorded())
     async with stage(tmp_path) as made:
         for _ in range(2):
             await make_ready(made)
@@ -1369,7 +1374,7 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
 async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
 ) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=600, max_s=600, jitter=0))
+    monkeypatch.setattr("sparkd.control.rank_stopper.ENDING", BackoffSettings(initial_s=600, max_s=600, jitter=0))
     async with stage(tmp_path) as made:
         await make_ready(made)
         made.cluster.immortal = True

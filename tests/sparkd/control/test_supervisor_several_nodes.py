@@ -125,7 +125,7 @@ async def test_a_question_that_a_dead_rank_never_answers_is_given_up(tmp_path: P
 
 
 async def test_unloading_ends_both_whatever_becomes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.control.endings.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
+    monkeypatch.setattr("sparkd.control.rank_stopper.ENDING", BackoffSettings(initial_s=1e-9, max_s=1e-9))
     async with stage(tmp_path, cluster=pair()) as scene:
         await made_ready(scene)
         destroy, refusals = scene.cluster.destroy, ["o"]

@@ -162,7 +162,7 @@ async def test_while_its_question_is_not_answered_it_is_doubted(world: int, look
         assert await scene.after(ALONE.ask_every_s) is None
     assert scene.asked
     assert await scene.after(1) is None
-    silent_s = scene.clock() - scene.watchdog._beats["m"].at_s
+    silent_s = scene.clock() - scene.watchdog._progress["m"].at_s
     assert silent_s > TEAM.question_s and lacking(scene.watchdog.doubt(scene.record), f"{silent_s:.0f} s", "question", " 1 s") == []
     # A step, and it is doubted no more.
     await scene.after(ALONE.ask_every_s, page=page(2, running=0))
@@ -188,7 +188,7 @@ async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
         assert made.supervisor.snapshot().models["m"].doubt is None
         record.queue.in_flight = 1
         watchdog.look([record])
-        watchdog._beats["m"].question_at_s = made.clock() - 2
+        watchdog._progress["m"].question_at_s = made.clock() - 2
         assert str(made.supervisor.snapshot().models["m"].doubt).endswith(" for 2 s.")
         made.supervisor.want("m", Want.STOPPED, "admin")
         await made.tick()

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import uvicorn.server
+from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway.edge import Edge, EdgeSettings
@@ -22,7 +23,6 @@ from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.proxy import Waits
-from sparkd.gateway.responses import Receive, Scope, Send
 from sparkd.gateway.server import GatewayServer, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities, RequestNeeds
@@ -63,12 +63,10 @@ def view(name: str, **changes: Any) -> ModelView:
         "wanted_by": "config",
         "generation": 1,
         "since_s": 1000.0,
-        "created_at_s": 1000.0,
         "ranks": (),
         "in_flight": 0,
         "queued": 0,
         "failures": 0,
-        "restarts": 0,
     }
     return ModelView(**(plain | changes))
 

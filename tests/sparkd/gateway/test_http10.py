@@ -1,4 +1,4 @@
-"""Clients of HTTP/1.0, which nginx is to its upstreams by default: bodies end with the connection, and nothing comes before an answer."""
+"""Clients of HTTP/1.0, which nginx is to its upstreams by default: bodies end with the connection."""
 
 from __future__ import annotations
 
@@ -77,11 +77,6 @@ async def test_a_broken_stream_gets_its_error_event_and_a_reset(gateway: Running
             while piece := await loop.sock_recv(client, 1000):
                 found += piece
     assert b'"engine_error"' in found
-
-
-async def test_no_interim_answer(gateway: Running) -> None:
-    answer = await until_closed(gateway, old("POST", CHAT, STREAM, "Expect: 100-continue"))
-    assert (answer.status, answer.body) == (200, ANSWER)
 
 
 async def test_beats_of_a_model_that_loads(engine: RawEngine) -> None:

@@ -163,7 +163,7 @@ async def test_a_request_behind_a_running_stream_is_not_read(gateway: Running) -
     await soon(lambda: gateway.engine.heard)
     (protocol,) = gateway.server.server_state.connections
     client.send(HIDDEN)
-    await soon(lambda: protocol._deaf)
+    await soon(lambda: protocol._ignores_input)
     go_on.set()
     assert (await client.answer()).body == EVENT + DONE
     assert await client.ended() == b""

@@ -31,7 +31,7 @@ async def test_the_model_list(engine: RawEngine) -> None:
         assert listed["object"] == "list"
         first, second = listed["data"]
         assert first["status"] == {"state": "READY", "want": "RUNNING", "in_flight": 0, "queued": 0}
-        assert (first["object"], first["created"], first["owned_by"], first["max_model_len"]) == ("model", 1000, "sparkd", 4096)
+        assert (first["object"], first["created"], first["owned_by"], first["max_model_len"]) == ("model", 0, "sparkd", 4096)
         assert first["metadata"] == {"family": "x"}
         assert second["status"]["progress"] == 0.25
         assert "eta_seconds" not in second["status"]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from sparkd.gateway.usage import Tokens, tokens_of
+from sparkd.gateway.exchange import Tokens
+from sparkd.gateway.relay import tokens_of
 from tests.stub import answers
 
 DETAILS = b'{"prompt_tokens":7,"total_tokens":12,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":4}}'

@@ -104,7 +104,7 @@ def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
     ("keys", "words"),
     [
         ({"recipe": "q"}, ["models.m.recipe", "'q'", "`sparkd recipes ls`"]),
-        ({"recipe": "gemma-4-26b-a4b-it-nvfp4@nvidia"}, ["models.m.recipe", "gemma-4-26b-a4b-it-nvfp4-nvidia?"]),
+        ({"recipe": "gemma-4-26b-a4b-it-nvfp4@nvidia"}, ["models.m.recipe", "a4b-it-nvfp4@nvidia'", "registries"]),
         ({"recipe": "r", "profile": "balanced"}, ["models.m.profile", "kv_cache", "docs/upgrading.md"]),
     ],
 )

@@ -266,7 +266,6 @@ def test_an_entry_may_name_a_recipe_of_a_registry(tmp_path: Path, state: Path, c
     [
         ("--chat-template http://example.org/x", "--chat-template"),
         ("env: {LD_PRELOAD: /x.so}", "LD_PRELOAD"),
-        ("env: {OMP_NUM_THREADS: $SECRET}", "environment"),
     ],
 )
 def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
@@ -283,7 +282,21 @@ def test_a_recipe_that_does_more_than_tune_has_to_be_imported_first(
     assert param in caught.value.message and "recipes import more@eugr" in caught.value.message
 
 
+@pytest.mark.parametrize("value", ["$SECRET", "${SECRET}", "`id`", "$(id)"])
+def test_a_variable_of_this_machine_reaches_no_recipe_of_a_registry(value: str, state: Path) -> None:
+    keep(state, {"probe": f"{PLAIN}env: {{OMP_NUM_THREADS: '{value}', NCCL_DEBUG: WARN}}\n"})
+    spec = parse_model("m", {"recipe": "probe@eugr"}, over_admin=False, book=RecipeLibrary(None, {"SECRET": "s"}, state))
+    assert spec.env.keys() == {"NCCL_DEBUG"}
+
+
 OURS = RECIPE.partition("settings:")[0] + "settings: "
+
+
+def test_a_recipe_names_no_variable_of_this_machine(state: Path) -> None:
+    keep(state, {"probe": f"{OURS}{{env: {{OMP_NUM_THREADS: '${{env.SECRET}}'}}}}\n"})
+    with pytest.raises(ConfigError, match="environment") as caught:
+        parse_model("m", {"recipe": "probe@eugr"}, over_admin=False, book=RecipeLibrary(None, {"SECRET": "s"}, state))
+    assert "recipes import probe@eugr" in caught.value.message
 
 
 def test_a_recipe_names_no_file_for_its_calibration(state: Path) -> None:

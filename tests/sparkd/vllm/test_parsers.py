@@ -10,7 +10,7 @@ import pytest
 
 from deploy.embedded_model import CHAT_TEMPLATE
 from sparkd.__main__ import exit_code
-from sparkd.capacity.requirement import refused_flags
+from sparkd.capacity.placed_entry import refused_flags
 from sparkd.cli.config_check import check
 from sparkd.config import parser_choice
 from sparkd.config.config import load_config, parse_model

@@ -68,7 +68,7 @@ def test_a_process_that_ended_is_let_go_once_no_look_can_mean_it(tmp_path: Path,
     engine = subprocess.Popen(["sleep", "infinity"])
     who = processes.identity(engine.pid)
     assert who is not None
-    status = {"engine_pid": who.pid, "engine_start_ticks": who.start_ticks, "boot_id": who.boot_id, "handle": {}}
+    status = {"engine_pid": who.pid, "engine_start_ticks": who.start_ticks, "handle": {"boot_id": who.boot_id}}
     write_status(status_path(str(tmp_path), "m-1"), status)
     asked.holders.refresh(100.0)
     ((fd,),) = [one.pidfds for one in asked.holders.ranks]

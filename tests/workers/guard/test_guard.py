@@ -270,11 +270,10 @@ async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder:
     for part in (
         supervisor,
         supervisor._effects,
-        supervisor._endings,
+        supervisor._rank_stopper,
         supervisor._queue,
         supervisor._gate,
         supervisor.registry,
-        supervisor._swap,
     ):
         part._clock = time.monotonic
     async with asyncio.TaskGroup() as tasks:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,19 +60,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-def _refusing(number: int) -> Callable[[int], int]:
-    def pidfd_open(pid: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return pidfd_open
-
-
-@pytest.mark.parametrize("pidfd", [True, errno.ENOSYS, errno.EPERM, False])
-def test_send_reaches_the_one_that_was_named(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, pidfd: int) -> None:
-    if pidfd is False:
-        monkeypatch.delattr(os, "pidfd_open")
-    elif pidfd is not True:
-        monkeypatch.setattr(os, "pidfd_open", _refusing(pidfd))
+def test_send_reaches_the_one_that_was_named(sleeper: subprocess.Popen[bytes]) -> None:
     who = processes.identity(sleeper.pid)
     assert who
     assert processes.send(Identity(who.pid, who.start_ticks + 1, who.boot_id), signal.SIGKILL) is False

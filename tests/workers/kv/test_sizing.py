@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -410,7 +411,7 @@ def test_a_disk_that_refuses_half_way_leaves_nothing_behind(tmp_path, monkeypatc
     def full(*_args: Any, **_named: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "replace", full)
     assert Profiles(str(tmp_path)).keep("k", MeasuredProfile(DEMAND, 1.0), {}) is False
     assert list(tmp_path.iterdir()) == []
 

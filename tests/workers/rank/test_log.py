@@ -47,14 +47,14 @@ def test_a_full_disk_does_not_stop_the_engine(place: Place) -> None:
     import pathlib, sys, time
     for _ in range(4000):
         print("x" * 99)
-    sys.stdout.flush()
+    print("Starting to load model /models/m...", flush=True)
     pathlib.Path(sys.argv[sys.argv.index("--flag") + 1]).touch()
     time.sleep(600)
     """
     done = place.root / "done"
     lifecycle.spawn(place.spec(code, log_path="/dev/full", flags=("--flag", str(done))))
     until(done.exists)
-    assert until(lambda: place.fact()["dropped_lines"] >= 4000)
+    until(lambda: place.fact()["progress"]["phase"] == "loading", "the status goes on")
     assert place.fact()["alive"]
 
 
@@ -76,7 +76,7 @@ def test_a_disk_that_hangs_stops_neither_the_engine_nor_its_status_nor_an_order(
     assert not place.log.exists()
 
     ended = stop(place, handle)
-    assert (ended["gone"], ended["stop_ordered"], place.fact()["dropped_lines"] > 0) == (True, True, True)
+    assert (ended["gone"], ended["stop_ordered"]) == (True, True)
 
 
 def test_its_log_rotates(place: Place) -> None:
@@ -99,7 +99,7 @@ def test_the_log_rotates_by_size(tmp_path: Path, backups: int) -> None:
     assert all((tmp_path / name).stat().st_size <= 8000 for name in names)
     text = "".join((tmp_path / name).read_text() for name in reversed(names))
     kept = [int(line.split()[1]) for line in text.splitlines()]
-    assert kept == list(range(kept[0], 1800)) and log.dropped_lines == 0
+    assert kept == list(range(kept[0], 1800))
 
 
 def test_reading_goes_on_across_a_rotation(tmp_path: Path) -> None:
@@ -134,7 +134,6 @@ def test_what_is_written_after_a_log_was_taken_away_can_be_read(tmp_path: Path, 
     lose(Path(log.path))
     log.write(["after"])
     assert logfile.read_log(log.path)["text"] == "after\n"
-    assert log.dropped_lines == 0
 
 
 @pytest.mark.parametrize("cursor", ["", "-1:-1", "1:2:3", "99999999999999999999:5"])

@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,23 +173,3 @@ def test_notes_are_taken_often_while_it_starts_and_seldom_later(monkeypatch: pyt
         holders.note_shared(now_s)
 
     assert taken == looks
-
-
-@pytest.mark.parametrize("kind", ["socket", "file"])
-def test_a_socket_that_stays_is_told(place: Place, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    code = """
-    import socket, sys, time
-    path = sys.argv[sys.argv.index("--uds") + 1]
-    {make}
-    print("up", flush=True)
-    time.sleep(600)
-    """
-    make = "socket.socket(socket.AF_UNIX).bind(path)" if kind == "socket" else "open(path, 'w').close()"
-    handle = place.start(textwrap.dedent(code).format(make=make))
-
-    left = stop(place, handle, 0.0)["left"]
-
-    path = f"{place.run_dir}/r1.sock"
-    told = [{"path": path, "bytes": 0, "removed": False, "why": "it is not a socket"}]
-    assert (left, os.path.lexists(path)) == (([], False) if kind == "socket" else (told, True))
-    Path(path).unlink(missing_ok=True)

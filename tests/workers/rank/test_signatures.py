@@ -6,10 +6,11 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sparkd.control.plan import Fail, plan
+from sparkd.control.plan import Fail
 from sparkd.state.nouns import Diagnosis, ModelState
-from tests.sparkd.control.test_plan import ALIVE, DEAD, NOW_S, running
+from tests.sparkd.control.test_plan import ALIVE, DEAD, running
 from tests.support.facts import facts
+from tests.support.model_records import planned
 from tests.workers.rank.test_log_parser import ERROR, read
 from workers.rank.signatures import LASTING, SIGNATURES, diagnose
 
@@ -126,17 +127,15 @@ def test_a_start_that_failed_ends_with_cause_and_cure() -> None:
     found = diagnose(LINES["UnknownFlag"])
     assert found is not None
     fact = replace(DEAD, exit_code=2, diagnosis=Diagnosis(**asdict(found)))
-    assert plan({"m": running(ModelState.LOADING, fact)}, (), True, NOW_S) == [
+    assert planned(running(ModelState.LOADING, fact)) == [
         Fail("m", "UnknownFlag", f"{found.cause} {found.cure} The engine ended (exit code 2); see `sparkd logs m`.", found.cause)
     ]
 
 
 def test_a_hint_explains_a_start_that_took_too_long_and_names_no_end() -> None:
     hint = Diagnosis("RankStalled", 1, "A rank has not answered.", "Wait.")
-    (ended,) = plan({"m": running(ModelState.LOADING, replace(DEAD, diagnosis=hint))}, (), True, NOW_S)
-    (slow,) = plan(
-        {"m": running(ModelState.LOADING, replace(ALIVE, diagnosis=hint), attempt_since_s=0.0, start_deadline_s=9.0)}, (), True, NOW_S
-    )
+    (ended,) = planned(running(ModelState.LOADING, replace(DEAD, diagnosis=hint)))
+    (slow,) = planned(running(ModelState.LOADING, replace(ALIVE, diagnosis=hint), attempt_since_s=0.0, start_deadline_s=9.0))
 
     assert isinstance(ended, Fail) and ended.reason == "EngineExited"
     assert isinstance(slow, Fail) and slow.reason == "StartTimeout" and f"{hint.cause} {hint.cure}" in slow.message

@@ -111,12 +111,9 @@ def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path
         assert answers(ONE, env / "bin" / "python", [], ask=True) == [(REFUSAL,)]
     assert asked(env) == 2, "what no folder keeps this process keeps"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own, of_root = tmp_path / "cache" / "sparkd" / "vllm-answers", Path("/var/cache/sparkd/vllm-answers")
-    assert places(tmp_path) == [tmp_path / "vllm-answers", own, of_root]
-    assert places(tmp_path / "gone") == [own, of_root]
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert places(tmp_path) == [tmp_path / "vllm-answers", of_root], "what root keeps is where every user looks"
+    own = tmp_path / "cache" / "sparkd" / "vllm-answers"
+    assert places(tmp_path) == [tmp_path / "vllm-answers", own]
+    assert places(tmp_path / "gone") == [own]
 
 
 def test_no_vllm_is_not_asked(tmp_path: Path) -> None:

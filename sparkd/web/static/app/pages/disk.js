@@ -17,10 +17,11 @@ import { Pull } from "./models.js";
 const KINDS = { hub: "hub cache", quantized: "quantized cache", profile: "profile" };
 
 export function Disk() {
-  const { answer, problem, busy, again } = useAnswer(`${ADMIN}/disk`, operations.keys.value.length);
+  // Asked again whenever an operation begins or ends.
+  const { answer, problem, busy, again } = useAnswer(`${ADMIN}/disk`, running().map((operation) => operation.id).join());
   const [source, setSource] = useState("");
   const [pulling, setPulling] = useState("");
-  const columns = useMemo(() => columnsFor(again), [again]);
+  const columns = useMemo(columnsFor, []);
   const [wrong, setWrong] = useState("");
   const pull = (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -49,12 +50,14 @@ export function Disk() {
   </section>`;
 }
 
-/** @param {() => void} again @returns {import("../components/table.js").Column<any>[]} */
-function columnsFor(again) {
+const running = () => operations.all().filter((operation) => operation.state === "RUNNING");
+
+/** @returns {import("../components/table.js").Column<any>[]} */
+function columnsFor() {
   const forget = async (/** @type {any} */ row) => {
     const used = row.used_by.length ? `${row.used_by.join(", ")} uses it and reads it anew at the next start.` : "No known model uses it.";
     const yes = await confirmed(`Remove ${row.name}?`, `${size(row.size_bytes)} of the ${KINDS[row.kind] ?? row.kind} are deleted. ${used}`, "Remove");
-    if (yes) await act(() => remove(`${ADMIN}/disk/${encodeURIComponent(row.kind)}/${encodeURIComponent(row.id)}?${new URLSearchParams({ node: row.node })}`), `${row.name} was removed.`).then(again);
+    if (yes) await act(() => remove(`${ADMIN}/disk/${encodeURIComponent(row.kind)}/${encodeURIComponent(row.id)}?${new URLSearchParams({ node: row.node })}`));
   };
   return [
     { head: "Name", name: true, value: (row) => row.name, cell: (row) => row.name },
@@ -71,7 +74,7 @@ function columnsFor(again) {
 }
 
 function Pulls() {
-  const some = operations.all().filter((operation) => operation.state === "RUNNING" && !["load", "unload", "bench"].includes(operation.kind));
+  const some = running().filter((operation) => !["load", "unload", "bench"].includes(operation.kind));
   if (!some.length) return null;
   return html`<section><h2>Under way</h2>
     <ul class="notes">${some.map((operation) => html`<li key=${operation.id}>

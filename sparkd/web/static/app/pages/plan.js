@@ -3,7 +3,7 @@
 import { paramOf } from "../api.js";
 import { PlanProgress, usePlan } from "../components/asked_plan.js";
 import { Choice, Fit } from "../components/fit.js";
-import { Check, Field } from "../components/form.js";
+import { Field } from "../components/form.js";
 import { sentence } from "../components/toast.js";
 import { html, useState } from "../lib.js";
 import { models } from "../store.js";
@@ -35,7 +35,6 @@ export function Plan() {
   const [model, setModel] = useState("");
   const [values, setValues] = useState(/** @type {Record<string, string>} */ ({}));
   const [hardware, setHardware] = useState("node");
-  const [eager, setEager] = useState(false);
   const [answer, setAnswer] = useState(/** @type {any} */ (null));
   const [refusal, setRefusal] = useState(/** @type {unknown} */ (null));
   const [busy, setBusy] = useState(false);
@@ -50,7 +49,6 @@ export function Plan() {
       const text = (values[name] ?? "").trim();
       if (text) question[name] = kind === "text" ? (text.startsWith("{") ? typed(text) : text) : tokens(text);
     }
-    if (eager) question.enforce_eager = true;
     try {
       await ask(question, setAnswer);
     } catch (error) {
@@ -72,7 +70,7 @@ export function Plan() {
         ${FIELDS.map(([name, label, { hint, options }]) => html`<${Field} key=${name} label=${label} value=${values[name] ?? ""} hint=${hint} options=${options} error=${errorAt(name)}
           onInput=${(/** @type {string} */ text) => setValues({ ...values, [name]: text })} />`)}
       </div>
-      <div class="actions"><button class="main" disabled=${busy}>Plan</button><${Check} label="Without CUDA graphs" checked=${eager} onChange=${setEager} /><span role="status">${busy ? "Reading the headers…" : ""}</span></div>
+      <div class="actions"><button class="main" disabled=${busy}>Plan</button><span role="status">${busy ? "Reading the headers…" : ""}</span></div>
     </form>
     <${PlanProgress} progress=${progress} />
     ${answer && html`<section aria-label="Answer"><${Fit} answer=${answer} /><${Choice} answer=${answer} /></section>`}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sparkd.control.means import Means
+from sparkd.control.context import Context
 from sparkd.control.record import Record
 from sparkd.errors import Unavailable
 from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, Want
 
 
-class Wishes:
+class DesiredStates:
     """The only writer of desired states."""
 
-    def __init__(self, means: Means) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
-        self._wake = means.wake
-        self._clock = means.clock
+    def __init__(self, context: Context) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
+        self._wake = context.wake
+        self._clock = context.clock
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """See Supervisor.want."""
@@ -46,7 +46,7 @@ class Wishes:
         self._wake.set()
         return self._journal.operations.find(operation.id)
 
-    def answer(self, record: Record) -> None:
+    def note_failed_load(self, record: Record) -> None:
         """After an operator's load failed, keep the wish, but evict nothing for it until a client or an operator asks again."""
         if record.desired.by == "admin":
             record.desired = replace(record.desired, by="retry")
@@ -67,7 +67,7 @@ class Wishes:
             record = self._registry.records.get(other)
             if record is None or record.desired.want is want:
                 continue
-            unused = record.desired.by == "group" and not (record.queue.in_flight or record.queue.waiters)
+            unused = record.desired.by == "group" and not record.queue.in_use
             if want is Want.RUNNING or by == "admin" or unused:
                 self.want(other, want, "group")
 

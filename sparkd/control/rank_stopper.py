@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparkd.config.config import BackoffSettings
-from sparkd.control.means import Means
+from sparkd.control.context import Context
 from sparkd.errors import ClusterError
 from sparkd.state.nouns import RankFact, RankHandle
 from sparkd.units import GIB
@@ -21,21 +21,21 @@ HANGS = frozenset({"EngineFrozen", "RankHangs"})
 NAMED = 3
 
 
-class Endings:
+class RankStopper:
     """Stops ranks on their nodes."""
 
-    def __init__(self, means: Means) -> None:
-        self._registry = means.registry
-        self._journal = means.journal
-        self._cluster = means.cluster
-        self._boundary = means.boundary
-        self._clock = means.clock
-        self._rng = means.rng
+    def __init__(self, context: Context) -> None:
+        self._registry = context.registry
+        self._journal = context.journal
+        self._cluster = context.cluster
+        self._boundary = context.boundary
+        self._clock = context.clock
+        self._rng = context.rng
         # By what was to end: how often in a row it did not, and when it is tried again, infinity while it is being ended.
         self._unended: dict[str, int] = {}
         self._retry_at_s: dict[str, float] = {}
 
-    async def end(self, kind: str, key: str, model: str, ranks: Sequence[RankFact], say: Callable[[str], None]) -> bool:
+    async def stop(self, kind: str, key: str, model: str, ranks: Sequence[RankFact], say: Callable[[str], None]) -> bool:
         """End the ranks and release their memory. If that fails, say so.
 
         Each next try waits longer: a process that hangs in a driver still hangs a second later.
@@ -45,7 +45,7 @@ class Endings:
         with self._boundary.around(kind, model, lambda error: say(error.message)):
             try:
                 hangs = record is not None and record.attempt.reason in HANGS
-                for error in await self.end_all(ranks, hangs=hangs):
+                for error in await self.stop_all(ranks, hangs=hangs):
                     raise error
                 if kind == "stop" or record is None or record.attempt.rank_id in (None, key):
                     # Else the node of these ranks was lost and is back, and the reservation is a newer start's.
@@ -60,25 +60,25 @@ class Endings:
         self._retry_at_s[key] = self._clock() + ENDING.delay_s(self._unended[key], self._rng)
         return False
 
-    def rests(self, key: str) -> bool:
+    def is_waiting(self, key: str) -> bool:
         """Whether it is being ended, or the next try is later. key: the model's name for a stop, the start for a destroy."""
         return self._clock() < self._retry_at_s.get(key, float("-inf"))
 
-    def try_again(self) -> None:
+    def retry_now(self) -> None:
         """A node can be seen again: whatever would not end is tried at once, and waits anew from the shortest pause."""
         self._unended.clear()
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s == math.inf}
 
-    async def end_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> list[BaseException]:
+    async def stop_all(self, ranks: Sequence[RankFact], *, hangs: bool) -> list[BaseException]:
         """Stop each, whatever becomes of the others. Returns the errors of those that were not stopped."""
         results = await asyncio.gather(*(self._cluster.launcher.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if not isinstance(left, BaseException):
                 self._journal.forget_handle(fact.handle.rank_id)
-                self._tell_left(fact.handle, left)
+                self._note_left_files(fact.handle, left)
         return [result for result in results if isinstance(result, BaseException)]
 
-    def _tell_left(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
+    def _note_left_files(self, handle: RankHandle, files: Sequence[Mapping[str, Any]]) -> None:
         """Write events for the files that a rank has left on its node (see workers.rank.lifecycle.stop)."""
         node = handle.node_id
         if removed := [file for file in files if file["removed"]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sparkd.cluster.node_tracker import Observation
-from sparkd.control.attempt import Attempt
 from sparkd.state.combined_progress import progress_of
 from sparkd.state.nouns import Progress, RankFact
 
@@ -13,7 +14,7 @@ BUSY_SHARE = 0.1
 BUSY_LEAST_S = 5.0
 
 
-class Observed:
+class ObservedRanks:
     """Times are monotonic seconds.
 
     ranks: of the last observation that showed them; None before the first.
@@ -23,6 +24,7 @@ class Observed:
     no_raylet: such a node whose Ray has ended.
     halted_since_s: first observation at which a signal had stopped a rank.
     deaf_since_s: first observation at which a rank's socket had been removed.
+    hang: the message about an engine that no longer computes (sparkd.control.watchdog).
     last_activity_s: when a rank last read, wrote or computed.
     last_output_s: when a rank last read or wrote.
     """
@@ -40,6 +42,7 @@ class Observed:
     def begin(self, now_s: float) -> None:
         """An attempt begins: nothing is known of its ranks yet."""
         self.progress = None
+        self.hang: str | None = None
         self.halted_since_s: float | None = None
         self.deaf_since_s: float | None = None
         # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
@@ -50,17 +53,24 @@ class Observed:
         """The last rank has gone."""
         self.progress = None
 
-    def take_in(self, observation: Observation, attempt: Attempt, model: str, now_s: float, *, is_steady: bool) -> None:
-        """Store an observation. is_steady: no action was changing the model's ranks when it began."""
+    def take_in(
+        self, observation: Observation, model: str, start: str | None, nodes: Collection[str], now_s: float, *, is_steady: bool
+    ) -> None:
+        """Store an observation.
+
+        start: the name of its present start.
+        nodes: of its present attempt.
+        is_steady: no action was changing the model's ranks when the observation began.
+        """
         self.current = None
-        unseen = observation.unseen.intersection(attempt.nodes)
+        unseen = observation.unseen.intersection(nodes)
         self.unseen = bool(unseen)
         self.dark_s = max((observation.dark_s.get(node, 0.0) for node in unseen), default=0.0)
         self.no_raylet = min(unseen & observation.no_raylet, default=None)
-        if observation.ranks is None or not is_steady or (unseen and len(attempt.nodes) < 2):
+        if observation.ranks is None or not is_steady or (unseen and len(nodes) < 2):
             return
         self.current = self.ranks = tuple(fact for fact in observation.ranks if fact.handle.model == model)
-        ours = [fact for fact in self.ranks if fact.handle.start == attempt.rank_id]
+        ours = [fact for fact in self.ranks if fact.handle.start == start]
         self.progress = progress_of(ours) or self.progress
         for fact in ours:
             if fact.handle.rank == 0:

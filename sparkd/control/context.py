@@ -28,7 +28,7 @@ class Tasks:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class Context:
     """The arguments of every acting part.
 
     wake: ends the loop's pause.
