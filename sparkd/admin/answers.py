@@ -79,12 +79,12 @@ class Events(BaseModel):
     events: list[Event]
 
 
-def answers(model: Any, status: int = 200, *, media_type: str | None = None, description: str = "As asked") -> dict[str, Any]:
+def answers(model: Any, status: int = 200, *, media_type: str | None = None) -> dict[str, Any]:
     """The arguments of a route whose answer is made elsewhere, as a dict or a text that `model` describes. It is sent unchecked.
 
     media_type: the type that it streams instead, on request.
     """
-    answer: dict[str, Any] = {"model": model, "description": description}
+    answer: dict[str, Any] = {"model": model, "description": "As asked"}
     if media_type is not None:
         answer["content"] = {media_type: {"schema": {"type": "string"}}}
     return {"status_code": status, "response_model": None, "responses": {status: answer}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -62,7 +63,7 @@ from sparkd.state.nouns import Operation, OperationState, Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.unexpected import unexpected
 
-MAX_WAIT_S = 3600.0
+MAX_WAIT_S, POLL_S = 3600.0, 0.2
 # A look at the cables asks every node: too slow for a client that polls each second, and it must not wait for a machine that is gone.
 PEERS_KEPT_S, PEERS_TIMEOUT_S = 10.0, 1.5
 MAX_LOG_BYTES = 1 << 20
@@ -216,10 +217,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
 
     @api.get("/operations/{operation_id}", summary="One long action; wait_s waits for its end")
     async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> Operation:
-        current = operator.operation(operation_id)
-        if wait_s and current.state is OperationState.RUNNING:
-            current = await _wait(operator, journal, operation_id, wait_s)
-        return current
+        return await _wait(operator, operation_id, wait_s)
 
     @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
     async def cancel(operation_id: str) -> Operation:
@@ -256,18 +254,15 @@ def _status(snapshot: Snapshot, costs: Costs) -> Status:
     )
 
 
-async def _wait(operator: Operator, journal: Journal, operation_id: str, wait_s: float) -> Operation:
-    try:
+async def _wait(operator: Operator, operation_id: str, wait_s: float) -> Operation:
+    with suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
-            while (operation := operator.operation(operation_id)).state is OperationState.RUNNING:
-                try:
-                    async with asyncio.timeout(1.0):
-                        await journal.feed.wait_for_more(journal.feed.written)
-                except TimeoutError:
-                    continue
-    except TimeoutError:
-        operation = operator.operation(operation_id)
-    return operation
+            while True:
+                operation = operator.operation(operation_id)
+                if operation.state is not OperationState.RUNNING:
+                    return operation
+                await asyncio.sleep(POLL_S)
+    return operator.operation(operation_id)
 
 
 async def _refuse_unknown(request: Request) -> None:

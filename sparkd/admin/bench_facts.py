@@ -44,7 +44,7 @@ _RELEASE = re.compile(r"\s([0-9]{3,}\.[0-9.]+)\s")
 class Benched:
     """
     subject: the model as a result describes it.
-    folder: of its files here; None where they are not.
+    folder: of its files on the daemon's node; None where they are not there.
     published: figures of its recipe.
     """
 

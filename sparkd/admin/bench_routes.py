@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from sparkd.admin.answers import Accepted, accepted
+from sparkd.admin.bench_facts import Benched
 from sparkd.admin.benches import Benches, Benching
 from sparkd.bench.compare import Comparison, compare
 from sparkd.bench.figures import answer_metric, measured
 from sparkd.bench.profile import BenchProfile, named, shipped
-from sparkd.bench.result import BenchResult, BenchState, BenchSubject, Kind
+from sparkd.bench.result import BenchResult, BenchState, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,6 @@ class Copying(BaseModel, extra="forbid"):
 
 class Copied(BaseModel):
     name: str
-
-
-class BenchAbout(BaseModel):
-    """folder: of the model's files on the daemon's node; null where they are not there."""
-
-    subject: BenchSubject
-    folder: str | None
 
 
 class BenchRow(BaseModel):
@@ -67,7 +60,7 @@ class BenchRows(BaseModel):
 
 
 class BenchProfiles(BaseModel):
-    profiles: list[dict[str, Any]]
+    profiles: list[BenchProfile]
 
 
 def register_benches(api: APIRouter, benches: Benches) -> None:
@@ -82,12 +75,11 @@ def register_benches(api: APIRouter, benches: Benches) -> None:
 
     @api.get("/bench/profiles", summary="The profiles that come with sparkd")
     async def bench_profiles() -> BenchProfiles:
-        return BenchProfiles(profiles=[_profile(named(name)) for name in shipped()])
+        return BenchProfiles(profiles=[named(name) for name in shipped()])
 
     @api.get("/bench/subject", summary="What a result says of a model: its entry, files, versions and nodes")
-    async def bench_subject(model: str) -> BenchAbout:
-        about = await benches.subject(model)
-        return BenchAbout(subject=about.subject, folder=about.folder)
+    async def bench_subject(model: str) -> Benched:
+        return await benches.subject(model)
 
     @api.post("/bench/copy", summary="Add a model again in another format, until it is removed or the bench that runs ends")
     async def copy_model(what: Copying) -> Copied:
@@ -122,7 +114,3 @@ def row_of(result: BenchResult) -> BenchRow:
         done=result.done or len(result.loads) or sum(row.measured for row in result.quality),
         tokens_per_s=max(rates, default=None),
     )
-
-
-def _profile(profile: BenchProfile) -> dict[str, Any]:
-    return {"name": profile.name, "description": profile.description, "cells": [cell.name for cell in profile.cells]}

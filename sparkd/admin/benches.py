@@ -7,12 +7,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field
 
@@ -62,7 +62,7 @@ class Benching(BaseModel, extra="forbid"):
     """
 
     model: str = Field(max_length=256)
-    kind: Literal["speed", "load", "quality"] = "speed"
+    kind: Kind = "speed"
     book: str | None = Field(default=None, min_length=1000)
     book_name: _Shown | None = None
     times: int = Field(default=3, ge=1, le=50)
@@ -92,17 +92,9 @@ class Benches:
     keys: of the daemon's own, the one for its admin API and the one for models alone; empty where it is open.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        registry: Registry,
-        jobs: Jobs,
-        base_url: str,
-        keys: tuple[str, str],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, registry: Registry, jobs: Jobs, base_url: str, keys: tuple[str, str]) -> None:
         self._supervisor, self._registry, self._jobs = supervisor, registry, jobs
-        self._base_url, self._keys, self._wall = base_url, keys, wall
+        self._base_url, self._keys = base_url, keys
         self._state_dir = registry.config.state_dir
         self._folder = self._state_dir / FOLDER
         self.store = BenchStore(self._state_dir)
@@ -189,7 +181,7 @@ class Benches:
             refuse_a_mixture(earlier, view.name, work)
             cells = [cell if cell.state == "done" else CellResult(cell=cell.cell) for cell in earlier.cells]
             return earlier.model_copy(update={"state": "running", "error": None, "ended_s": None, "cells": cells})
-        now_s = self._wall()
+        now_s = time.time()
         bench_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{''.join(c if c.isalnum() else '-' for c in view.name)[:60]}"
         about = await self.subject(view.name)
         return BenchResult(
@@ -216,7 +208,7 @@ class Benches:
         finally:
             self._as_before(running)
             with suppress(SparkdError):
-                await asyncio.to_thread(self._ended, running.bench, end | {"ended_s": self._wall()})
+                await asyncio.to_thread(self._ended, running.bench, end | {"ended_s": time.time()})
 
     def _ended(self, bench_id: str, fields: Mapping[str, Any]) -> None:
         """Write the end of a result, and what it teaches the next plan. Raises StateError."""

@@ -98,14 +98,14 @@ class Pulling(BaseModel, extra="forbid"):
 def chosen_nodes(nodes: Sequence[str] | str, there: Sequence[str]) -> list[str]:
     """Each named node once, in the order of the request.
 
-    nodes: addresses, one address, or ALL.
+    nodes: addresses, or ALL.
     there: the nodes that answer.
 
     Raises BadRequest for a node that is not there.
     """
     if nodes == ALL:
         return list(there)
-    chosen = [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
+    chosen = list(dict.fromkeys(nodes))
     if unknown := [node for node in chosen if node not in there]:
         raise BadRequest(f"{', '.join(unknown)[:200]} is not in this cluster, whose nodes are {', '.join(there)}: see `sparkd nodes`.")
     return chosen

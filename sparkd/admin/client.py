@@ -105,9 +105,7 @@ class Client:
         return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
-        models = self.get("/models").get("models")
-        if not isinstance(models, list):
-            raise self._stranger(200)
+        models: list[dict[str, Any]] = self.get("/models")["models"]
         return models
 
     def model(self, name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from sparkd.control.journal import Journal
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, NotFound, StateError
-from sparkd.state.nouns import ModelState, Operation, Progress
+from sparkd.state.nouns import AWAY, Operation, Progress
 from sparkd.units import GIB
 from workers.host.hub_cache import cache_places
 
@@ -26,7 +26,6 @@ REMOVE, VERIFY = "remove", "verify"
 REMOVE_TIMEOUT_S = 120.0
 # For one entry: a disk of a Spark gives some GB/s, and the largest models have some hundred.
 VERIFY_TIMEOUT_S = 1800.0
-_AT_REST = (ModelState.STOPPED, ModelState.FAILED)
 
 
 class Verifying(BaseModel, extra="forbid"):
@@ -103,7 +102,7 @@ class Disk:
         if self._jobs.running("pull"):
             raise Conflict(f"{kind}/{name} was not removed: a pull runs, and may write to it. Wait for the pull, or cancel it.")
         for record in self._registry.records.values():
-            if record.state not in _AT_REST and _may_use(record, entry):
+            if record.state not in AWAY and _may_use(record, entry):
                 raise Conflict(f"{kind}/{name} was not removed: {record.name}, which is {record.state.value}, may use it. Unload it first.")
         return self._jobs.start(REMOVE, name, partial(self._remove, entry), remains="The node may have removed it already.")
 
@@ -147,12 +146,8 @@ class Disk:
         source = entry["source"]
         if source is None:
             return []
-        configured = [record for record in self._registry.records.values() if record.spec is not None]
-        return [
-            record
-            for record in configured
-            if record.spec is not None and _is_of(source, entry["kind"], record.spec.model, record.spec.quantize)
-        ]
+        known = ((record, record.spec) for record in self._registry.records.values() if record.spec is not None)
+        return [record for record, spec in known if _is_of(source, entry["kind"], spec.model, spec.quantize)]
 
     def _limit_bytes(self, kind: str) -> int | None:
         limit_gib = self._registry.config.quantized_cache.limit_gib

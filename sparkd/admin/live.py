@@ -39,7 +39,7 @@ _DOCUMENT: TypeAdapter[LiveDocument] = TypeAdapter(LiveDocument)
 
 
 class LiveStream:
-    """The newest document as one event, the same for all pages. `asked` is set while a page waits for a first one."""
+    """The newest document as one event, the same for all pages. `asked` is set when a page comes, which waits for its first one."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -59,18 +59,14 @@ class LiveStream:
         news.set()
 
     async def follow(self) -> AsyncGenerator[str, None]:
-        """The events of one page until it leaves. A page that reads slowly gets the newest one next, not those between."""
+        """The events of one page until it leaves. A page that reads slowly gets the next one, not those that it missed."""
         self._pages += 1
+        self.asked.set()
         try:
-            if self._event is None:
-                self.asked.set()
-            shown: str | None = None
             while True:
-                if self._event is None or self._event is shown:
-                    await self._news.wait()
-                    continue
-                shown = self._event
-                yield shown
+                await self._news.wait()
+                if self._event is not None:
+                    yield self._event
         finally:
             self._pages -= 1
 

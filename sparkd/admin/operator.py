@@ -99,7 +99,8 @@ class Operator:
         replace: other keys for one that was added before. Raises ConfigError for a specification that cannot be used, Conflict for a name
         that the file or another model has, or that was added with other keys.
         """
-        self._tell(name, self._registry.add(name, raw, replace=replace))
+        if (change := self._registry.add(name, raw, replace=replace)) is not None:
+            say_change(self._journal, change, name, "api")
 
     async def take_in(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> None:
         """`add` what is a model. Raises as `add` and `unusable`, and CheckpointError with what `unusable` says."""
@@ -128,7 +129,7 @@ class Operator:
         self._registry.check_added(record.name)
         operation = self._want(record.name, Want.STOPPED, "admin")
         self._registry.remove(record)
-        self._tell(record.name, "removed")
+        say_change(self._journal, "removed", record.name, "api")
         return operation
 
     def operation(self, operation_id: str) -> Operation:
@@ -157,10 +158,6 @@ class Operator:
         else:
             self._want(operation.model, opposite, "admin")
         return self._journal.operations.find(operation_id)
-
-    def _tell(self, name: str, kind: str | None) -> None:
-        if kind is not None:
-            say_change(self._journal, kind, name, "api")
 
 
 def _unknown(model: str, names: Collection[str]) -> UnknownModel:

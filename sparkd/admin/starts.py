@@ -14,10 +14,7 @@ from sparkd.units import GIB
 
 # A loader that quantizes reads while it does, so all bytes of its load are those of `quantize`, and there is no `read`. An engine warms up
 # with the capture of its CUDA graphs, where it has any.
-MEMORY, ENGINE, MEASURE, READ, QUANTIZE, COMPILE, REHEARSE, WARM_UP, ANSWER = (
-    *("memory back", "engine", "measuring inputs", "read", "quantize"),
-    *("compile", "rehearse", "warm-up", "first answer"),
-)
+MEMORY, ENGINE, READ, QUANTIZE = "memory back", "engine", "read", "quantize"
 
 # The loader's name of weights that it only reads.
 AS_STORED = "bf16"
@@ -145,11 +142,11 @@ def _begun(view: ModelView, engine_s: float) -> dict[str, float]:
     weights = QUANTIZE if progress.format not in (None, AS_STORED) and progress.source == "checkpoint" else READ
     begun = {
         ENGINE: engine_s,
-        MEASURE: began_s.get("calibration"),
+        "measuring inputs": began_s.get("calibration"),
         weights: began_s.get("checkpoint", began_s.get("cache", began_s.get("loading"))),
-        COMPILE: began_s.get("warming"),
-        REHEARSE: began_s.get("rehearsing"),
-        WARM_UP: began_s.get("sized") if "rehearsing" in began_s else began_s.get("sizing"),
-        ANSWER: began_s.get("serving"),
+        "compile": began_s.get("warming"),
+        "rehearse": began_s.get("rehearsing"),
+        "warm-up": began_s.get("sized") if "rehearsing" in began_s else began_s.get("sizing"),
+        "first answer": began_s.get("serving"),
     }
     return {name: at_s for name, at_s in begun.items() if at_s is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import fields
+from dataclasses import asdict
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,8 +19,6 @@ from sparkd.state.nouns import Event
 HEARTBEAT_S = 15.0
 FOLLOW_EVERY_S = 0.5
 PAGE_BYTES = 65536
-
-_MEMBERS = tuple(member.name for member in fields(Event))
 
 
 class Endless(StreamingResponse):
@@ -101,4 +99,4 @@ def _sse(event: Event) -> str:
 
 
 def _json(event: Event) -> str:
-    return json.dumps({name: getattr(event, name) for name in _MEMBERS})
+    return json.dumps(asdict(event))

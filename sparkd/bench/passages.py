@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from sparkd.errors import BadRequest
@@ -47,12 +46,10 @@ def checked(name: str, text: str) -> str:
     return stripped
 
 
-@cache
 def shipped_text() -> str:
     return TEXT.read_text(encoding="utf-8").strip()
 
 
-@cache
 def prompts() -> tuple[str, ...]:
     """One a line."""
     return tuple(PROMPTS.read_text(encoding="utf-8").split("\n")[:-1])

@@ -48,18 +48,12 @@ def markdown(result: BenchResult) -> str:
 
 def arena_table(result: BenchResult) -> str:
     """llama-benchy's own Markdown, without a line end."""
-    head, rows = arena(result)
-    return _pipe(head, [[_plain(name), *rest] for name, *rest in rows]) if rows else "No cell was measured."
-
-
-def arena(result: BenchResult) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the arena's table; no rows where no cell was measured."""
     many = max_concurrency(result) > 1
     heads = ["t/s (total)" if many else "t/s", *_HEADS]
     kept = [index for index, head in enumerate(heads) if many or head not in _OF_REQUESTS]
-    name = arena_name(result.subject)
+    name = _plain(arena_name(result.subject))
     rows = [[name, test, *(_spread(metrics[index]) for index in kept)] for test, metrics in rows_of_tests(result)]
-    return ["model", "test", *(heads[index] for index in kept)], rows
+    return _pipe(["model", "test", *(heads[index] for index in kept)], rows) if rows else "No cell was measured."
 
 
 def benchy_json(result: BenchResult) -> dict[str, Any]:

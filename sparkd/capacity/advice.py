@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, prod
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from sparkd.capacity.evidence import GUESS, Ways
+from sparkd.capacity.evidence import GUESS
 from sparkd.capacity.fit import (
     DEFAULT_CONTEXT,
     Cause,
@@ -25,13 +25,13 @@ from sparkd.capacity.fit import (
 )
 from sparkd.capacity.footprint import Footprint, cache_of, limit_of, room_of
 from sparkd.capacity.formats import AS_STORED
-from sparkd.capacity.kv_cache import fitting, longest, sized
+from sparkd.capacity.kv_cache import fitting, longest
 from sparkd.config.engine_args import EngineArgs
 from sparkd.config.kv_cache import written
 from sparkd.config.quantize import AUTO, is_open
 from sparkd.errors import DoesNotFit
 from sparkd.hardware import Hardware
-from sparkd.units import GIB, gib
+from sparkd.units import GIB
 
 if TYPE_CHECKING:
     from sparkd.capacity.requirement import Requirement
@@ -55,25 +55,17 @@ class Cure:
     """One way to make a model or cache fit.
 
     settings: keys of the model's entry with values that suffice; a cache size in blocks is a flag instead.
-    effect: their effect, in words.
     deed: another action, without a number.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    effect: str = ""
     deed: str = ""
 
     def __str__(self) -> str:
-        words = self.deed or f"set {' and '.join(written(key, value) for key, value in self.settings.items())}"
-        return f"{words} ({self.effect})" if self.effect else words
+        return self.deed or f"set {' and '.join(written(key, value) for key, value in self.settings.items())}"
 
 
 _SMALLER = Cure(deed="choose a smaller context or format")
-
-
-def advised(cure: Cure | None) -> str:
-    """The sentence that names the cure, without a full stop; empty without one."""
-    return "" if cure is None else f"To make it fit: {cure}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +83,7 @@ class FitRefusal:
 
     @property
     def message(self) -> str:
-        return f"{self.reason}. {advised(self.cure)}."
+        return f"{self.reason}. To make it fit: {self.cure}."
 
     @property
     def failure(self) -> str:
@@ -110,7 +102,7 @@ def too_large(need: Requirement, most_gib: int, where: str) -> FitRefusal | None
     """
     args, option, known = need.args, need.option, need.known
     if option is not None and option.cause in ("length", "vllm"):
-        return FitRefusal(_reason(option), replace(_cure(option, [option], 1), effect=""), option.cause)
+        return FitRefusal(_reason(option), _cure(option, [option], 1), option.cause)
     if option is not None and known is not None and (lacks := _lacks(option, known, need.gib, most_gib, where)):
         return lacks
     if share := share_too_large(args, need.gib, need.node, most_gib, where):
@@ -136,7 +128,7 @@ def _lacks(option: Option, known: Footprint, gib: int, most_gib: int, where: str
         return FitRefusal(f"{_BEGIN['cache']}{short}", _cache_cure(option, known, room - known.fixed), "cache")
     if known.surely <= room:
         return None
-    free = f", of which {args.margin_words} keeps {kept:g} free" if kept else ""
+    free = f", of which kv_margin_gib keeps {kept:g} free" if kept else ""
     reason = f"{_BEGIN['memory']}{needs}; {where} offers {most_gib} GiB{free}"
     return FitRefusal(reason, _smaller(option, known, room) or _SMALLER)
 
@@ -171,10 +163,7 @@ def refusal(options: Sequence[Option], nodes: int, *, is_open: bool = False) -> 
     option = max(counted, key=lambda pair: min(pair[1].free_bytes, pair[1].load_free_bytes))[0] if counted else fewest
     cure = None
     if option.cause == "memory" and option.footprint is not None and not is_open:
-        args, room = option.args, max(0, room_of(option.args, option.node))
-        cure = _smaller(option, option.footprint, room)
-        if cure is None and args.split != (1, 1):
-            cure = advice(option, room, instead_of=prod(args.split))
+        cure = _smaller(option, option.footprint, max(0, room_of(option.args, option.node)))
     return FitRefusal(_reason(option), cure or _cure(option, options, nodes), option.cause or "memory")
 
 
@@ -186,39 +175,32 @@ def outgrown(known: Footprint | None, memory_gib: float | None) -> bool:
     return known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES) > memory_gib * GIB
 
 
-def advice(option: Option, room: int, ways: Ways = (1, 1), *, instead_of: int = 0) -> Cure | None:
+def advice(option: Option, room: int) -> Cure | None:
     """The choice that would fit into `room` bytes of each node instead: as for `auto`, a shorter request where enough of it is left, else
-    another format.
-
-    ways: how it is split.
-    instead_of: the ranks that the entry asks for, where `ways` are fewer. Its own length and format are an answer then, too.
-    """
+    another format."""
     args, headers = option.args, option.headers
     serving = serving_of(args, headers, option.node)
     if serving.unknown:
         return None
     node = replace(option.node, memory_bytes=room, system_bytes=0)
     one = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
-    options = [fitted(candidate, node, ways) for candidate in single_formats(source_of(one, headers, node))]
+    options = [fitted(candidate, node, option.ways) for candidate in single_formats(source_of(one, headers, node))]
     own = AS_STORED if args.spec.quantize is None or is_open(args.spec.quantize) else args.recipe.default.spelling
-    if not instead_of and any(other.fits and other.format == own for other in options):
+    if any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way
-    split = {"tensor_parallel": ways[0]} if instead_of else {}
     shorter = next((other.longest for other in options if other.format == own and other.longest), 0)
     better = next((other for other in options if other.fits and other.format not in (own, AS_STORED)), None)
-    if better is not None and better.footprint is not None and shorter < min(DEFAULT_CONTEXT, serving.max_model_len):
-        return Cure({**split, "quantize": better.format}, gib(better.footprint.total))
-    return Cure({**split, "max_model_len": shorter}) if shorter else None
+    if better is not None and shorter < min(DEFAULT_CONTEXT, serving.max_model_len):
+        return Cure({"quantize": better.format})
+    return Cure({"max_model_len": shorter}) if shorter else None
 
 
 def _smaller(option: Option, known: Footprint, room: int) -> Cure | None:
     """In place of a cache of a given size a smaller one, where room bytes hold one request; else another choice."""
-    layout, args, tokens, cost = known.layout, option.args, known.kv.max_model_len, known.kv
-    if less := fitting(args.cache, layout, tokens, room - known.fixed):
-        size = sized(less, layout, tokens) or 0
-        return Cure({"kv_cache": less}, f"{(size - cost.block_bytes) // cost.per_request:,} of {tokens:,} tokens")
-    cure = advice(option, room, option.ways)
-    if cure is not None and known.cache is not None and known.cache > cost.least:
+    if less := fitting(option.args.cache, known.layout, known.kv.max_model_len, room - known.fixed):
+        return Cure({"kv_cache": less})
+    cure = advice(option, room)
+    if cure is not None and known.cache is not None and known.cache > known.kv.least:
         return replace(cure, settings={**cure.settings, "kv_cache": {"sequences": 1}})
     return cure
 
@@ -245,7 +227,7 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "cache" if needed is not None:
             return _cache_cure(option, needed, needed.room)
         case "length":
-            return Cure({"max_model_len": option.longest}, "--ctx")
+            return Cure({"max_model_len": option.longest})
         case "links":
             return Cure(deed="run `sparkd fabric` to check the cables")
         case "vllm":
@@ -257,7 +239,7 @@ def _cure(option: Option, options: Sequence[Option], nodes: int) -> Cure:
         case "uncounted":
             return Cure(deed="set memory_gib in its entry; vLLM then sizes the cache")
         case _ if option.longest:
-            return Cure({"max_model_len": option.longest}, "--ctx")
+            return Cure({"max_model_len": option.longest})
         case _ if limit_of(option.args, option.node) is not None:
             return Cure(deed="raise that limit of the entry")
         case _ if all(other.format == AS_STORED for other in options) and (source is None or source.requantizable):

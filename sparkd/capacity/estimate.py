@@ -9,7 +9,6 @@ from sparkd.capacity.kv_cache import KvLayout, Serving
 from sparkd.checkpoint.shape import DTYPE_BYTES, Attention, Shape
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
-from workers.host.memory_limits import spare
 
 MIB = 1 << 20
 # Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
@@ -86,11 +85,6 @@ def context_bytes(hardware: Hardware, ranks: int) -> int:
 def process_bytes(hardware: Hardware) -> int:
     """The engine's processes. On a discrete GPU they are in the host's memory, which is not counted."""
     return PROCESS_BYTES[hardware.platform] if hardware.unified or hardware.platform != "cuda" else 0
-
-
-def margin_of(hardware: Hardware, asked: int | None) -> int:
-    """Bytes of a node that stay free beside an engine: the operator's margin (`asked`), or what `kv_cache: auto` leaves there."""
-    return spare(hardware.memory_bytes, shared=hardware.unified or hardware.platform != "cuda") if asked is None else asked
 
 
 def graph_sizes(serving: Serving) -> int:

@@ -21,6 +21,7 @@ from sparkd.vllm.ask.answers import OWN, SPARK, LayerCache, ModelAnswer, ModelQu
 from sparkd.vllm.ask.model import files_of
 from sparkd.vllm.flags import LOAD_FORMAT, with_draft, without
 from sparkd.vllm.unaccounted_args import CACHE, OTHER, REST, WEIGHTS
+from workers.kv.arithmetic import Demand
 from workers.kv.profiles import KeptProfile
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 from workers.vllm.ask.model_question import DRAFT
@@ -285,7 +286,7 @@ def engine_of(flags: Sequence[str], quantize: Any, env: Mapping[str, str], vllm:
 
 def peaks_of(
     profiles: Sequence[KeptProfile], engine: str, checkpoint: str | None, ways: tuple[int, int], hardware: str = "node"
-) -> MeasuredPeaks | None:
+) -> Demand | None:
     """The last measurements of this engine's rank 0 at this split; None if it never ran on this node.
 
     profiles: the newest first.
@@ -299,7 +300,7 @@ def peaks_of(
     about = {"checkpoint": checkpoint, "world": [*ways, 0]}
     own = (kept for kept in profiles if kept.engine == engine and device in kept.about.get("device", ""))
     measured = next((kept.profile for kept in own if about.items() <= kept.about.items()), None)
-    return None if measured is None else MeasuredPeaks(measured.demand.peak, measured.demand.graphs)
+    return None if measured is None else measured.demand
 
 
 def _memory_flags(flags: Sequence[str]) -> Iterator[str]:
@@ -309,15 +310,6 @@ def _memory_flags(flags: Sequence[str]) -> Iterator[str]:
             skipped = flag[2:].partition("=")[0].replace("_", "-") in _TALK
         if not skipped:
             yield flag
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPeaks:
-    """The measurements of an engine of this kind at an earlier start: bytes of the largest batch beyond what is reserved, and of its
-    graphs."""
-
-    peak: int
-    graphs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +329,7 @@ class Evidence:
         draft, folder = (None, None) if drafting is None else (drafting.draft, drafting.folder)
         return Consultation(self.ask, headers.model.checkpoint, args.flags, args.env, hardware, draft, folder)
 
-    def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
+    def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> Demand | None:
         """The measurements of an earlier start of this engine."""
         if not self.profiles:
             return None

@@ -13,12 +13,11 @@ from sparkd.capacity.estimate import (
     context_bytes,
     graph_bytes,
     kv_layout,
-    margin_of,
     process_bytes,
     step_bytes,
     weights_doubt,
 )
-from sparkd.capacity.evidence import EXACT, GUESS, NO_ANSWER, Exact, MeasuredPeaks
+from sparkd.capacity.evidence import EXACT, GUESS, NO_ANSWER, Exact
 from sparkd.capacity.kv_cache import KvCost, KvLayout, Serving, sized
 from sparkd.capacity.weights import FormattedModel, Inventory, Weights
 from sparkd.checkpoint.shape import Shape
@@ -26,6 +25,8 @@ from sparkd.config.engine_args import EngineArgs
 from sparkd.hardware import Hardware
 from sparkd.units import GIB
 from sparkd.vllm.unaccounted_args import CACHE, WEIGHTS
+from workers.host.memory_limits import spare
+from workers.kv.arithmetic import Demand
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 # The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
@@ -59,8 +60,12 @@ def limit_of(args: EngineArgs, hardware: Hardware) -> tuple[int, str] | None:
 
 
 def margin_in(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes of a node that stay free beside the engine; of a share of the node's memory vLLM takes all."""
-    return 0 if args.share is not None else margin_of(hardware, args.margin_bytes)
+    """Bytes of a node that stay free beside the engine: the entry's, or what `kv_cache: auto` leaves there. A share is all vLLM's."""
+    if args.share is not None:
+        return 0
+    if args.margin_bytes is not None:
+        return args.margin_bytes
+    return spare(hardware.memory_bytes, shared=hardware.unified or hardware.platform != "cuda")
 
 
 def room_of(args: EngineArgs, hardware: Hardware) -> int:
@@ -155,7 +160,7 @@ def footprint(
     hardware: Hardware,
     args: EngineArgs,
     exact: Exact = NO_ANSWER,
-    measured: MeasuredPeaks | None = None,
+    measured: Demand | None = None,
 ) -> Footprint:
     """The account of one node for an engine that serves so.
 

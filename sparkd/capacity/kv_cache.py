@@ -50,12 +50,10 @@ class KvCost:
 
     block_bytes: of one block of the pool, on one rank.
     blocks: of a request of max_model_len tokens.
-    block_tokens: of full attention.
     """
 
     block_bytes: int
     blocks: int
-    block_tokens: int
     max_model_len: int
 
     @property
@@ -88,7 +86,7 @@ class KvLayout:
 
     def cost(self, max_model_len: int) -> KvCost:
         blocks = sum(self._blocks(*group, max_model_len) for group in self.groups)
-        return KvCost(self.block_bytes, blocks, max((tokens for tokens, *_ in self.groups), default=0), max_model_len)
+        return KvCost(self.block_bytes, blocks, max_model_len)
 
     def _blocks(self, block_tokens: int, window: int | None, chunked: bool, max_model_len: int) -> int:
         """The blocks of one group that a request of max_model_len tokens takes."""

@@ -61,6 +61,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
     vllm: its vLLM's version, None where it is not known.
     """
     reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
+    limit_gib = config.quantized_cache.limit_gib
     fields: dict[str, Any] = {
         "model_name": spec.name,
         "served_names": list(spec.served_names()),
@@ -72,8 +73,8 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET, *media_flags(spec.media.domains)],
         "env": {},
         "extra_args": spec.vllm_flags(),
-        **loader_of(config, spec),
-        **sizing_of(config, spec, platform, entrypoint, reserved_bytes),
+        **quantize.loader_of(spec, str(config.quantized_path), None if limit_gib is None else int(limit_gib * GIB)),
+        **kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes),
     }
     if (commits := commits_of(spec)) is not None:
         fields["trusted_code"] = commits.to_dict()
@@ -82,18 +83,6 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         engine = engine_of(spec.vllm_flags(), quantize.canonical(spec.quantize), spec.environment(config.engine), vllm, platform)
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine}
     return fields
-
-
-def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
-    """See sparkd.config.quantize.loader_of."""
-    limit_gib = config.quantized_cache.limit_gib
-    limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
-    return quantize.loader_of(spec, str(config.quantized_path), limit_bytes)
-
-
-def sizing_of(config: Config, spec: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
-    """See sparkd.config.kv_cache.sizing_of."""
-    return kv_cache.sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)
 
 
 def start_of(entry: PlannedEntry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:

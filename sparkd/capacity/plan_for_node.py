@@ -66,15 +66,6 @@ def _learned(state_dir: Path) -> Documents[float]:
     return Documents(state_dir, "learned_rates", float)
 
 
-def with_learned_rates(hardware: Hardware, rates: Mapping[LearnedName, float]) -> Hardware:
-    return replace(
-        hardware,
-        bandwidth_bytes_s=rates.get("bandwidth_bytes_s", hardware.bandwidth_bytes_s),
-        disk_bytes_s=rates.get("disk_bytes_s", hardware.disk_bytes_s),
-        learned=tuple(sorted(rates)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PlanOrder:
     """All that a plan of this node depends on.
@@ -93,21 +84,21 @@ class PlanOrder:
     there: NodeRuntime | None = None
 
 
-def hardware_here(name: str, config: Config) -> Hardware:
-    """The hardware of a name. `node`: this machine, without the reserve for the system, by `config`; else a known machine."""
+def planning_hardware(name: str, config: Config) -> Hardware:
+    """The hardware of a name. `node`: this machine without the reserve for the system, with the rates that benches measured on it."""
     if name in KNOWN:
         return KNOWN[name]
     total = mem_total_bytes()
     platform = "cuda" if any(Path(sign).exists() for sign in GPU_SIGNS) else "cpu"
     if config.engine.platform != "auto":
         platform = config.engine.platform
-    return machine(platform, total, config.memory.os_reserve_bytes(total))
-
-
-def planning_hardware(name: str, config: Config) -> Hardware:
-    """As hardware_here, with the rates that benches measured on this node."""
-    hardware = hardware_here(name, config)
-    return hardware if name in KNOWN else with_learned_rates(hardware, learned_rates(config.state_dir))
+    node, rates = machine(platform, total, config.memory.os_reserve_bytes(total)), learned_rates(config.state_dir)
+    return replace(
+        node,
+        bandwidth_bytes_s=rates.get("bandwidth_bytes_s", node.bandwidth_bytes_s),
+        disk_bytes_s=rates.get("disk_bytes_s", node.disk_bytes_s),
+        learned=tuple(sorted(rates)),
+    )
 
 
 async def order_here(

@@ -58,14 +58,12 @@ class Weights:
     active_bytes: those that one token reads, in all stages of a pipeline together.
     disk_bytes: of a quantized copy of the model.
     changed: whether the recipe quantizes anything.
-    notes: parts of the recipe that had no effect, one sentence each.
     """
 
     by_kind: Mapping[str, int]
     active_bytes: int
     disk_bytes: int
     changed: bool
-    notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -202,7 +200,7 @@ class FormattedModel:
         if shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
             active += head
-        return Weights(dict(held), active, disk, any(group.form is not None for group in self.groups), self.notes)
+        return Weights(dict(held), active, disk, any(group.form is not None for group in self.groups))
 
 
 def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> Inventory:

@@ -90,25 +90,13 @@ class Source(Protocol):
         """Each file's shard and tensors, in the order of `files`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The weights files to use, in order, and the file of each tensor by the index, which is empty without one."""
-
-    config_file: str
-    config: Mapping[str, Any]
-    config_sha256: str
-    files: Sequence[str]
-    index: Mapping[str, str]
-
-
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """A folder's checkpoint, from its headers alone. Raises CheckpointError, which names file, tensor, reason and cure.
 
     The files are those that model.safetensors.index.json names, else every *.safetensors (without consolidated*, Mistral's second copy,
     where model* is there too). The snapshot folders of a hub cache, whose files are links, work.
     """
-    source = Folder(folder)
-    return assembled(source, selected(source))
+    return checkpoint_of(Folder(folder))
 
 
 def is_weights(name: str) -> bool:
@@ -159,32 +147,21 @@ def read_index(raw: bytes, path: str) -> dict[str, str]:
     return weight_map
 
 
-def selected(source: Source) -> Selection:
-    """Read a source's configuration and index, and select its weights files. Raises CheckpointError."""
-    file = next((name for name in (CONFIG, PARAMS) if name in source.names), None)
-    if file is None:
+def checkpoint_of(source: Source) -> Checkpoint:
+    """The checkpoint of a source. Raises CheckpointError."""
+    config_file = next((name for name in (CONFIG, PARAMS) if name in source.names), None)
+    if config_file is None:
         raise _without_config(source)
-    raw = source.content(file)
-    config, digest = object_of(raw, source.path(file), AGAIN), hashlib.sha256(raw).hexdigest()
-    if INDEX not in source.names:
-        files = _weight_files(source.place, source.names)
-        if lacking := sorted(_numbered(files) - set(source.names)):
-            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
-            raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
-        return Selection(file, config, digest, files, {})
-    index = read_index(source.content(INDEX), source.path(INDEX))
-    return Selection(file, config, digest, sorted(set(index.values())), index)
-
-
-def assembled(source: Source, selection: Selection) -> Checkpoint:
-    """The checkpoint of the selected files of a source. Raises CheckpointError."""
+    raw = source.content(config_file)
+    config = object_of(raw, source.path(config_file), AGAIN)
+    index = read_index(source.content(INDEX), source.path(INDEX)) if INDEX in source.names else {}
     shards: list[Shard] = []
     tensors: dict[str, TensorRef] = {}
-    for shard, its_tensors in source.headers(selection.files):
+    for shard, its_tensors in source.headers(sorted(set(index.values())) or _weight_files(source)):
         shards.append(shard)
         for tensor in its_tensors:
             if tensor.name in tensors:
-                tensor = _counting(tensor, tensors.pop(tensor.name), selection.index)
+                tensor = _counting(tensor, tensors.pop(tensor.name), index)
             tensors[tensor.name] = tensor
         if len(tensors) > MAX_TENSORS:
             cure = "Check where this model's files come from"
@@ -192,9 +169,8 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
     if not tensors:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
-    quantization = source_quantization(selection.config, modelopt, tensors)
-    config, config_file, config_sha256 = selection.config, selection.config_file, selection.config_sha256
-    return Checkpoint(source.place, config, tuple(shards), tensors, quantization, config_file, config_sha256)
+    quantization = source_quantization(config, modelopt, tensors)
+    return Checkpoint(source.place, config, tuple(shards), tensors, quantization, config_file, hashlib.sha256(raw).hexdigest())
 
 
 class Folder:
@@ -266,13 +242,17 @@ def _listing(folder: str) -> set[str]:
         raise kind(reason, file=shown(folder), cure=cure) from None
 
 
-def _weight_files(folder: str, names: Iterable[str]) -> list[str]:
-    files = _first_copy(sorted(name for name in names if name.endswith(".safetensors")))
+def _weight_files(source: Source) -> list[str]:
+    """The weights files of a source without an index, in order."""
+    files = _first_copy(sorted(name for name in source.names if name.endswith(".safetensors")))
+    if lacking := sorted(_numbered(files) - set(source.names)):
+        more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
+        raise CheckpointIncomplete(f"{shown(lacking[0])}{more} of its weights are not there", file=source.place, cure=COMPLETE)
     if files:
         return files
-    others = sorted({os.path.splitext(name)[1] for name in names if is_weights(name)})
+    others = sorted({os.path.splitext(name)[1] for name in source.names if is_weights(name)})
     if not others:
-        raise CheckpointIncomplete("it holds no weights", file=folder, cure="Download the model's safetensors files")
+        raise CheckpointIncomplete("it holds no weights", file=source.place, cure="Download the model's safetensors files")
     only = ", ".join(f"*{end}" for end in others)
     cure = "Download the model's safetensors files, or convert it to them"
-    raise CheckpointUncounted(f"there is no *.safetensors file in it, only {only}", file=folder, cure=cure)
+    raise CheckpointUncounted(f"there is no *.safetensors file in it, only {only}", file=source.place, cure=cure)

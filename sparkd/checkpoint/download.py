@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sparkd.checkpoint import read_checkpoint
 from sparkd.checkpoint.hub import Hub, client_errors
-from sparkd.checkpoint.remote_headers import complete
 from sparkd.errors import CheckpointError, SparkdError
 from workers.files.manifest import File, ModelManifest, lacking, refuse_without_room
 from workers.host.hub_cache import hub_cache, snapshot_of
@@ -69,7 +69,7 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
         listing = hub.listing()
     except CheckpointError as error:
         snapshot = snapshot_of(hub_id, revision, environ)
-        if snapshot is None or complete(snapshot) is None:
+        if snapshot is None or not _is_whole(snapshot):
             raise NotAsked(error) from None
         return snapshot.name, f"The hub was not contacted ({error.problem}); what is in the cache is whole."
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
@@ -98,6 +98,14 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
         raise CheckpointError(f"{lost[0]} could not be downloaded", file=hub_id, cure=_AGAIN)
     _name_revision(folder, revision or "main", listing.commit)
     return listing.commit, ""
+
+
+def _is_whole(snapshot: Path) -> bool:
+    try:
+        read_checkpoint(snapshot)
+    except CheckpointError:
+        return False
+    return True
 
 
 @contextmanager

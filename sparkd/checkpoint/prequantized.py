@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sparkd.checkpoint import Checkpoint, assembled, read_checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.checkpoint.bounded_read import read_bounded
-from sparkd.checkpoint.remote_headers import complete
 from sparkd.checkpoint.shape import Shape, shape_of
 from sparkd.checkpoint.source import hub_cache, snapshot_of
 from sparkd.errors import CheckpointError
@@ -40,11 +39,10 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
         return
     for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
         try:
-            candidate = read_bounded(read_checkpoint if source.startswith("/") else _whole, str(folder))
-            same = candidate is not None and candidate.quantization is not None and _comparable(candidate) == _comparable(checkpoint)
+            candidate = read_bounded(read_checkpoint, str(folder))
         except CheckpointError:
             continue  # nothing that could be served, so nothing to offer
-        if candidate is not None and same:
+        if candidate.quantization is not None and _comparable(candidate) == _comparable(checkpoint):
             yield name, candidate
 
 
@@ -99,8 +97,3 @@ def _bases(snapshot: Path) -> list[str]:
         return []
     listed = [line.strip().lstrip("-") for line in match[2].splitlines()]
     return [name.strip().strip("'\"") for name in (match[1], *listed) if name.strip()]
-
-
-def _whole(snapshot: str) -> Checkpoint | None:
-    parts = complete(snapshot)
-    return assembled(*parts) if parts is not None else None

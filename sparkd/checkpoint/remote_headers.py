@@ -5,18 +5,16 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 
-from sparkd.checkpoint import INDEX, Checkpoint, Folder, Selection, Shard, assembled, read_checkpoint, selected
+from sparkd.checkpoint import INDEX, Checkpoint, Shard, checkpoint_of, read_checkpoint
 from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.hub import Hub, RepositoryListing
 from sparkd.checkpoint.model_folder import unusable
 from sparkd.checkpoint.source import snapshot_of
 from sparkd.checkpoint.tensors import TensorRef
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointIncomplete, CheckpointUncounted
 
 # The first read of a file whose header's length is unknown; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
 # 97 of 100).
@@ -42,8 +40,12 @@ def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str],
             raise CheckpointError(fault.message)
         return read_checkpoint(source)
     snapshot = snapshot_of(source, revision, environ)
-    cached = complete(snapshot) if snapshot is not None else None
-    return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
+    if snapshot is not None:
+        try:
+            return read_checkpoint(snapshot)
+        except (CheckpointIncomplete, CheckpointUncounted):
+            pass  # a download may be on its way, or have been given up
+    return read_remote_checkpoint(source, revision, environ, progress)
 
 
 def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
@@ -54,24 +56,12 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
     hub = Hub(hub_id, revision, environ)
     source = _Repository(hub, hub.listing(), progress)
     try:
-        return assembled(source, selected(source))
+        return checkpoint_of(source)
     except CheckpointError as error:
         if not (error.file or "").startswith(source.place):
             raise
         # A fault there is not mended by what helps with a file on this machine.
         raise CheckpointError(error.problem, file=error.file, tensor=error.tensor, cure=_CURE) from None
-
-
-def complete(snapshot: str | Path) -> tuple[Folder, Selection] | None:
-    """A snapshot of the hub cache; None where a file is not there yet: a download may be on its way, or have been given up."""
-    try:
-        folder = Folder(snapshot)
-        selection = selected(folder)
-    except CheckpointError:
-        return None
-    # A link of the cache may lead nowhere.
-    there = {name for name in folder.names if os.path.exists(folder.path(name))}
-    return (folder, selection) if there.issuperset(selection.files) else None
 
 
 class _Repository:

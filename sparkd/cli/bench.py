@@ -232,8 +232,7 @@ def _ended(session: Session, started: dict[str, Any], again: str) -> None:
 
     Raises RankError where the bench failed, Exit where a cell or a format failed, and as `Session.follow` does.
     """
-    operation = session.client.get(f"/operations/{started['operation']}")
-    operation = session.follow(operation, f"the bench {started['bench']}", lambda now: (now["message"], now["message"]), again=again)
+    operation = session.follow(started, f"the bench {started['bench']}", lambda now: (now["message"], now["message"]), again=again)
     result = _result(session, started["bench"])
     _show(session, result)
     if operation["state"] == "FAILED":

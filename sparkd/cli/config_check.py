@@ -22,9 +22,8 @@ from sparkd.vllm.unaccounted_args import reserved_whole
 from workers.vllm.symbols import SUPPORTED
 
 _NO_ADMIN_KEY = "There are inference keys but no admin key, so the admin API and the command line cannot be used: set keys.admin_file."
-# 107 less `/ray/session_YYYY-MM-DD_hh-mm-ss_ffffff_12345/sockets/plasma_store` (ray/_private/node.py), without which one node still serves,
-# and less `/ranks/255.255.255.255/12345678.sock`.
-_RUNTIME_BYTES, _ENGINES_BYTES = 40, 71
+# 107 less `/ray/session_YYYY-MM-DD_hh-mm-ss_ffffff_12345/sockets/plasma_store` (ray/_private/node.py).
+_RUNTIME_BYTES = 40
 _ROLES = ("inference", "admin")
 # Keys whose values another flag than the one of their name carries.
 _FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
@@ -106,22 +105,13 @@ def _in_file(problem: ConfigProblem, valid: Config, document: Document) -> Confi
 
 
 def _machine(valid: Config, document: Document) -> Iterator[ConfigProblem]:
-    """Paths that do not hold what their key is for, and models that are all to be loaded at start and never together."""
-    for location, folder in (
-        (("state_dir",), valid.state_dir),
-        (("runtime_dir",), valid.runtime_dir),
-        (("recipes_dir",), valid.recipes_dir),
-        (("quantized_cache", "dir"), valid.quantized_cache.dir),
-    ):
-        if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
-            yield document.place(location).problem(f"{'.'.join(location)}: {folder} is a file, and a folder is expected.")
+    """Folders that are not there or too long, and models that are all to be loaded at start and never together."""
     if valid.runtime_dir is not None and (size := len(os.fsencode(valid.runtime_dir))) > _RUNTIME_BYTES:
-        whose, severity = ("engines", "error") if size > _ENGINES_BYTES else ("Ray", "warning")
-        reason = f"{size} bytes are too long for the sockets of {whose} in it, whose paths have 107 at most (unix(7))"
+        reason = f"{size} bytes are too long for the sockets in it, whose paths have 107 at most (unix(7))"
         message = f"runtime_dir: {reason}. Choose a folder of {_RUNTIME_BYTES} or less."
-        yield document.place(("runtime_dir",)).problem(message, severity)
-    if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
-        message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user cannot read it."
+        yield document.place(("runtime_dir",)).problem(message, "warning")
+    if valid.recipes_dir is not None and not os.path.isdir(valid.recipes_dir):
+        message = f"recipes_dir: {valid.recipes_dir} is no folder of this node, or this user cannot read it."
         yield document.place(("recipes_dir",)).problem(message, "warning")
     if runtime := _not_run(valid.engine.runtime):
         yield document.place(("engine", "runtime")).problem(f"engine.runtime: {runtime[1]}", runtime[0])
@@ -174,7 +164,7 @@ class _Entry:
             yield self._at(key, message)
         if useless := quantize.remark(self._model):
             yield self._at("quantize", useless, "warning", bare=True)
-        for remark in reserved_whole(self._model, ModelConfig.model_fields):
+        for remark in reserved_whole(self._model):
             yield self._at("extra_args", remark, "warning", bare=True)
         if loudness := logging_args.remark(self._model.vllm_flags(), self._env):
             yield self._at("extra_args", loudness, "warning", bare=True)

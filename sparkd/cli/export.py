@@ -89,29 +89,21 @@ def chosen(
     Raises ConfigError, CheckpointError.
     """
     from sparkd.checkpoint.model_folder import refuse_unusable
-    from sparkd.checkpoint.source import snapshot_of, source_of
-    from sparkd.cli.config_file import config_of
-    from sparkd.cli.named_entry import of_daemon, value_of
+    from sparkd.checkpoint.source import folder_of
+    from sparkd.cli.named_entry import configured, of_daemon, of_hub, value_of
     from workers.quantization.recipe import QuantizationRecipe
 
-    config = config_of(config_file, environ)
-    configured = config.lookup(model)
-    if configured is None and "/" not in source_of(model):
-        configured = of_daemon(model, config_file, environ, ask).spec
-    source = source_of(configured.model if configured else model)
-    runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
-    env = {**environ, **(configured.environment(config.engine) if configured else {})}
-    if not source.startswith("/"):
-        snapshot = snapshot_of(source, configured.revision if configured else None, env)
-        if snapshot is None:
-            raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
-        source = str(snapshot)
-    refuse_unusable(source, vllm=True)
-    own = configured.quantize if configured is not None else None
-    recipe = own if quantize is None else QuantizationRecipe.parse(value_of(quantize))
+    named = configured(model, config_file, environ) or of_hub(model, config_file, environ) or of_daemon(model, config_file, environ, ask)
+    spec, config = named.spec, named.config
+    runtime = spec.runtime_of(config.engine)
+    folder = folder_of(spec.model, spec.revision, {**environ, **spec.environment(config.engine)})
+    if folder is None:
+        raise CheckpointError(f"{spec.model} is not in this machine's hub cache", cure="Load it once, or give a folder")
+    refuse_unusable(folder, vllm=True)
+    recipe = spec.quantize if quantize is None else QuantizationRecipe.parse(value_of(quantize))
     if not isinstance(recipe, QuantizationRecipe) or not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` key that changes its checkpoint: give --quantize, such as --quantize nvfp4.")
-    return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path))
+    return Chosen(folder, recipe, str(runtime) if runtime else "", str(config.quantized_path))
 
 
 def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
@@ -127,11 +119,14 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
         "device": device,
     }
     command = module_command(str(wanted.runtime or sys.executable), "workers.vllm.export")
-    with tempfile.TemporaryFile() as errors:
+    last: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as order, tempfile.TemporaryFile() as errors:
+        json.dump(request, order)
+        order.seek(0)
         try:
             program = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=order,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=program_environment(os.environ),
@@ -139,13 +134,15 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
             )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error.strerror}. Set engine.runtime to a Python that has torch.") from None
-        try:
-            last = _follow(program, request, tell)
-        except BaseException:
-            program.terminate()
-            raise
-        finally:
-            _end(program)
+        with program:
+            try:
+                for raw in program.stdout or ():
+                    last = json.loads(raw)
+                    if last["event"] == "progress":
+                        tell(last)
+            except BaseException:
+                _end(program)
+                raise
         if last.get("event") == "error":
             raise CheckpointError(str(last["message"]))
         if last.get("event") != "done":
@@ -168,30 +165,9 @@ def how_far(event: Mapping[str, Any], seconds: float, before: int) -> str:
     return f"{words}, {rate / 1e9:.2f} GB/s, about {(total - done) / rate:.0f} s left"
 
 
-def _follow(program: subprocess.Popen[bytes], request: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-    if program.stdin is None or program.stdout is None:
-        return last
-    try:
-        program.stdin.write(json.dumps(request).encode())
-        program.stdin.close()
-    except BrokenPipeError:
-        return last
-    for raw in program.stdout:
-        last = json.loads(raw)
-        if last["event"] == "progress":
-            tell(last)
-    return last
-
-
 def _end(program: subprocess.Popen[bytes]) -> None:
-    """Wait for the export program to end. A cancelled program removes its output first."""
-    for pipe in (program.stdin, program.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass
+    """Interrupt the program, which removes its output first."""
+    program.terminate()
     try:
         program.wait(REMOVE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -98,13 +98,9 @@ def value_of(text: str) -> Any:
     """`nvfp4`, or a mapping as YAML or JSON has it. Raises ConfigError."""
     import yaml
 
-    try:
+    value = None
+    with suppress(yaml.YAMLError):
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it is no YAML"
-        raise ConfigError(
-            f"--quantize: {problem}; a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected."
-        ) from None
-    if value is not None and not isinstance(value, (str, Mapping)):
+    if not isinstance(value, (str, Mapping)):
         raise ConfigError(f"--quantize {text}: a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected.")
     return value

@@ -86,35 +86,26 @@ def show_(
 def check(
     session: Session,
     files: Annotated[list[Path] | None, argument(metavar="[FILE]...", help="Recipes, also eugr's or sparkrun's; default: all.")] = None,
-    parser: Annotated[Path | None, option("--parser", metavar="PYTHON", help="Also ask the argument parser of this Python's vLLM.")] = None,
 ) -> None:
     """Check recipes.
 
     Prints `file:line: message` for each problem. Exits with 2 if a recipe cannot be used.
     """
-    from sparkd.config.model import ModelConfig
-    from sparkd.config.recipe_check import checked, load, refused_by_parser
+    from sparkd.config.recipe_check import checked, load
     from sparkd.recipes.library import AsWritten
 
     book = _book()
     problems: list[ConfigProblem] = []
-    models, count = dict[str, ModelConfig](), 0
-    for path in files or list(book.names().values()):
+    paths = files or list(book.names().values())
+    for path in paths:
         file, wrong = load(path, AsWritten(), _parser)
         problems += wrong
-        count += 1
         if file is not None:
             book.keep(file)
-            model, wrong = checked(file, book)
-            problems += wrong
-            models |= {file.path: model} if model is not None else {}
-    if parser is not None:
-        sys.stderr.write(f"Asking the parser of the vLLM in {printable(str(parser))}: that takes as long as its import.\n")
-        sys.stderr.flush()
-        problems += refused_by_parser(models, parser)
+            problems += checked(file, book)
     wrong = [problem for problem in problems if problem.severity == "error"]
-    summary = f"{count} recipe{'s' if count != 1 else ''}: {verdict(len(wrong), len(problems) - len(wrong))}"
-    value = {"ok": not wrong, "recipes": count, "problems": [problem.to_json() for problem in problems]}
+    summary = f"{len(paths)} recipe{'s' if len(paths) != 1 else ''}: {verdict(len(wrong), len(problems) - len(wrong))}"
+    value = {"ok": not wrong, "recipes": len(paths), "problems": [problem.to_json() for problem in problems]}
     session.answer(value, "\n".join([*map(str, problems), summary]))
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
@@ -131,7 +122,7 @@ def import_(
     Prints risks first (code that the recipe trusts, folders that it names), then what is missing, then what was left out, on stderr and at
     the head of the recipe. Shell hooks are always left out. A recipe that cannot be used is not written, and the exit code is 2.
     """
-    from sparkd.config.recipe_check import unusable, with_risks
+    from sparkd.config.recipe_check import validated
     from sparkd.config.yaml_file import parse
     from sparkd.recipes.file import is_foreign
     from sparkd.recipes.importer import Imported, imported
@@ -144,10 +135,9 @@ def import_(
     else:
         converted = imported(raw, shown, key_values(settings or [], "max_model_len=8192"), _parser, origin)
     recipe = (to or file).stem.partition("@")[0]
-    converted = with_risks(converted, recipe)
+    converted, problems = validated(converted, recipe, f"{file} (imported)")
     if origin:
         converted = replace(converted, text=f"# {origin}.\n{converted.text}")
-    problems = unusable(converted, recipe, f"{file} (imported)")
     if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:

@@ -19,9 +19,7 @@ from sparkd.cluster.node_tracker import (
     NodeObservation,
     NodeTracker,
     Observation,
-    UnreadableFacts,
     facts_of,
-    machine_of,
     missing_condition,
     reading,
     unreadable_condition,
@@ -35,7 +33,9 @@ from sparkd.condition import Condition
 from sparkd.config.config import Config
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable, refused_by
 from sparkd.execution.boundary import Boundary
-from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes
+from sparkd.state.nouns import Machine
+from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
 from workers.agent.actor import Agent
 
@@ -86,7 +86,6 @@ class Cluster:
                     object_store_mib=config.cluster.object_store_memory_mib,
                     starts="CREDENTIALS_DIRECTORY" not in environ,
                     rank_folders=self._rank_folders,
-                    fabric=ray_environment,
                 )
             )
         )
@@ -111,8 +110,8 @@ class Cluster:
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
-        # Reports that the last looks could not use, by what they are about.
-        self._unreadable: dict[str, UnreadableFacts] = {}
+        # The conditions of reports that the last looks could not use, by node or rank.
+        self._unreadable: dict[str, Condition] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -158,7 +157,7 @@ class Cluster:
         self._tracker.begin(time.monotonic())  # the daemon may have been held in the middle of this look
         missing = self._tracker.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         for of in self._unreadable.keys() - before.keys():
-            log.warning("the report of %s cannot be used: %s", of, self._unreadable[of].error)
+            log.warning("%s", self._unreadable[of].message)
         unseen = frozenset(node.node_id for node in missing)
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
         return Observation(
@@ -172,14 +171,14 @@ class Cluster:
             trouble=self._trouble
             or self._upkeep_trouble
             or missing_condition([node for node in missing if node.address not in differing])
-            or unreadable_condition(self._unreadable)
+            or next(iter(self._unreadable.values()), None)
             or unusable_condition(self._link.unmet, self._clocks()),
             cluster=about,
         )
 
     async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
         """By node, what workers.host.network.sample says there now; None of a node whose agent does not answer."""
-        return await self.fabric_nodes.readings([self.node_ip, *self._link.nodes()], kept_s=0)
+        return await self.ask_all("fabric")
 
     def set_guard_hints(self, hints: Mapping[str, Mapping[str, Any]]) -> None:
         """By model, what the guards of the nodes must know: see workers.guard.guard.Guard. They hear it with the next look."""
@@ -225,7 +224,7 @@ class Cluster:
         A call that may have come to the agent is never made a second time: it may be under way.
         """
         try:
-            return await self._link.call(node_ip, lambda agent: getattr(agent, method).remote(*arguments), timeout_s)
+            return await self._link.call(node_ip, method, *arguments, timeout_s=timeout_s)
         except AgentLost as error:
             if node_ip != self.node_ip or error.reached:
                 raise
@@ -313,11 +312,11 @@ class Cluster:
     async def _ask_for_look(self, node_ip: str) -> NodeObservation | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
-            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._guard_hints, guard), OBSERVE_TIMEOUT_S)
+            facts = await self._link.call(node_ip, "observe", self._guard_hints, guard, timeout_s=OBSERVE_TIMEOUT_S)
         except NodeRefused as error:
             # The agent answers: its node lives, but its ranks are unknown.
             self._tracker.stays(node_ip, time.monotonic())
-            self._unreadable[f"node {node_ip}"] = UnreadableFacts(node_ip, error.message)
+            self._unreadable[node_ip] = unreadable_condition(f"node {node_ip}", error.message, node_ip)
             return None
         except ClusterError as error:
             if ours:
@@ -354,14 +353,11 @@ class Cluster:
 
     def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> NodeObservation:
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
-        now = None
-        try:
-            now = reading(node_ip, facts["reading"], facts["now_s"])
-        except ValueError as error:
-            self._unreadable[f"the memory of {node_ip}"] = UnreadableFacts(node_ip, str(error))
+        now = reading(node_ip, facts["reading"], facts["now_s"])
+        machine = noun_of(Machine, facts["machine"]) if facts["machine"] else None  # empty before the agent's first look
         reserved_gib = float(self.reservations.reserved_gib(node_ip))
-        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, reserved_gib, machine_of(facts.get("machine")))
-        left_out: dict[str, str] = {}
-        ranks = facts_of(facts["ranks"], left_out)
-        self._unreadable |= {f"rank {rank_id} on {node_ip}": UnreadableFacts(node_ip, reason) for rank_id, reason in left_out.items()}
+        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, reserved_gib, machine)
+        ranks, left_out = facts_of(facts["ranks"])
+        for rank_id, reason in left_out.items():
+            self._unreadable[rank_id] = unreadable_condition(f"rank {rank_id} on {node_ip}", reason, node_ip)
         return NodeObservation(view, ranks)

@@ -108,7 +108,7 @@ class Launcher:
                 "env": shared["env"] | computed | env,
             }
             private = node != self._here
-            return RankHandle(**await self._link.call(node, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S))
+            return RankHandle(**await self._link.call(node, "spawn", fields, private, timeout_s=SPAWN_TIMEOUT_S))
 
         if not placement.peers:
             return (await spawn(0),)
@@ -152,7 +152,7 @@ class Launcher:
         """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""
         if handle.socket_path:
             return Upstream(socket_path=handle.socket_path)
-        key = await self._link.call(handle.node_id, lambda agent: agent.api_key.remote(handle.rank_id), READ_TIMEOUT_S)
+        key = await self._link.call(handle.node_id, "api_key", handle.rank_id, timeout_s=READ_TIMEOUT_S)
         return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key)
 
     async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
@@ -165,18 +165,18 @@ class Launcher:
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
         if node_id and node_id != self._here:
-            return await self._link.call(node_id, lambda agent: agent.read_log.remote(path, cursor, max_bytes), READ_TIMEOUT_S)
+            return dict(await self._link.call(node_id, "read_log", path, cursor, max_bytes, timeout_s=READ_TIMEOUT_S))
         return await asyncio.to_thread(self._read_here, path, cursor, max_bytes)
 
     async def _clear(self, placement: Placement, tell: Tell) -> None:
         """Prepare every node: report other engines, drop the page cache, which CUDA cannot use, and end stray ranks."""
         nodes = placement.nodes
         on_gpu = placement.platform == "cuda"
-        for node, others in zip(nodes, await self._each(placement, lambda agent: agent.foreign.remote(on_gpu)), strict=True):
+        for node, others in zip(nodes, await self._each(placement, "foreign", on_gpu), strict=True):
             for process in others:
                 tell(_foreign(node, process))
         if placement.platform == "cuda":
-            dropped = await self._each(placement, lambda agent: agent.drop_page_cache.remote())
+            dropped = await self._each(placement, "drop_page_cache")
             for node, answer in zip(nodes, dropped, strict=True):
                 log.info("page cache of %s: %s, %d MiB freed", node, answer["how"], answer["freed_bytes"] >> 20)
                 if len(nodes) > 1 and not answer["dropped"]:
@@ -186,24 +186,20 @@ class Launcher:
         """A free port on rank 0's node, another one for each start, so that no rank of an earlier start can join."""
         if not placement.peers:
             return 0
-        return await self._link.call(placement.node_id, lambda agent: agent.free_port.remote(), SPAWN_TIMEOUT_S)
+        return int(await self._link.call(placement.node_id, "free_port", timeout_s=SPAWN_TIMEOUT_S))
 
-    async def _each(self, placement: Placement, method: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-        return list(await asyncio.gather(*(self._link.call(node, method, SPAWN_TIMEOUT_S) for node in placement.nodes)))
+    async def _each(self, placement: Placement, method: str, *arguments: Any) -> list[Any]:
+        calls = (self._link.call(node, method, *arguments, timeout_s=SPAWN_TIMEOUT_S) for node in placement.nodes)
+        return list(await asyncio.gather(*calls))
 
     async def _undo(self, placement: Placement, attempt: StartId) -> None:
         """End all ranks of the attempt. A rank on an unreachable node is removed when the node is back, as a stray."""
         for rank, node in enumerate(placement.nodes):
+            handle = {"rank_id": attempt.rank_id_of(rank)}
             with suppress(ClusterError):
-                await self._end(node, attempt.rank_id_of(rank))
+                await self._link.call(node, "destroy", handle, 0.0, timeout_s=SPAWN_TIMEOUT_S)
         with suppress(ClusterError):
             await self._link.remove_group(attempt.rank_id)
-
-    async def _end(self, node: str, rank_id: str) -> None:
-        ended = await self._link.call(node, lambda agent: agent.destroy.remote({"rank_id": rank_id}, 0.0), SPAWN_TIMEOUT_S)
-        if not ended["gone"]:
-            pids = ", ".join(map(str, ended["survivors"]))
-            raise RankError(f"Processes {pids} of rank {rank_id} on {node} do not end even after SIGKILL: reboot that node.")
 
 
 def _foreign(node: str, process: Mapping[str, Any]) -> str:

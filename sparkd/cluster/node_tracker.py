@@ -8,10 +8,9 @@ from typing import Any
 
 from sparkd.condition import Condition
 from sparkd.errors import ClusterError, CodeDiffers
-from sparkd.state.nouns import Machine, Progress, RankFact, Reading
+from sparkd.state.nouns import Progress, RankFact, Reading
 from sparkd.state.rows import noun_of
 from sparkd.state.snapshot import NodeView
-from workers.guard.policy import LEVELS
 from workers.rank.signatures import Diagnosis
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
@@ -65,14 +64,6 @@ class NodeObservation:
 
     node: NodeView
     ranks: tuple[RankFact, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableFacts:
-    """A report of a node that cannot be used, and the error."""
-
-    node: str
-    error: str
 
 
 class NodeTracker:
@@ -146,12 +137,10 @@ def missing_condition(missing: Sequence[NodeView]) -> Condition | None:
     return Condition("NodeUnseen", message, missing[0].address if len(missing) == 1 else None)
 
 
-def unreadable_condition(unreadable: Mapping[str, UnreadableFacts]) -> Condition | None:
-    """The condition for a node's report that cannot be used, by what it is about."""
-    for of, report in unreadable.items():
-        message = f"The report of {of} cannot be used ({report.error}). sparkd leaves its engines alone: check that node."
-        return Condition("NodeUnreadable", message, report.node)
-    return None
+def unreadable_condition(of: str, error: str, node: str) -> Condition:
+    """The condition for a report of a node that cannot be used. of: what it is about."""
+    message = f"The report of {of} cannot be used ({error}). sparkd leaves its engines alone: check that node."
+    return Condition("NodeUnreadable", message, node)
 
 
 def unusable_condition(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> Condition | None:
@@ -173,39 +162,19 @@ def unusable_condition(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, 
 
 
 def reading(node_id: str, sample: Mapping[str, Any], node_now_s: float) -> Reading:
-    """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says.
-
-    Raises ValueError for one of another release that cannot be used.
-    """
-    if not isinstance(sample, Mapping) or not isinstance(sample.get("at_s"), int | float):
-        raise ValueError("it has no time")
-    if sample.get("level", LEVELS[0]) not in LEVELS:
-        raise ValueError(f"its memory level is unknown to this release: {str(sample['level'])[:40]}")
+    """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says."""
     return noun_of(Reading, {**sample, "node_id": node_id, "age_s": max(0.0, node_now_s - sample["at_s"])})
 
 
-def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None = None) -> tuple[RankFact, ...]:
-    """The facts of an agent's ranks, each read by itself. A rank of another release that this one cannot use is left out.
-
-    left_out: takes the reason, by rank id.
-    """
-    facts = []
+def facts_of(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[RankFact, ...], dict[str, str]]:
+    """The facts of an agent's ranks, each read by itself, and the reason by the id of each that this release cannot use."""
+    facts, left_out = [], {}
     for raw in ranks:
         try:
             facts.append(_fact_of(raw))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            reason = raw.get("error") if isinstance(raw, Mapping) else None
-            if left_out is not None:
-                left_out[str(raw["rank_id"]) if isinstance(raw, Mapping) and "rank_id" in raw else "unknown"] = str(reason or error)
-    return tuple(facts)
-
-
-def machine_of(raw: Any) -> Machine | None:
-    """None before the agent has looked, and of one of another release that has no such facts."""
-    try:
-        return noun_of(Machine, raw) if isinstance(raw, Mapping) and raw else None
-    except ValueError:
-        return None
+        except ValueError as error:
+            left_out[str(raw["rank_id"])] = str(raw.get("error") or error)
+    return tuple(facts), left_out
 
 
 def _fact_of(raw: Mapping[str, Any]) -> RankFact:
@@ -215,7 +184,7 @@ def _fact_of(raw: Mapping[str, Any]) -> RankFact:
         try:
             if name in facts:
                 noun_of(noun, facts[name])
-        except (ValueError, TypeError):
+        except ValueError:
             facts[name] = nothing
     return noun_of(RankFact, {name: facts[name] for name in _OF_A_FACT if name in facts})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,7 +102,7 @@ class Placer:
     async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
         if node == self._in_sight()[0]:
             return await asyncio.to_thread(self._runtime_here, interpreter)
-        return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
+        return await self._link.call(node, "runtime", interpreter, timeout_s=RUNTIME_S)
 
     async def _on_its_node(self, entry: PlacedEntry, need: Requirement) -> tuple[PlacedEntry, Requirement]:
         """The entry and its requirement on the node that the model goes to, if its runtime or memory differs from this one's.
@@ -152,12 +152,12 @@ class Placer:
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
         others = self._in_sight()[1:]
-        asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
+        asking = (self._link.call(node, "staged", spec.model, spec.revision, cache_places(env), timeout_s=STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
         answers = await asyncio.gather(*asking, return_exceptions=True)
         if any(isinstance(answer, Mapping) and answer["files"] for answer in answers):
             return
-        await HUB.run(lambda: look(spec, env, _published(config)))
+        await HUB.run(lambda: look(spec, env))
 
     async def _better(self, entry: PlacedEntry, alone: Requirement | None) -> Placement | None:
         """For `quantize: auto`, a placement over several nodes if they hold a better format than one node does.
@@ -223,7 +223,7 @@ class Placer:
         files = (runtime_of(spec, entry.config), spec.model, spec.revision, cache_places(entry.args.env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
-            return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
+            return self._link.call(node, "identity", *files, timeout_s=IDENTITY_TIMEOUT_S)
 
         rdma, linked = wants_rdma(entry.node.platform, entry.args.env), linked or ways[0] > 1
         team = await compatible_nodes(spec.name, size, nodes, self._fabric, identify, rdma=rdma, linked=linked)
@@ -277,15 +277,6 @@ class Placer:
 
 def _never_fits(refusal: FitRefusal) -> DoesNotFit:
     return DoesNotFit(refusal.message, lasts=True, reason=refusal.failure)
-
-
-def _published(config: Config) -> Iterator[str]:
-    """The Hub ids of the recipes, to suggest one for a mistyped id."""
-    book = config.book()
-    for name in book.names():
-        file, _ = book.read(name)
-        if file is not None:
-            yield file.recipe.model
 
 
 def _quality(need: Requirement) -> int:

@@ -127,7 +127,7 @@ class RayConnection:
             except Exception as error:  # noqa: BLE001 - whatever Ray says: it is joined anew
                 log.warning("Ray could not be left: %s", type(error).__name__)
 
-    async def call(self, node_ip: str, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+    async def call(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """One method of a node's agent. A ClusterError raised there is raised here, an OSError is NodeRefused, anything else AgentLost."""
         if node_ip not in self._agents:
             raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.", reached=False)
@@ -136,7 +136,7 @@ class RayConnection:
         _, agent = self._agents[node_ip]
         try:
             async with asyncio.timeout(timeout_s):
-                return await method(agent)
+                return await getattr(agent, method).remote(*arguments)
         except RayError as error:
             # First: what an agent raised is an instance of its own class, too, and may be a TimeoutError.
             raise _raised(error, node_ip, "could not do it") from error

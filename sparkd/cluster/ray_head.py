@@ -11,20 +11,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
+from sparkd.fabric.fabric_nodes import ray_environment
 from workers.agent.version import VERSION
 from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.host.private_files import private_folder, write_private
-from workers.host.processes import LACKS, Stat
+from workers.host.processes import Identity, Stat
 
 # Names of its two servers, of which a node that joined has the second.
 SERVERS = ("gcs_server", "raylet")
@@ -81,8 +82,6 @@ class RayOptions:
     starts: false in a unit with credentials, which engines of a Ray that was started there could read: then a keeper has to
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon on
         another node does not know
-    fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts; not asked on loopback
-    session: asks the head which session of Ray it is, None where it does not answer; blocks
     """
 
     runtime_dir: Path
@@ -95,13 +94,11 @@ class RayOptions:
     keeper: bool = False
     starts: bool = True
     rank_folders: tuple[Path, Path, Path, Path] | None = None
-    fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None
-    session: Callable[[], str | None] | None = None
 
 
 class RayHead:
-    """The Ray head of one runtime directory. `ray start` gets a session of its own here, and its servers log into that directory: so its
-    processes are found, and only they.
+    """The Ray head of one runtime directory. `ray start` gets a session of its own here, which Ray's processes do not leave: so they are
+    found, and only they. A daemon that has joined, and an engine's shim, have other sessions.
     """
 
     def __init__(self, options: RayOptions) -> None:
@@ -124,11 +121,10 @@ class RayHead:
             raise RayUnavailable(f"Ray cannot be started: {_refusal(error)} It is tried again.") from error
 
     def _ensure(self) -> str:
-        address, kept = self.living_address(), self._kept
-        # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself, or of another head.
-        if address and (kept or not self.options.keeper) and not self._is_stale():
+        # A keeper begins anew: what an earlier one left may belong to an earlier session of Ray, or to another head.
+        if not self.options.keeper and (address := self.living_address()):
             return address
-        if kept and not self.options.keeper:
+        if self.kept_elsewhere:
             raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
         if not self.options.starts:
             raise RayUnavailable(
@@ -146,20 +142,9 @@ class RayHead:
         address = self._recorded().get("address")
         return str(address) if address and set(self.essential()) == self._essential else None
 
-    def _is_stale(self) -> bool:
-        """Whether the living raylet belongs to another head, or to an earlier one at the same address: Ray's session tells them apart.
-
-        A head that does not answer now proves nothing: then its raylet waits for it, or ends by itself.
-        """
-        record = self._recorded()
-        if record.get("join") != self.options.join:
-            return True
-        session = self.options.session() if self.options.join and self.options.session else None
-        return session is not None and session != record.get("session")
-
     def essential(self) -> dict[str, int]:
         """Name and process id of the living ones without which there is no Ray here."""
-        return {stat.name: stat.pid for stat in _members(self._sessions()) if stat.name in self._essential}
+        return {stat.name: stat.pid for stat in self._processes() if stat.name in self._essential}
 
     def stop(self) -> None:
         """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children.
@@ -172,12 +157,11 @@ class RayHead:
             raise RayUnavailable(f"Ray cannot be ended: {_refusal(error)}") from error
 
     def _end(self) -> None:
-        sessions = self._sessions()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for stat in sorted(_members(sessions), key=lambda stat: stat.name != "raylet"):
+            for stat in sorted(self._processes(), key=lambda stat: stat.name != "raylet"):
                 _kill(stat.pid, number)
             deadline = time.monotonic() + STOP_GRACE_S
-            while _members(sessions) and time.monotonic() < deadline:
+            while self._processes() and time.monotonic() < deadline:
                 time.sleep(0.05)
         if not self._kept:
             self.forget()
@@ -194,20 +178,20 @@ class RayHead:
 
     def costs(self) -> list[RayProcess]:
         """Memory and CPU time of every process of this head, largest first."""
-        costs = [RayProcess(stat.name, stat.pid, *process_cost(stat.pid)) for stat in _members(self._sessions())]
+        costs = [RayProcess(stat.name, stat.pid, *process_cost(stat.pid)) for stat in self._processes()]
         return sorted(costs, key=lambda process: -process.anonymous_bytes)
 
     def listeners(self) -> list[str]:
         """`address:port name` of every TCP socket that a process of this head listens on."""
-        return sorted(f"{where} {stat.name}" for stat in _members(self._sessions()) for where in _listening(stat.pid))
+        return sorted(f"{where} {stat.name}" for stat in self._processes() for where in _listening(stat.pid))
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment of `ray start`, without the caller's own variables of Ray: another cluster's settings must not leak in."""
         clean = inherited_environment(inherited)
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
         folders = dict(zip(names, map(str, self.options.rank_folders or ()), strict=False))
-        alone = self.options.node_ip == LOOPBACK
-        links = dict(self.options.fabric(self.options.node_ip, clean)) if self.options.fabric and not alone else {}
+        # Names of this node's interfaces, for what vLLM's Ray executor starts.
+        links = {} if self.options.node_ip == LOOPBACK else ray_environment(self.options.node_ip, clean)
         extra = {NODE_LINKS: ",".join(links)} if links else {}
         extra[NODE_PYTHON] = sys.executable
         return clean | node_environment(self.options.token_path, self.options.node_ip) | folders | links | extra
@@ -235,37 +219,38 @@ class RayHead:
         if not self.options.join:
             make_token(self.options.token_path)
         private_folder(self.folder)
+        record: dict[str, Any] = {"address": None, "keeper": self.options.keeper}
         # Before Ray starts: without its record, sparkd would start and end Ray over and over.
-        write_private(self._record, json.dumps({"address": None, "keeper": self.options.keeper}))
+        write_private(self._record, json.dumps(record))
         try:
-            done = subprocess.run(
+            with subprocess.Popen(
                 self.command(),
                 env=self.environment(os.environ),
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
-                timeout=START_TIMEOUT_S,
                 start_new_session=True,
                 umask=0o077,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            self._end()
-            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s. Look into {self.folder}.") from error
+            ) as starter:
+                record["starter"] = _starter(starter.pid)
+                write_private(self._record, json.dumps(record))
+                try:
+                    output, _ = starter.communicate(timeout=START_TIMEOUT_S)
+                except subprocess.TimeoutExpired as error:
+                    self._end()
+                    raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s. Look into {self.folder}.") from error
         except OSError:
             with suppress(OSError):  # why it did not start is what counts
                 self._end()
             raise
         address = self._published_address()
-        if done.returncode != 0 or address is None:
-            last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
+        if starter.returncode != 0 or address is None:
+            last = [line.strip() for line in output.splitlines() if line.strip()][-1:] or ["no output"]
             self._end()
-            raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
+            raise RayUnavailable(f"Ray did not start (exit code {starter.returncode}): {last[0][:300]}")
         self.keep_closed()
-        session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
-        record = {"address": address, "keeper": self.options.keeper, "join": self.options.join, "session": session}
-        record |= {"sessions": sorted(self._sessions()), "boot_id": processes.boot_id()}
-        write_private(self._record, json.dumps(record))
+        write_private(self._record, json.dumps(record | {"address": address}))
         return address
 
     @property
@@ -287,16 +272,15 @@ class RayHead:
         except OSError:
             return None
 
-    def _sessions(self) -> set[int]:
-        """Sessions of this head: those of servers that have a file of its folder open, and those of its start, whose servers may have been
-        killed. Ray's other processes do not leave them; a daemon that has joined, and an engine's shim, have others.
-        """
-        stats, inside, record = processes.table(), f"{os.path.realpath(self.folder)}/", self._recorded()
-        sessions = {stat.session for stat in stats.values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
-        if record.get("boot_id") == processes.boot_id():
-            # `ray start`, which began the session, has ended: a process with its number now is another.
-            sessions |= {session for session in record["sessions"] if session not in stats}
-        return sessions
+    def _processes(self) -> list[Stat]:
+        """The living processes of this head, by the session that its `ray start` began."""
+        starter = self._recorded().get("starter")
+        if starter is None or starter["boot_id"] != processes.boot_id():
+            return []
+        stats = processes.table()
+        # The kernel gives a session's number to no other process before its last member has ended.
+        reused = starter["pid"] in stats and not processes.living(Identity(**starter), stats, starter["boot_id"])
+        return [] if reused else [stat for stat in stats.values() if stat.session == starter["pid"]]
 
 
 def living_head(runtime_dir: Path) -> str | None:
@@ -367,21 +351,10 @@ def _refusal(error: OSError) -> str:
     return f"{error.strerror or error}{of}. Check that folder's disk, and who owns it."
 
 
-def _members(sessions: Collection[int]) -> list[Stat]:
-    return [stat for stat in processes.table().values() if stat.session in sessions] if sessions else []
-
-
-def _holds_open(pid: int, inside: str) -> bool:
-    """Whether a process has a file of a folder open, as far as it is there and ours to see. psutil tells of no file that was removed."""
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
-                    return True
-    except OSError as error:
-        if error.errno in LACKS:
-            raise
-    return False
+def _starter(pid: int) -> dict[str, Any]:
+    """The Identity of a child that was not waited for, so that /proc shows it even if it has ended."""
+    stat = processes.read_stat(pid)
+    return asdict(Identity(pid, stat.start_ticks if stat else -1, processes.boot_id()))
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -14,13 +14,11 @@ from types import FrameType
 
 from sparkd.capacity.requirement import offered_gib
 from sparkd.cluster import membership
-from sparkd.cluster.head_probe import probe_head
 from sparkd.cluster.machine_lock import machine_lock
 from sparkd.cluster.node_paths import rank_folders, remove_empty
 from sparkd.cluster.ray_head import LOOPBACK, RayHead, RayOptions, is_here
 from sparkd.config.config import Config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
-from sparkd.fabric.fabric_nodes import ray_environment
 from sparkd.systemd import Systemd
 from workers.rank import lifecycle
 
@@ -30,7 +28,7 @@ log = logging.getLogger("sparkd.raynode")
 
 
 def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | None = None) -> None:
-    """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
+    """Start Ray and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
 
     again_s: start it again so long after it ended by itself, where no service manager does. Raises ConfigError for an address that cannot
     be used, StateError for a runtime folder that cannot be made or a machine that another sparkd lends, RayUnavailable where Ray does
@@ -121,8 +119,6 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
             join=join,
             keeper=True,
             rank_folders=rank_folders(config, node_ip),
-            fabric=ray_environment,
-            session=lambda: _session_of(str(join), token_path, node_ip),
         )
     )
 
@@ -142,11 +138,6 @@ def _live(ray: RayHead, ended: int, systemd: Systemd) -> str | None:
         if not systemd.supervised:
             ray.forget()
     return dead
-
-
-def _session_of(address: str, token_path: Path, node_ip: str) -> str | None:
-    session = probe_head(address, token_path, node_ip).get("session")
-    return str(session) if session else None
 
 
 def _log_last_words(ray: RayHead, name: str) -> None:

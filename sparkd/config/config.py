@@ -379,7 +379,7 @@ def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
         config = Config.model_validate(values, context={"base": base})
         models = {name: model.with_given(own_keys.get(name, {})) for name, model in config.models.items()}
         config = config.model_copy(update={"models": models})
-        document.problems += cross_problems(config, document)
+        document.problems += [document.place(key).problem(message, key=key) for key, message in _cross_checks(config)]
     except ValidationError as error:
         document.problems += problems_of(error, document, Config)
     document.problems = in_order(document.problems)
@@ -405,13 +405,8 @@ def _name_models(document: Document) -> list[str]:
     return named
 
 
-def cross_problems(config: Config, document: Document) -> list[ConfigProblem]:
-    """The mistakes of one key about another, at the key to blame."""
-    return [document.place(location).problem(message, key=location) for location, message in _cross_checks(config)]
-
-
 def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Each with the location of the key to blame."""
+    """The mistakes of one key about another, each with the location of the key to blame."""
     own = (_unusable_keys(model, config.engine) for model in config.models.values())
     yield from ((("models", *location), message) for location, message in chain(_shared_names(config.models), *own))
     names = config.names()

@@ -25,7 +25,6 @@ from sparkd.vllm.unaccounted_args import (
     count_in,
     unsized,
 )
-from workers.kv.settings import MARGIN_VARIABLE
 from workers.quantization.best_wish import BestWish
 from workers.quantization.recipe import AS_IT_IS, QuantizationRecipe
 
@@ -65,7 +64,6 @@ class EngineArgs:
     share_words: str
     vllm_sizes: bool
     margin_bytes: int | None
-    margin_words: str
     draft: Draft | None
     drafts: bool
     uncounted: tuple[str, ...]
@@ -143,7 +141,6 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
     changes |= {CACHE} if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else frozenset()
     share, share_words = kv_sizing.share_of(spec)
     space_gib = kv_sizing.cpu_space_gib(env) if spec.kv_cache is None else None
-    margin = kv_sizing.margin_bytes(spec, env) if share is None else None
     cache = spec.kv_cache if blocks is None else {"blocks": blocks}
     cache_words = kv_sizing.written("kv_cache", cache) if isinstance(cache, Mapping) else ""
     vllm_sizes = kv_sizing.vllm_sizes(spec)
@@ -159,8 +156,7 @@ def engine_args(spec: ModelConfig, env: Mapping[str, str]) -> EngineArgs:
         share=share,
         share_words=share_words,
         vllm_sizes=vllm_sizes,
-        margin_bytes=margin,
-        margin_words="kv_margin_gib" if spec.kv_margin_gib is not None else MARGIN_VARIABLE,
+        margin_bytes=kv_sizing.margin_bytes(spec) if share is None else None,
         draft=draft,
         drafts=drafts,
         uncounted=uncounted,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -27,9 +26,6 @@ from sparkd.vllm import reserved_args
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELLS_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)")
-_FOUR_NUMBERS = "an IPv4 address has four numbers up to 255, such as 10.0.0.1"
-# PATH_MAX and NAME_MAX (limits.h), with room for the working folder and for names of ours below a folder.
-_PATH_BYTES, _NAME_BYTES = 3072, 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # RFC 6454 6.2 with a scheme of RFC 3986 3.1: programs of the desktop have their own, such as app://obsidian.md.
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
@@ -81,8 +77,6 @@ def absolute(path: Path, info: ValidationInfo) -> Path:
         raise ValueError("a path is expected, without control characters")
     if variable := _SHELLS_VARIABLE.search(text):
         raise ValueError(f"no shell expands {variable[0]}: write ${{env.{variable[1] or variable[2]}}}, or the whole path")
-    if len(os.fsencode(text)) > _PATH_BYTES or any(len(os.fsencode(part)) > _NAME_BYTES for part in path.parts):
-        raise ValueError(f"the kernel takes {_PATH_BYTES} bytes at most, and {_NAME_BYTES} for each name in it")
     try:
         expanded = path.expanduser()
     except RuntimeError as error:
@@ -116,14 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(value: str) -> str:
-    host, _ = split_address(value)
-    if host.startswith("-"):
-        raise ValueError("the name of a host does not begin with '-'")
-    if host.replace(".", "").isdecimal():
-        try:
-            socket.inet_aton(host)  # 127.1 is 127.0.0.1
-        except OSError:
-            raise ValueError(_FOUR_NUMBERS) from None
+    _check_numbers(split_address(value)[0])
     return value
 
 
@@ -131,13 +118,16 @@ def check_ipv4(value: str) -> str:
     """Check an address of a node: IPv4 or a host name, with or without a port."""
     if value.count(":") > 1:
         raise ValueError("the nodes of a cluster talk to each other by IPv4: give that address of the node")
-    host = value.partition(":")[0]
+    _check_numbers(value.partition(":")[0])
+    return value
+
+
+def _check_numbers(host: str) -> None:
     if host.replace(".", "").isdecimal():
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
-            raise ValueError(_FOUR_NUMBERS) from None
-    return value
+            raise ValueError("an IPv4 address has four numbers up to 255, such as 10.0.0.1") from None
 
 
 def check_node_ip(value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -13,12 +13,10 @@ from sparkd.checkpoint.model_folder import holds_model
 from sparkd.checkpoint.source import folder_of
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError, CheckpointUnread, ConfigError, HubUnreachable, ModelUnusable
-from sparkd.nearest import nearest
 
 # An answer counts for so long: a start asks several times, and so does every client that waits.
 KEPT_S = 30.0
 _TRUE = ("1", "true", "True", "TRUE")
-_NEAR = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,8 @@ def is_absent(spec: ModelConfig, env: Mapping[str, str]) -> bool:
     return not spec.model.startswith("/") and not is_elsewhere(env) and folder_of(spec.model, spec.revision, env) is None
 
 
-def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) -> Remote:
-    """The repository of an absent model. near: ids that a mistyped one may have meant. Blocks for one answer of the hub.
+def look(spec: ModelConfig, env: Mapping[str, str]) -> Remote:
+    """The repository of an absent model. Blocks for one answer of the hub.
 
     Raises ModelUnusable where the hub says that there is none, or that this machine may not have it, and HubUnreachable where it says
     nothing.
@@ -54,7 +52,7 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
     key = _key(spec, env)
     at_s, answer = _answers.get(key, (0.0, None))
     if answer is None or time.monotonic() - at_s > KEPT_S:
-        answer = _asked(spec, env, near)
+        answer = _asked(spec, env)
         _answers[key] = time.monotonic(), answer
     if isinstance(answer, Remote):
         return answer
@@ -73,7 +71,7 @@ def _key(spec: ModelConfig, env: Mapping[str, str]) -> object:
     return spec.model, spec.revision, variables
 
 
-def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _Answer:
+def _asked(spec: ModelConfig, env: Mapping[str, str]) -> _Answer:
     try:
         hub = Hub(spec.model, spec.revision, env)
         listing = hub.listing()
@@ -81,12 +79,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         return HubUnreachable, f"{spec.model} is not on this machine, and its hub does not answer. {error.explanation}"
     except (CheckpointError, ConfigError) as error:
         # Errors of Hub name the repository, its host and what to set: nothing of this machine.
-        return ModelUnusable, f"{error.message}{_meant(spec.model, near)}"
+        return ModelUnusable, error.message
     if not holds_model(listing.sizes):
         return ModelUnusable, f"{spec.model} has no config.json on its hub, so vLLM cannot serve it. Check `model` in its entry."
     return Remote(listing.commit, listing.sizes.keys(), cache(partial(hub.whole, listing.commit)))
-
-
-def _meant(hub_id: str, near: Iterable[str]) -> str:
-    meant = nearest(hub_id, sorted(set(near) - {hub_id}), _NEAR)
-    return f" Did you mean {meant}?" if meant else ""

@@ -11,7 +11,7 @@ from sparkd.errors import ConfigError
 from sparkd.units import GIB
 from sparkd.vllm import reserved_args
 from workers.host.runtime import GUARDED
-from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
+from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE
 
 if TYPE_CHECKING:
     from sparkd.config.model import ModelConfig
@@ -122,25 +122,16 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
     return int(gib)
 
 
-def margin_bytes(model: ModelConfig, env: Mapping[str, str]) -> int | None:
-    """The bytes to leave free in addition to the cache; None for the default. Raises ConfigError for a variable that cannot be parsed."""
-    if model.kv_margin_gib is not None:
-        return int(model.kv_margin_gib * GIB)
-    mib = env.get(MARGIN_VARIABLE, "").strip()
-    if not mib:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}", mib):
-        raise ConfigError(f"{MARGIN_VARIABLE} must be a whole number of MiB: correct it, or set kv_margin_gib instead.", param="env")
-    return int(mib) << 20
+def margin_bytes(model: ModelConfig) -> int | None:
+    """The bytes to leave free in addition to the cache; None for the default."""
+    return None if model.kv_margin_gib is None else int(model.kv_margin_gib * GIB)
 
 
 def unreadable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """The error about a variable that sizes the cache and cannot be parsed, for any platform; None where there is none."""
+    """The error about CPU_KV_SPACE, where it sizes the cache and cannot be parsed; None where there is none."""
     try:
         if model.kv_cache is None:
             cpu_space_gib(env)
-        if not vllm_sizes(model):
-            margin_bytes(model, env)
     except ConfigError as error:
         return error.message
     return None
@@ -159,7 +150,7 @@ def sizing_of(
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in GUARDED):
         return {}
     told: dict[str, Any] = {"profiles": profiles}
-    if (margin := margin_bytes(model, env)) is not None:
+    if (margin := margin_bytes(model)) is not None:
         told["margin_bytes"] = margin
     space_gib = cpu_space_gib(env) if platform == "cpu" and model.kv_cache is None else None
     if isinstance(model.kv_cache, dict):

@@ -13,7 +13,7 @@ from sparkd.config.hub_check import Remote, looked_at
 from sparkd.config.model import ModelConfig
 from sparkd.errors import CheckpointError
 from sparkd.vllm.flags import parsed, value_of
-from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
+from sparkd.vllm.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, rules_of
 from workers.host import regular_file
 
 TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
@@ -56,9 +56,10 @@ def explained(spec: ModelConfig, env: Mapping[str, str], recipe: Mapping[str, An
     UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
     parsers = with_parsers(spec, env)[1]
     files = _files(spec, env)
-    decided_by: tuple[str | None, str | None] = (UNREAD, UNREAD)
+    decided_by: tuple[str | None, ...] = (UNREAD, UNREAD)
     if files is not None:
-        decided_by = origins(_config(spec, files), *_templates(spec, files))
+        rules = rules_of(_config(spec, files), *_templates(spec, files))
+        decided_by = tuple(None if rule is None else rule.origin for rule in rules)
 
     def row(key: str, name: str | None, origin: str | None) -> dict[str, str | None]:
         if (own := getattr(spec, key)) is None:

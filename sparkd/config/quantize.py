@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparkd.config.refusal import plain, refuse
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.vllm import reserved_args
-from sparkd.vllm.flags import LOAD_FORMAT, parsed
+from sparkd.vllm.flags import LOAD_FORMAT
 from sparkd.vllm.unaccounted_args import unanswered
 from workers.quantization.best_wish import BEST, BestWish, best_of
 from workers.quantization.recipe import QuantizationRecipe
@@ -53,7 +53,6 @@ def is_open(value: Quantize) -> bool:
 def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of every other key or flag of the entry that determines how the weights are loaded."""
     if model.quantize is None:
-        yield from _bare_stream(model)
         return
     for key in ("quantization", "load_format"):
         if getattr(model, key) is not None:
@@ -63,13 +62,6 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
     for flag in unanswered(model.extra_args) if is_open(model.quantize) else ():
         both = f"{flag} and quantize: {_open_name(model.quantize)}"
         yield "extra_args", f"{both} exclude each other, because what fits is not known with it: name a format, or remove it"
-
-
-def _bare_stream(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) where the entry sets sparkd's load format without `quantize`."""
-    if model.load_format == LOAD_FORMAT and "model-loader-extra-config" not in parsed(model.extra_args):
-        message = f"load_format: {LOAD_FORMAT} is sparkd's own loader, and quantize is not set: set quantize, and leave the load format out"
-        yield "load_format", message
 
 
 def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:

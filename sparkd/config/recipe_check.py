@@ -13,9 +13,7 @@ from sparkd.errors import ConfigError
 from sparkd.recipes.file import RecipeFile, is_foreign, parse_recipe, read_recipe
 from sparkd.recipes.importer import Imported, Parser, imported, no_parser
 from sparkd.recipes.library import AT, AsWritten, RecipeLibrary
-from sparkd.vllm.ask.parser import asked
 from sparkd.vllm.flags import draft_of, speculative_config
-from sparkd.vllm.installed import Release, full_version_in, release_of
 from workers.host import regular_file
 from workers.host.hub_cache import is_hub_id
 
@@ -43,25 +41,17 @@ def load(path: Path, environ: Mapping[str, str], parser: Parser = no_parser) -> 
     return file_, [*(ConfigProblem(str(path), None, note, "warning") for note in (*recipe.missing, *recipe.notes)), *problems]
 
 
-def unusable(recipe: Imported, name: str, shown: str) -> list[ConfigProblem]:
-    """Why what was imported cannot be used: its file is refused, or it comes to no model. Empty where it can."""
+def validated(recipe: Imported, name: str, shown: str) -> tuple[Imported, list[ConfigProblem]]:
+    """(the recipe with its risks, which its text then begins with; why it cannot be used: its file is refused, or comes to no model)."""
     file, problems = parse_recipe(name, recipe.text.encode(), shown, AsWritten())
     if file is None:
-        return problems
-    book = RecipeLibrary(None, AsWritten())
-    book.keep(file)
-    return [problem for problem in checked(file, book)[1] if problem.severity == "error"]
-
-
-def with_risks(recipe: Imported, name: str) -> Imported:
-    """The recipe with its risks, which its text then begins with. name: the recipe's."""
-    file, _ = parse_recipe(name, recipe.text.encode(), name, AsWritten())
-    if file is None:
-        return recipe
+        return recipe, problems
     risks = [_TRUSTS.format(file.recipe.model)] if file.trusting() else []
     risks += [_FOLDER_RISK.format(path) for path in file.repositories() if not is_hub_id(path)]
     head = "".join(f"# {line}\n" for line in ("RISKS:", *risks, "")) if risks else ""
-    return replace(recipe, text=head + recipe.text, risks=tuple(risks))
+    book = RecipeLibrary(None, AsWritten())
+    book.keep(file)
+    return replace(recipe, text=head + recipe.text, risks=tuple(risks)), checked(file, book)
 
 
 def resolve(name: str, book: RecipeLibrary) -> ModelConfig:
@@ -69,28 +59,13 @@ def resolve(name: str, book: RecipeLibrary) -> ModelConfig:
     return parse_model(book.find(name).name.replace(AT, ":"), {"recipe": name}, over_admin=False, book=book)
 
 
-def checked(file: RecipeFile, book: RecipeLibrary) -> tuple[ModelConfig | None, list[ConfigProblem]]:
-    """(the model that the recipe comes to or None, what is wrong with the recipe)."""
+def checked(file: RecipeFile, book: RecipeLibrary) -> list[ConfigProblem]:
+    """Why the recipe comes to no model; empty where it does."""
     try:
-        model = resolve(file.name, book)
+        resolve(file.name, book)
     except ConfigError as error:
-        return None, [ConfigProblem(error.file or file.path, error.line, error.explanation)]
-    release = release_of(full_version_in(None))
-    if release is None or not file.recipe.needs_vllm or release >= _release(file.recipe.needs_vllm):
-        return model, []
-    message = f"it needs vLLM {file.recipe.needs_vllm} or newer, and this is {release[0]}.{release[1]}."
-    return model, [ConfigProblem(file.path, None, message)]
-
-
-def refused_by_parser(models: Mapping[str, ModelConfig], python: Path) -> list[ConfigProblem]:
-    """The refusals of a vLLM's parser. Raises EngineError where it gives no answer.
-
-    models: by the path of the recipe that comes to it.
-    python: the interpreter of that vLLM's environment.
-    """
-    version, refused = asked(python, [["--model", model.model, *model.vllm_flags()] for model in models.values()])
-    notes = ((path, refusal.note(version)) for path, refusals in zip(models, refused, strict=True) for refusal in refusals)
-    return [ConfigProblem(path, None, note) for path, note in notes]
+        return [ConfigProblem(error.file or file.path, error.line, error.explanation)]
+    return []
 
 
 def summary(file: RecipeFile) -> dict[str, Any]:
@@ -131,8 +106,3 @@ def described(file: RecipeFile, model: ModelConfig) -> dict[str, Any]:
 def _method(args: Sequence[str]) -> str:
     config = speculative_config(args)
     return "off" if config is None else draft_of(config).method
-
-
-def _release(text: str) -> Release:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)

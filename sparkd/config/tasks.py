@@ -24,12 +24,6 @@ _POOLING_ENDS = (
     *("ClassificationModel", "EmbeddingModel", "ForTextEncoding", "RewardModel", "ForRewardModeling", "ForMaskedLM", "ForRetrieval"),
     *("BertModel", "RobertaModel", "BidirectionalModel", "BidirectionalEmbedModel"),
 )
-_POOLING_NAMES = """
-CLIPModel ClefOmniForJointSchema ColBERTLfm2Model ColQwen3 ColQwen3_5 EmbeddingGemma2Model Gemma2Model Gemma3TextModel GteModel
-GteNewModel HF_ColBERT JinaEmbeddingsV5Model JinaForRanking JinaVLForRanking LlamaModel LlamaNemotronVLModel MistralModel
-OpsColQwen3Model Qwen2ForProcessRewardModel Qwen2Model Qwen3VLNemotronEmbedModel SiglipModel
-"""
-_POOLING = frozenset(_POOLING_NAMES.split())
 # `supports_transcription_only` of their classes.
 _TRANSCRIBING = frozenset(
     f"{name}ForConditionalGeneration" for name in ("Whisper", "CohereAsr", "FireRedASR2", "FunASR", "MossTranscribeDiarize")
@@ -81,7 +75,7 @@ def tasks_of(config: Mapping[str, Any], files: Collection[str]) -> frozenset[str
     name = str(names[0])
     if name in _TRANSCRIBING:
         return frozenset((TRANSCRIBE,))
-    if _POOLER in files or name in _POOLING or name.endswith(_POOLING_ENDS):
+    if _POOLER in files or name.endswith(_POOLING_ENDS):
         return frozenset((POOL,))
     if _MODULES in files:
         return None

@@ -32,7 +32,7 @@ from sparkd.errors import (
 )
 from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
+from sparkd.state.nouns import AWAY, RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -254,7 +254,7 @@ class Effects:
         message = f"{message} {backoff.advice}".rstrip()
         record.fail(reason, message, self._clock() + backoff.delay_s, lasts=backoff.lasts, client_message=client_message)
         record.last_failure = {"reason": reason, "message": message, "at_s": self._registry.wall()}
-        waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
+        waited = record.state in AWAY
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.attempt = replace(record.attempt, rank_id=None)
@@ -286,7 +286,7 @@ class Effects:
         """
         if record.attempt.adopted and record.state in STARTING:
             record.attempt = replace(record.attempt, message=error.message)
-        elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
+        elif record.state in STARTING or record.state in AWAY:
             reason = error.reason if isinstance(error, NodeRefused) else "InternalError"
             self.fail(record, reason, error.message)
 

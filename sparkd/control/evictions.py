@@ -17,10 +17,8 @@ from sparkd.control.record import Evicted, Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import ModelState, Wait, Want
+from sparkd.state.nouns import AWAY, SERVING, ModelState, Wait, Want
 
-AWAY = (ModelState.STOPPED, ModelState.FAILED)
-_THERE = (ModelState.READY, ModelState.DRAINING)
 # A model waits in vain: a pinned model excludes it, or evicting all others would not suffice.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"
 # For how long a model was not used before it is evicted for free memory.
@@ -49,7 +47,7 @@ class Evictions:
     def withdraw(self, victims: Collection[str]) -> None:
         """Let the models go on that are being evicted and are not among these any more."""
         for record in self._registry.records.values():
-            if record.name not in victims and record.state in _THERE:
+            if record.name not in victims and record.state in SERVING:
                 record.evicted_for = None
 
     def settle(self) -> None:
@@ -100,7 +98,7 @@ def victims_for(asker: Record, registry: Registry, book: MemoryBook, rivals: Col
     """
     records = registry.records
     spared = {asker.name, *registry.ties.companions_of(asker.name)}
-    resident = {name for name, record in records.items() if record.state in _THERE}
+    resident = {name for name, record in records.items() if record.state in SERVING}
     may_go = [records[name] for name in sorted(resident - spared) if not _is_pinned(records[name], registry)]
     passing = {name for name in (present_models(records, book) & records.keys()) - resident if not records[name].pinned}
     chosen = [record for record in may_go if record.name in rivals]
@@ -181,7 +179,7 @@ def _residency_until_s(record: Record, ready_since_s: float, config: Config) -> 
 def _with_companions(chosen: Iterable[Record], registry: Registry) -> list[Record]:
     """The chosen models and their companions, which are evicted with them."""
     names = {name for record in chosen for name in (record.name, *registry.ties.companions_of(record.name))}
-    return [record for name, record in sorted(registry.records.items()) if name in names and record.state in _THERE]
+    return [record for name, record in sorted(registry.records.items()) if name in names and record.state in SERVING]
 
 
 def _is_pinned(record: Record, registry: Registry) -> bool:

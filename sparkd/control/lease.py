@@ -31,8 +31,8 @@ from sparkd.errors import (
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, ModelState, Want
-from sparkd.vllm.parsers import Parsers, of_handle
+from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
+from sparkd.vllm.parsers import of_handle
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -43,8 +43,6 @@ log = logging.getLogger("sparkd.supervisor")
 Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 # The failures that another model's end may help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
-
-_THERE = (ModelState.READY, ModelState.DRAINING)
 
 # After wait_for_load_s a request waits up to KEPT_S longer, checked every KEEP_EVERY_S, while the load moves and at most NEARLY_S of it are
 # left. A load without progress for STILL_S does not move.
@@ -64,12 +62,10 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "upstream")
 
     model: str
     upstream: Upstream
-    # None if the engine's parsers are unknown.
-    parsers: Parsers | None
 
     def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
         self._queue = queue
@@ -82,13 +78,12 @@ class Lease:
 
     async def __aenter__(self) -> Lease:
         record = await self._queue.enter(self._name, self._probe, self._waits, self._need)
-        upstream, handle = record.upstream, record.attempt.handle
+        upstream = record.upstream
         if upstream is None:
             raise _gone_down(record)
         record.queue.begin(probe=self._probe)
         self._held = record
         self.model, self.upstream = record.name, upstream
-        self.parsers = of_handle(handle.parsers) if handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,6 +122,8 @@ class LeaseQueue:
             _refuse_above_limit(record)
         else:
             await self._wait(record, waits, need)
+        if need is not None and need.tools:
+            await self._refuse_toolless(record)  # by the parsers of the engine that is up
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
@@ -214,7 +211,7 @@ class LeaseQueue:
 
     async def _refuse_unusable(self, record: Record) -> None:
         """Raise ModelCannotLoad at once if the model's files are missing, instead of after its turn in the queue."""
-        away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
+        away = record.state in AWAY and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
         if fault := await self._once(record, self._models.unusable, record.spec):
@@ -222,10 +219,13 @@ class LeaseQueue:
             raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {_SEE}")
 
     async def _refuse_toolless(self, record: Record) -> None:
-        """Raise NoToolParser before a model without a tool parser is loaded. A starting engine tells its parser, else the files do."""
+        """Raise NoToolParser for a model without a tool parser, before it is loaded. An engine tells its parser, else the files do.
+
+        vLLM's own error would name vLLM's flags.
+        """
         if record.spec is None:
             return
-        if record.attempt.handle is not None and record.state in STARTING:
+        if record.attempt.handle is not None and (record.state in STARTING or record.state is ModelState.READY):
             parsers = of_handle(record.attempt.handle.parsers)
         else:
             parsers = await self._once(record, self._models.parsers, record.spec)
@@ -306,7 +306,7 @@ def is_nearly_ready(record: Record, now_s: float) -> bool:
 def _is_owed(other: Record, record: Record) -> bool:
     """Whether `other` was evicted for `record`, is to return if that is withdrawn, and has not returned."""
     eviction = other.evicted
-    return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
+    return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in SERVING
 
 
 def _refuse_above_limit(record: Record) -> None:

@@ -13,13 +13,13 @@ from sparkd.cluster.node_tracker import Observation
 from sparkd.condition import Condition
 from sparkd.control.context import Context
 from sparkd.control.desired_states import DesiredStates
-from sparkd.control.evictions import AWAY, idle_victim
+from sparkd.control.evictions import idle_victim
 from sparkd.control.lease import LeaseQueue
 from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
 from sparkd.errors import Unavailable
-from sparkd.state.nouns import Reading, Wait, Want
+from sparkd.state.nouns import AWAY, Reading, Wait, Want
 from sparkd.units import GIB
 
 # Reasons why nothing is loaded at all; others are those of conditions.

@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from sparkd.config.config import Config
-from sparkd.control.evictions import AWAY, needed_memory, present_models, stay_until_s, victims_for
+from sparkd.control.evictions import needed_memory, present_models, stay_until_s, victims_for
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import STARTING, ModelState, RankFact, Wait
+from sparkd.state.nouns import AWAY, STARTING, ModelState, RankFact, Wait
 
 # Reasons why a model is not loaded now. Others come first: one is started first, or asked first and waits for room.
 STARTED_FIRST, ASKED_FIRST = "StartedFirst", "AskedFirst"

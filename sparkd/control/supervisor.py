@@ -28,7 +28,6 @@ from sparkd.control.lease import Lease, LeaseQueue, Waits
 from sparkd.control.load_gate import LoadGate
 from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.rank_stopper import RankStopper
-from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.control.views import guard_hints, view
@@ -111,7 +110,7 @@ class Supervisor:
 
         probe: lease a model that is not READY yet, and start none.
         waits: called once if the request has to wait.
-        need: what the request needs. Raises RouteNotServed if the model is known not to have it.
+        need: what the request needs. Raises RouteNotServed if the model is known not to have it, NoToolParser for tools without a parser.
         """
         return Lease(self._queue, name, probe, waits, need)
 
@@ -303,8 +302,8 @@ class Supervisor:
 
     def _note_waits(self, observation: Observation) -> None:
         """Note for each model that is to be loaded what keeps the daemon from its first look at the ranks."""
-        block_reason = self._gate.block_reason(observation)
-        waiting = [record.name for record in self.registry.records.values() if _waits(record)]
+        block_reason, records = self._gate.block_reason(observation), self.registry.records
+        waiting = [name for name, record in records.items() if record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED]
         self._last_schedule = Schedule(waits={} if block_reason is None else dict.fromkeys(waiting, block_reason))
 
     def _note_conditions(self, before: Observation, now: Observation) -> None:
@@ -387,7 +386,3 @@ class Supervisor:
             case Fail(reason=reason, message=message, client_message=client_message):
                 record.cancel("ask")
                 self._effects.fail(record, reason, message, client_message=client_message)
-
-
-def _waits(record: Record) -> bool:
-    return record.desired.want is Want.RUNNING and record.state is ModelState.STOPPED

@@ -14,7 +14,7 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.scheduler import Schedule
-from sparkd.state.nouns import STARTING, ModelState, Progress, Wait
+from sparkd.state.nouns import AWAY, STARTING, ModelState, Progress, Wait
 from sparkd.state.snapshot import ModelView
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -117,7 +117,7 @@ def _idle_s(queue: RequestQueue, now_s: float) -> float:
 
 def _message(record: Record, wait: Wait | None) -> str | None:
     """A model that waits says why, one that failed first how; one that is STOPPED and waits for nothing has nothing to say."""
-    waits = wait.message if wait is not None and record.state in (ModelState.STOPPED, ModelState.FAILED) else None
+    waits = wait.message if wait is not None and record.state in AWAY else None
     failed = record.attempt.message if record.state is not ModelState.STOPPED else None
     return " ".join(filter(None, (failed, waits))) or None
 

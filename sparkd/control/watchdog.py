@@ -17,7 +17,7 @@ from sparkd.errors import SparkdError, Unavailable
 from sparkd.gateway.rates import sample_of
 from sparkd.gateway.scraper import page_of
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import STARTING, ModelState, Reading
+from sparkd.state.nouns import SERVING, STARTING, ModelState, Reading
 
 # The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
 # for a compiler shows no kernel. The limit is one owner's (eugr's spark-vllm-docker, issue 260): never a proof by itself.
@@ -231,7 +231,7 @@ class Watchdog:
 
 def _works(record: Record) -> bool:
     """Whether a client waits for the engine or has given up waiting."""
-    serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
+    serving = record.state in STARTING or record.state in SERVING
     left = record.queue.unanswered and record.state is ModelState.READY
     return serving and (_is_asked(record) or left) and record.upstream is not None
 

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import gc
 import logging
+import math
 import os
 import resource
 import secrets
@@ -44,6 +45,7 @@ from sparkd.daemon.output import unblocked
 from sparkd.daemon.reload import Reloader
 from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
+from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.rates import RateBook
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
@@ -53,7 +55,7 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import bind, gateway_server
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import ModelState, Want
+from sparkd.state.nouns import SERVING, Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.series import Series
 from sparkd.state.store import FILE, Store
@@ -168,7 +170,7 @@ class Daemon:
         self._jobs = Jobs(self._journal, self._boundary)
         self._pulls = Pulls(self._cluster, self._journal, self._jobs, self._present)
         self._measures = Bandwidth(self._cluster, self._journal, self._jobs, self._present, self._supervisor.snapshot, rates)
-        self._admin = _AdminLater(self._build_admin)
+        self._admin = SharedAnswer(self._boundary, math.inf)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._requests = RequestLog(RequestStore(config.state_dir / FILE), keeps=config.request_log)
         self._live_page = Live(
@@ -185,7 +187,7 @@ class Daemon:
         self._benches = Benches(self._supervisor, self._registry, self._jobs, self.base_url, (self._bench_key, self._own_key))
         self._edge = Edge(
             self._supervisor,
-            admin=self._admin,
+            admin=self._answer_admin,
             live=self._live,
             ready=self._ready,
             metrics_text=lambda: metrics.text(self._scraper.text()),
@@ -249,7 +251,7 @@ class Daemon:
     async def _join_ray(self, loop: asyncio.AbstractEventLoop) -> None:
         """After what runs already was adopted: importing Ray and FastAPI takes two seconds of CPU that waiting requests would lose."""
         await self._supervisor.first_look(FIRST_LOOK_S)
-        await self._admin.build()
+        await self._admin_app()
         await self._cluster.run(lambda: self._joined(loop))
 
     def _joined(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -259,6 +261,13 @@ class Daemon:
             # find.
             gc.collect()
             gc.freeze()
+
+    async def _answer_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (await self._admin_app())(scope, receive, send)
+
+    async def _admin_app(self) -> ASGIApp:
+        """The admin API, built on a thread: at the latest when the first request for it comes."""
+        return await self._admin.get("app", partial(asyncio.to_thread, self._build_admin))
 
     def _build_admin(self) -> ASGIApp:
         from sparkd.admin.app import Parts, admin_app
@@ -392,13 +401,12 @@ class Daemon:
 
     def _engines(self) -> list[tuple[str, str, Upstream]]:
         """(model, node, upstream) of every engine that serves."""
-        ready = [record for record in self._registry.records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
+        ready = [record for record in self._registry.records.values() if record.state in SERVING]
         return [(record.name, record.attempt.node_id or "", record.upstream) for record in ready if record.upstream]
 
     def _edge_settings(self, config: Config) -> EdgeSettings:
         return EdgeSettings(
             keys=self._keys(config),
-            limits=_limits(config),
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
             page_origins=frozenset(origin.encode() for origin in config.cors.origins),
@@ -414,24 +422,6 @@ class Daemon:
         own, bench = digest(self._own_key), digest(self._bench_key)
         names = {**ring.inference, **ring.admin, own: OWN_NAME, bench: OWN_NAME}
         return KeyDigests((*ring.inference, own), (*ring.admin, bench), names)
-
-
-class _AdminLater:
-    """The admin API, built on a thread: at the latest when the first request for it comes."""
-
-    def __init__(self, make: Callable[[], ASGIApp]) -> None:
-        self._make = make
-        self._app: ASGIApp | None = None
-        self._building = asyncio.Lock()
-
-    async def build(self) -> ASGIApp:
-        async with self._building:
-            if self._app is None:
-                self._app = await asyncio.to_thread(self._make)
-            return self._app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._app or await self.build())(scope, receive, send)
 
 
 def _limits(config: Config) -> ClientLimits:

@@ -36,7 +36,7 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Fi
     silent = [name for name, raw in readings.items() if raw is None]
     findings = (
         *map(unanswered, silent),
-        *(finding for host in hosts for finding in of_node(host)),
+        *(finding for host in hosts for part in (system, memory, storage) for finding in part.findings(host)),
         *_differences(hosts),
         *models,
     )
@@ -60,10 +60,6 @@ def examined(
         if view.state is ModelState.FAILED
     ]
     return report(with_limits, absent + failed)
-
-
-def of_node(host: Host) -> tuple[Finding, ...]:
-    return (*system.findings(host), *memory.findings(host), *storage.findings(host))
 
 
 def _differences(hosts: list[Host]) -> Iterator[Finding]:

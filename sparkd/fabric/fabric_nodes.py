@@ -1,11 +1,10 @@
-"""Reads the networks of the daemon's nodes, keeps each reading for some seconds, and makes each rank's environment out of them."""
+"""Reads the networks of the daemon's nodes, and makes each rank's environment out of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from sparkd.fabric.links import teams, unlinked
 from workers.host.network import VARIABLES, sample
 
 log = logging.getLogger("sparkd.cluster")
-
-KEPT_S = 5.0
 
 Reading = Mapping[str, Any]
 
@@ -33,22 +30,14 @@ class FabricNodes:
         self,
         read: Callable[[str], Awaitable[Reading]],
         proved: Callable[[], frozenset[frozenset[str]]] = frozenset,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read
         self._proved = proved
-        self._clock = clock
-        self._kept: dict[str, tuple[Reading, float]] = {}
 
-    async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
-        """By node, no older than kept_s; None of a node that does not answer."""
-        wanted = list(dict.fromkeys(nodes))
-        return dict(zip(wanted, await asyncio.gather(*(self._reading(node, kept_s) for node in wanted)), strict=True))
-
-    async def fabrics(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Fabric]:
-        """The readings of those that could be read; the faults of the others are in the log."""
+    async def fabrics(self, nodes: Sequence[str]) -> dict[str, Fabric]:
+        """The networks of those that could be read; the faults of the others are in the log."""
         seen: dict[str, Reading] = {}
-        for node, raw in (await self.readings(nodes, kept_s=kept_s)).items():
+        for node, raw in zip(nodes, await asyncio.gather(*map(self._reading, nodes)), strict=True):
             if raw is None:
                 log.warning("the network of %s cannot be read: its agent does not answer", node)
             elif raw["trouble"]:
@@ -85,7 +74,7 @@ class FabricNodes:
 
         rdma: False for engines on CPUs.
         """
-        return _unlinked(nodes, await self.fabrics(nodes, kept_s=0), rdma)
+        return _unlinked(nodes, await self.fabrics(nodes), rdma)
 
     async def team(self, nodes: Sequence[str], size: int, *, rdma: bool, linked: bool = True) -> tuple[tuple[str, ...], str]:
         """(the first `size` nodes that can share a model, ""); ((), the reason) where there are not enough.
@@ -94,7 +83,7 @@ class FabricNodes:
         rdma: see `unlinked`.
         linked: whether the ranks need a rail between each two. Stages of a pipeline do not: the first nodes do where too few are linked.
         """
-        fabrics = await self.fabrics(nodes, kept_s=0)
+        fabrics = await self.fabrics(nodes)
         groups = teams([*fabrics.values()], size, rdma=rdma)
         if not groups and not linked:
             return tuple(nodes[:size]), ""
@@ -103,17 +92,11 @@ class FabricNodes:
         called = {fabric.node: node for node, fabric in fabrics.items()}
         return tuple(called[name] for name in groups[0]), ""
 
-    async def _reading(self, node: str, kept_s: float) -> Reading | None:
-        reading, at_s = self._kept.get(node, (None, 0.0))
-        if reading is not None and self._clock() - at_s < kept_s:
-            return reading
+    async def _reading(self, node: str) -> Reading | None:
         try:
-            raw = await self._read(node)
+            return await self._read(node)
         except ClusterError:
-            self._kept.pop(node, None)
             return None
-        self._kept[node] = raw, self._clock()
-        return raw
 
 
 def _unlinked(nodes: Sequence[str], fabrics: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:

@@ -33,7 +33,6 @@ class Gid:
     """
 
     index: int
-    text: str
     v2: bool
     ip: IPv4Address | None
 
@@ -43,7 +42,6 @@ class Rdma:
     """One RDMA port. state as the kernel's word (ACTIVE, DOWN), rate in Gb/s; counters in bytes since it came up."""
 
     name: str
-    port: int
     state: str
     rate_gbps: float | None
     link_layer: str
@@ -78,7 +76,6 @@ class NetworkInterface:
     pci: str | None
     pci_gts: float | None
     pci_lanes: int | None
-    switch_id: str | None
     physical: bool
     addresses: tuple[IPv4Interface, ...]
     rdma: Rdma | None
@@ -248,16 +245,10 @@ def _kind(raw: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def _cages(twins: list[NetworkInterface]) -> tuple[Cage, ...]:
-    """Twins in the order of their PCI domains. A second card's ports have the same names, and another switch id."""
-    groups: dict[tuple[int, str], list[NetworkInterface]] = {}
-    for number in sorted({twin.cage for twin in twins if twin.cage is not None}):
-        alike = [twin for twin in twins if twin.cage == number]
-        for twin in alike:
-            groups.setdefault((number, (twin.switch_id or "") if len(alike) > 2 else ""), []).append(twin)
-    cards = {number: sum(1 for other, _ in groups if other == number) for number, _ in groups}
+    """Twins in the order of their PCI domains. A Spark has one card."""
+    numbers = sorted({twin.cage for twin in twins if twin.cage is not None})
     return tuple(
-        Cage(number, f"cage {number}" + (f" of {switch}" if cards[number] > 1 else ""), tuple(sorted(group, key=_by_pci)))
-        for (number, switch), group in groups.items()
+        Cage(number, f"cage {number}", tuple(sorted((twin for twin in twins if twin.cage == number), key=_by_pci))) for number in numbers
     )
 
 
@@ -293,7 +284,7 @@ def _gid(raw: Mapping[str, Any]) -> Gid:
         ip = ipaddress.IPv6Address(str(raw["gid"])).ipv4_mapped
     except ValueError:
         ip = None
-    return Gid(int(raw["index"]), str(raw["gid"]), raw["type"] == "RoCE v2", ip)
+    return Gid(int(raw["index"]), raw["type"] == "RoCE v2", ip)
 
 
 def _neighbours(raw: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sparkd.fabric.checks import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+from sparkd.fabric.checks import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
 from sparkd.fabric.environment import rdma_devices
 
 IB, SOCKET = "IB", "Socket"
@@ -87,37 +87,6 @@ def judge(transport: Transport, expected: Iterable[str], node: str = "") -> tupl
     """
     order = (FAIL, WARN, OK)
     return tuple(sorted(_judged(transport, tuple(expected), node), key=lambda finding: order.index(finding.verdict)))
-
-
-def least_normal_gb_s(rails: int, *, lan: bool = False) -> float:
-    """The least normal bus bandwidth, 10^9 bytes/s.
-
-    rails: RDMA devices that carry it, 0 for sockets
-    lan: over the 10GbE port
-    """
-    if rails == 0:
-        return LAN_GB_S if lan else SOCKETS_GB_S
-    return ONE_RAIL_GB_S if rails == 1 else BOTH_RAILS_GB_S[0]
-
-
-def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = False) -> Finding:
-    """A measured bus bandwidth beside what is normal.
-
-    rails, lan: see least_normal_gb_s
-
-    The bounds of the verdict, 85 % and half of the normal, are ours: owners' good runs differ by about 15 %.
-    """
-    low = least_normal_gb_s(rails, lan=lan)
-    normal = BOTH_RAILS if rails > 1 else f"{low:g}"
-    way = f"{rails} rail{'s' if rails > 1 else ''}" if rails else "sockets over 10GbE" if lan else "sockets over the ConnectX-7"
-    evidence = f"{measured_gb_s:.1f} GB/s over {way}, {normal} is normal"
-    if measured_gb_s >= 0.85 * low:
-        return Finding("rate", OK, node, "NCCL", evidence)
-    if rails:
-        cure = "Look at MTU, speed and both twins in `sparkd fabric`; a card that came up wrong (13 Gb/s) needs all power cut for a minute."
-    else:
-        cure = "Look at the link's MTU and speed in `sparkd fabric`, and at its other traffic."
-    return Finding("rate", WARN if measured_gb_s >= 0.5 * low else FAIL, node, "NCCL", evidence, cure)
 
 
 def _judged(transport: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:

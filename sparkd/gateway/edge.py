@@ -62,7 +62,6 @@ class EdgeSettings:
     """
 
     keys: KeyDigests = field(default_factory=KeyDigests)
-    limits: ClientLimits = field(default_factory=ClientLimits)
     metrics_need_key: bool = False
     include_aliases_in_list: bool = False
     page_origins: frozenset[bytes] = frozenset()
@@ -89,25 +88,16 @@ class Edge:
         probe_token: str | None = None,
         requests: RequestLog | None = None,
     ) -> None:
-        self._settings = settings or EdgeSettings()
+        self.settings = settings or EdgeSettings()
         self._supervisor = supervisor
         self._admin = admin
         self._live = live
         self._ready = ready
         self._metrics_text = metrics_text
-        self._proxy = Proxy(supervisor, self._settings.limits, probe_token)
+        self._proxy = Proxy(supervisor, probe_token)
         self._requests = requests or RequestLog()
         self._open_requests = 0
         self._admin_turns = asyncio.Lock()
-
-    @property
-    def settings(self) -> EdgeSettings:
-        return self._settings
-
-    @settings.setter
-    def settings(self, settings: EdgeSettings) -> None:
-        self._settings = settings
-        self._proxy.limits = settings.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, task=asyncio.current_task())
@@ -133,11 +123,11 @@ class Edge:
     async def _serve(self, exchange: Exchange) -> None:
         """Find the route, check the request and hand it on. Raises the error that the client gets."""
         page = self._allowed_origin(exchange)
-        always = page_headers(page) if page is not None else []
+        if page is not None:
+            exchange.client.add_default_headers(page_headers(page))
         if exchange.anthropic:
-            always.append((b"request-id", exchange.request_id.encode()))  # as Anthropic's API calls it, whose SDK reads it
-        if always:
-            exchange.client.set_default_headers(always)
+            # As Anthropic's API calls it, whose SDK reads it.
+            exchange.client.add_default_headers([(b"request-id", exchange.request_id.encode())])
         route, name = self._find(exchange)
         exchange.route = route.label
         if page is not None and exchange.scope["method"] == "OPTIONS" and PREFLIGHT in exchange.headers:
@@ -148,7 +138,7 @@ class Edge:
             await self._proxy.forward(exchange, route, name)
         elif route.kind is RouteKind.ADMIN:
             await self._delegate(exchange)
-        elif route.kind is RouteKind.PAGE or (route.kind is RouteKind.ROOT and self._settings.web and _wants_page(exchange)):
+        elif route.kind is RouteKind.PAGE or (route.kind is RouteKind.ROOT and self.settings.web and _wants_page(exchange)):
             await _answer_page(exchange)
         else:
             await self._answer(exchange, route, name)
@@ -157,7 +147,7 @@ class Edge:
         """The route and its variable part. Raises UnknownRoute."""
         path = exchange.scope["path"]
         match = find(path, exchange.scope["raw_path"])
-        if match is None or (match[0].kind is RouteKind.PAGE and not self._settings.web):
+        if match is None or (match[0].kind is RouteKind.PAGE and not self.settings.web):
             raise UnknownRoute(f"There is nothing at this path{self._suggestion(path, exchange.headers)}. docs/api.md lists the routes.")
         return match
 
@@ -169,18 +159,14 @@ class Edge:
         exchange.key = self._check_caller(route, method, headers, allowed_page=allowed_page)
         if route.kind in _FORWARDED:
             self._requests.begin(exchange)
-        if self._open_requests > self._most_requests(route.kind):
+        limits = exchange.client.limits
+        if self._open_requests > _most_requests(route.kind, limits):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(exchange.scope["headers"]):
             _check_repeated(exchange.scope["headers"])
-        limit = self._settings.limits.admin_body_bytes if route.kind is RouteKind.ADMIN else self._settings.limits.body_bytes
+        limit = limits.admin_body_bytes if route.kind is RouteKind.ADMIN else limits.body_bytes
         if int(headers.get(b"content-length", b"0")) > limit:
             raise BodyTooLarge(too_large(limit))
-
-    def _most_requests(self, kind: RouteKind) -> float:
-        if kind in _FORWARDED:
-            return self._settings.limits.requests
-        return self._settings.limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
     async def _answer(self, exchange: Exchange, route: Route, name: str) -> None:
         """Answer a route that needs neither an engine nor the admin API: probes, /metrics, the models, and / for programs."""
@@ -193,7 +179,7 @@ class Edge:
             body = json.dumps({"status": "ok" if well else "unavailable", **facts}).encode()
         elif route.kind is RouteKind.MODELS:
             models = self._supervisor.snapshot().models
-            with_aliases = self._settings.include_aliases_in_list
+            with_aliases = self.settings.include_aliases_in_list
             body = json.dumps(models_list(models, with_aliases=with_aliases, paths=self._is_admin(exchange.headers))).encode()
         elif route.kind is RouteKind.MODEL:
             body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(exchange.headers))).encode()
@@ -205,7 +191,7 @@ class Edge:
     async def _delegate(self, exchange: Exchange) -> None:
         """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer."""
         scope = exchange.scope
-        body = await self._proxy.read_body(exchange, self._settings.limits.admin_body_bytes)
+        body = await self._proxy.read_body(exchange, exchange.client.limits.admin_body_bytes)
         replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         send, broken = exchange.send, False
 
@@ -223,7 +209,7 @@ class Edge:
                     if not sized and scope["http_version"] != "1.1":
                         send = exchange.client.send_unframed
                     named = [pair for pair in headers if pair[0] != b"x-request-id"]
-                    message = {**message, "headers": [*named, *exchange.own_headers()]}
+                    message = {**message, "headers": [*named, exchange.id_header]}
             if not broken:  # else Starlette answers in plain text before it raises the app's exception; __call__ answers that one instead
                 await send(message)
 
@@ -249,19 +235,19 @@ class Edge:
 
     def _allowed_origin(self, exchange: Exchange) -> bytes | None:
         """The origin of the web page that sent the request, if `cors` allows it on this path."""
-        origin, allowed = exchange.headers.get(b"origin"), self._settings.page_origins
+        origin, allowed = exchange.headers.get(b"origin"), self.settings.page_origins
         if origin is None or not exchange.scope["path"].startswith("/v1/") or not (origin.lower() in allowed or b"*" in allowed):
             return None
         return origin
 
     def _is_admin(self, headers: dict[bytes, bytes]) -> bool:
-        return self._settings.keys.open or self._settings.keys.role(headers) is Role.ADMIN
+        return self.settings.keys.open or self.settings.keys.role(headers) is Role.ADMIN
 
     def _suggestion(self, path: str, headers: dict[bytes, bytes]) -> str:
         """The nearest path, for a client with a key: looking for it costs more than refusing."""
-        has_key = self._settings.keys.open or self._settings.keys.role(headers) is not Role.NOBODY
+        has_key = self.settings.keys.open or self.settings.keys.role(headers) is not Role.NOBODY
         suggested = nearest(path) if has_key else None
-        if suggested is None or (EXACT[suggested].kind is RouteKind.PAGE and not self._settings.web):
+        if suggested is None or (EXACT[suggested].kind is RouteKind.PAGE and not self.settings.web):
             return ""
         return f"; the nearest is {suggested}"
 
@@ -270,17 +256,17 @@ class Edge:
 
         Without configured keys, raise if a web page that is not allowed sent it.
         """
-        if self._settings.keys.open:
+        if self.settings.keys.open:
             if route.kind not in _PROBES:
                 reads_only = route.kind in (RouteKind.ROOT, RouteKind.METRICS, RouteKind.PAGE)
                 check_local(headers, method, reads_only=reads_only, allowed_page=allowed_page)
             return None
         needed = route.role
-        if route.kind is RouteKind.METRICS and self._settings.metrics_need_key:
+        if route.kind is RouteKind.METRICS and self.settings.metrics_need_key:
             needed = Role.INFERENCE
         if needed is Role.NOBODY:
             return None
-        role, name = self._settings.keys.caller(headers)
+        role, name = self.settings.keys.caller(headers)
         if role is Role.NOBODY:
             raise Unauthorized
         if role < needed:
@@ -307,24 +293,22 @@ class Edge:
                 await exchange.answer(status, answer, body)
                 return
             waits = b"expect" in headers  # this client sends its body only after a 100
-            if waits or int(headers.get(b"content-length", b"0")) > self._settings.limits.admin_body_bytes:
+            if waits or int(headers.get(b"content-length", b"0")) > exchange.client.limits.admin_body_bytes:
                 answer.append((b"connection", b"close"))
             exchange.status, exchange.bytes_out = status, len(body)
-            await exchange.send({"type": "http.response.start", "status": status, "headers": [*answer, *exchange.own_headers()]})
+            await exchange.send({"type": "http.response.start", "status": status, "headers": [*answer, exchange.id_header]})
             await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
             if not waits:
-                await self._drop_body(exchange.receive)
+                await _drop_body(exchange)
             await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
             return  # the client left, or the server is shutting down; see __call__
 
-    async def _drop_body(self, receive: Receive) -> None:
-        try:
-            async with asyncio.timeout(self._settings.limits.linger_s):
-                while (await receive()).get("more_body", False):
-                    pass
-        except TimeoutError:
-            return
+
+def _most_requests(kind: RouteKind, limits: ClientLimits) -> float:
+    if kind in _FORWARDED:
+        return limits.requests
+    return limits.any_requests if kind is RouteKind.ADMIN else math.inf
 
 
 def _wants_page(exchange: Exchange) -> bool:
@@ -342,6 +326,15 @@ async def _answer_page(exchange: Exchange) -> None:
     if file is None:
         raise UnknownRoute("This page has no such file, or an earlier release had it. Load /ui/ again.")
     await exchange.answer(file.status, file.headers, file.body)
+
+
+async def _drop_body(exchange: Exchange) -> None:
+    try:
+        async with asyncio.timeout(exchange.client.limits.linger_s):
+            while (await exchange.receive()).get("more_body", False):
+                pass
+    except TimeoutError:
+        return
 
 
 def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from functools import lru_cache
 from itertools import count
 from time import perf_counter
@@ -112,6 +110,11 @@ class Exchange:
         return self.scope["extensions"][CONNECTION]
 
     @property
+    def id_header(self) -> tuple[bytes, bytes]:
+        """The header that every answer has."""
+        return b"x-request-id", self.request_id.encode()
+
+    @property
     def anthropic(self) -> bool:
         """Whether the client speaks Anthropic's API, which its path says, also where nothing is there."""
         return self.scope["path"].startswith("/v1/messages")
@@ -122,14 +125,10 @@ class Exchange:
         return self.scope["path"].startswith("/v1/responses")
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes = b"") -> None:
-        """Send a whole answer of sparkd's own, with its date and the request's id."""
+        """Send a whole answer of sparkd's own, with the request's id."""
         self.status, self.bytes_out = status, len(body)
-        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *self.own_headers()]})
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, self.id_header]})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
-
-    def own_headers(self) -> RawHeaders:
-        """The headers that each of sparkd's own answers has."""
-        return [(b"date", date()), (b"x-request-id", self.request_id.encode())]
 
     def cancel(self) -> None:
         """End the request for an operator. Its client gets RequestCancelled."""
@@ -170,21 +169,6 @@ class Exchange:
 
 def new_request_id() -> str:
     return f"req-{_process}-{next(_ids):x}"
-
-
-def date() -> bytes:
-    """The Date of an answer that begins now (RFC 9110 6.6.1)."""
-    return _date_of(int(time.time()))
-
-
-@lru_cache(maxsize=1)
-def _date_of(second: int) -> bytes:
-    return formatdate(second, usegmt=True).encode()
-
-
-def count_refused(status: int) -> None:
-    """Count a request that was refused before it had a route: malformed, too slow, or with headers too large."""
-    series(metrics.REQUESTS, "", "none", str(status)).inc()
 
 
 # prometheus_client looks a child up under a lock and builds a tuple of strings each time. There are few, and every request needs some.

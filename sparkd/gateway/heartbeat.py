@@ -39,24 +39,21 @@ class Heartbeat:
     """Begins with its construction, ends with `stop` or `refuse`.
 
     begun: the client has its status, 200, and an event stream.
-    every_s: seconds between two comments; 0 is never.
     loading: makes the `loading` object while the model loads; None once an engine has the request.
     in_words: for streamed chats.
     """
 
-    def __init__(
-        self, exchange: Exchange, every_s: float, loading: Callable[[], Mapping[str, Any]] | None = None, in_words: bool = False
-    ) -> None:
+    def __init__(self, exchange: Exchange, loading: Callable[[], Mapping[str, Any]] | None = None, in_words: bool = False) -> None:
         self.begun = False
         self._client = exchange.client
         self._exchange = exchange
-        self._every_s = every_s
+        self._every_s = self._client.limits.heartbeat_s
         self._loading = loading
         self._in_words = in_words and exchange.route == _CHAT
         self._last_words = ""
         self._pieces = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._again(_WORDS_AFTER_S if self._in_words else every_s)
+        self._again(_WORDS_AFTER_S if self._in_words else self._every_s)
 
     def loaded(self) -> None:
         """An engine has the request."""

@@ -25,7 +25,7 @@ from sparkd import metrics
 from sparkd.condition import Condition
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
 from sparkd.gateway.connection import Connection
-from sparkd.gateway.exchange import CONNECTION, count_refused, date, new_request_id
+from sparkd.gateway.exchange import CONNECTION, new_request_id, series
 from sparkd.gateway.failures import error_bytes, json_headers
 from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
@@ -97,9 +97,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._disconnect_callback = None
             callback()
 
-    def set_default_headers(self, headers: RawHeaders) -> None:
+    def add_default_headers(self, headers: RawHeaders) -> None:
         """Add `headers` to the present answer, whether the app or `begin_answer` writes it."""
-        self.cycle.default_headers = headers
+        self.cycle.default_headers = [*self.cycle.default_headers, *headers]
 
     def cut(self) -> None:
         """Close without completing the answer, so that the client sees that it is incomplete.
@@ -135,8 +135,8 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        lines = [STATUS_LINE[status], b"date: ", date(), b"\r\n"]
-        for name, value in (*headers, *cycle.default_headers):
+        lines = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         return b"".join(lines)
@@ -153,8 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.disconnected:
             return
         if message["type"] == "http.response.start":
-            headers = [pair for pair in message["headers"] if pair[0] != b"date"]  # begin_answer adds it
-            self.transport.write(self.begin_answer(message["status"], headers))
+            self.transport.write(self.begin_answer(message["status"], message["headers"]))
             return
         self.transport.write(message.get("body", b""))
         if not message.get("more_body", False):
@@ -388,12 +387,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self._close()
                 return
-        count_refused(error.status)
+        series(metrics.REQUESTS, "", "none", str(error.status)).inc()
         self.idle[self] = None
         request_id = new_request_id()
         body = error_bytes(error, request_id)
         headers = json_headers(len(body), {"x-request-id": request_id, "connection": "close", **error.headers()})
-        head = [STATUS_LINE[error.status], b"date: %b\r\n" % date(), *(b"%b: %b\r\n" % pair for pair in headers)]
+        head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % pair for pair in (*self.server_state.default_headers, *headers))]
         self.transport.write(b"".join([*head, b"\r\n", body]))
         # Closing at once would reset the connection of a client that is still sending, and it would lose the answer.
         if self.transport.can_write_eof():

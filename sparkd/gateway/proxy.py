@@ -17,7 +17,6 @@ from sparkd.errors import (
     BadRequest,
     BodyTooLarge,
     NotFound,
-    NoToolParser,
     SparkdError,
     Unavailable,
     UnsupportedEncoding,
@@ -27,7 +26,7 @@ from sparkd.gateway.body import ENCODINGS, LARGE_BYTES, Members, members_of_json
 from sparkd.gateway.exchange import ClientGone, Exchange, series
 from sparkd.gateway.headers import media_type, request_head
 from sparkd.gateway.heartbeat import Heartbeat
-from sparkd.gateway.limits import ClientLimits, too_large
+from sparkd.gateway.limits import too_large
 from sparkd.gateway.models_list import find_model, model_meant
 from sparkd.gateway.relay import Relay
 from sparkd.gateway.routes import Route, RouteKind
@@ -35,7 +34,6 @@ from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import ModelState
 from sparkd.state.snapshot import Snapshot
-from sparkd.vllm.parsers import Parsers
 
 _RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
@@ -60,8 +58,6 @@ class EngineLease(Protocol):
     def model(self) -> str: ...
     @property
     def upstream(self) -> Upstream: ...
-    @property
-    def parsers(self) -> Parsers | None: ...
 
 
 class Leases(Protocol):
@@ -74,10 +70,9 @@ class Leases(Protocol):
 
 
 class Proxy:
-    """Forwards the requests of all clients. `limits` may be replaced at any time."""
+    """Forwards the requests of all clients."""
 
-    def __init__(self, supervisor: Leases, limits: ClientLimits, probe_token: str | None) -> None:
-        self.limits = limits
+    def __init__(self, supervisor: Leases, probe_token: str | None) -> None:
         self._supervisor = supervisor
         self._probe_token = probe_token.encode() if probe_token else None
         self._buffered_bytes = 0
@@ -88,7 +83,7 @@ class Proxy:
         headers = exchange.headers
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         _check_content(route.kind, media_type(headers), encoding)
-        body = exchange.body = await self.read_body(exchange, self.limits.body_bytes)
+        body = exchange.body = await self.read_body(exchange, exchange.client.limits.body_bytes)
         if encoding in ENCODINGS:
             body = exchange.body = await self._unpack(body, encoding, exchange)
         model: str | None
@@ -131,7 +126,7 @@ class Proxy:
     async def _unpack(self, body: bytes | bytearray, encoding: bytes, exchange: Exchange) -> bytes:
         """The body without its encoding. One at a time, because its size is known only afterwards: a kilobyte may stand for gigabytes."""
         async with self._unpacking:
-            plain = await asyncio.to_thread(unpacked, bytes(body), encoding, self.limits.body_bytes)
+            plain = await asyncio.to_thread(unpacked, bytes(body), encoding, exchange.client.limits.body_bytes)
             self._reserve(len(plain) - len(body), exchange)
         return plain
 
@@ -169,12 +164,11 @@ class Proxy:
             need = _need(route, exchange)
             async with self._supervisor.lease(model, probe=self._is_probe(exchange.headers), waits=waits, need=need) as lease:
                 exchange.model = lease.model
-                _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - begun_s
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.loaded()
                 elif exchange.members.stream:
-                    exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s)
+                    exchange.heartbeat = Heartbeat(exchange)
                 gauge = series(metrics.IN_FLIGHT, lease.model)
                 gauge.inc()
                 try:
@@ -202,7 +196,7 @@ class Proxy:
             members = " or ".join(f"`{member}`" for member in route.asks)
             raise BadRequest(f"The body has no {members}, so {exchange.model} is not loaded for it: add it.", param=route.asks[0])
         if exchange.members.stream:
-            exchange.heartbeat = Heartbeat(exchange, self.limits.heartbeat_s, loading, in_words)
+            exchange.heartbeat = Heartbeat(exchange, loading, in_words)
 
     async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
         """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
@@ -234,7 +228,7 @@ class Proxy:
     def _reserve(self, size: int, exchange: Exchange) -> None:
         self._buffered_bytes += size
         exchange.reserved += size
-        if self._buffered_bytes > self.limits.buffered_bytes:
+        if self._buffered_bytes > exchange.client.limits.buffered_bytes:
             raise Unavailable("Too many large requests are arriving at once; try again soon.", retry_after_s=1)
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
@@ -303,14 +297,6 @@ def _need(route: Route, exchange: Exchange) -> RequestNeeds | None:
     if route.need is None or route.label not in _WITH_TOOLS or not exchange.members.functions:
         return route.need
     return replace(route.need, tools=True)
-
-
-def _check_tools(lease: EngineLease, route: Route, exchange: Exchange) -> None:
-    """Raises NoToolParser if the request has tools and the engine has no parser for them. vLLM's own error would name vLLM's flags."""
-    parsers = lease.parsers
-    if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and exchange.members.functions:
-        lease.answered = None
-        raise NoToolParser(lease.model, parsers.nearest)
 
 
 def _check_content(kind: RouteKind, media: bytes, encoding: bytes) -> None:

@@ -21,9 +21,6 @@ _LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.
 # With the names of its parts, an object `usage` of vLLM has some 300 bytes.
 _USAGE_BYTES = 1024
 _COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
-# The most bytes kept of an answer that should be a stream and is not. An error of vLLM is a few hundred bytes.
-_FOREIGN_BYTES = 64 * 1024
-
 
 class Relay:
     """The sink of one exchange.
@@ -109,7 +106,7 @@ class Relay:
         if connection is None:
             return
         if self._foreign is not None:
-            self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
+            self._foreign += data
             if ended:
                 self._fail(bytes(self._foreign))
             return

@@ -155,7 +155,6 @@ def gateway_server(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        date_header=False,
         # The loop accepts them all before it lets the first one be closed.
         backlog=min(BACKLOG, descriptor_limit() // 4),
         timeout_keep_alive=http.limits.keep_alive_s,

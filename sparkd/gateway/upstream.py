@@ -173,27 +173,17 @@ async def served_models(upstream: Upstream, timeout_s: float = 2.0) -> ServedMod
         names = tuple(str(model["id"]) for model in models)
     except _UNREADABLE:
         return None
-    length = models[0].get("max_model_len") if models else None
-    return ServedModels(names, length if isinstance(length, int) else None)
+    return ServedModels(names, models[0].get("max_model_len") if models else None)
 
 
 async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozenset[str] | None:
-    """The paths in the server's OpenAPI document; None if it has no document, or none of the inference paths is in it.
-
-    An engine other than vLLM may serve those by a catch-all, a mount, or routes that its document leaves out.
-    """
+    """The paths in the server's OpenAPI document; None if it has no document."""
     try:
-        document = await _json(upstream, "/openapi.json", timeout_s)
-        paths = frozenset(map(str, document["paths"]))
+        return frozenset((await _json(upstream, "/openapi.json", timeout_s))["paths"])
     except _UNREADABLE:
         return None
-    return paths if paths & _INFERENCE else None
 
 
-# Every vLLM that serves a model has one of these paths.
-_INFERENCE = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/audio/transcriptions"}
-)
 _UNREADABLE = (EngineError, ValueError, LookupError, TypeError)
 
 

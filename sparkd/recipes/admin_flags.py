@@ -72,10 +72,10 @@ ENVIRONMENT = frozenset(
 )  # fmt: skip
 
 
-_WHERE, _CURE = "over the admin API", "Set it in the configuration file."
+WHERE, CURE = "over the admin API", "set it in the configuration file."
 
 
-def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) -> None:
+def refuse_flags(args: Sequence[str], where: str = WHERE, cure: str = CURE) -> None:
     """Raise ConfigError for the first flag that is not in the lists or has more or fewer values than its list says.
 
     A value after a flag that takes none is refused, because vLLM may read it as its model. where, cure: words of the message, for a place
@@ -90,16 +90,16 @@ def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) ->
             reason = "only flags that tune a model are let in there, written in full"
             if (near := _meant(flag.name)) is not None:
                 raise ConfigError(f"{shown(name)} is refused {where}: {reason}. Did you mean --{near}?", param="extra_args")
-            raise ConfigError(f"{shown(name)} is refused {where}: {reason}. {cure}", param="extra_args")
+            raise ConfigError(f"{shown(name)} is refused {where}: {reason}; {cure}", param="extra_args")
         if not _is_whole(flag):
             raise ConfigError(f"{shown(name)} needs one value that does not begin with '-': write {name[:48]}=VALUE.", param="extra_args")
 
 
-def refuse_variables(names: Iterable[str], where: str = _WHERE, cure: str = _CURE) -> None:
+def refuse_variables(names: Iterable[str], where: str = WHERE, cure: str = CURE) -> None:
     """Raise ConfigError for the first variable that an added model may not set. where, cure: see `refuse_flags`."""
     for name in names:
         if name not in ENVIRONMENT:
-            raise ConfigError(f"The environment variable {shown(name)} is refused {where}. {cure}", param="env")
+            raise ConfigError(f"The environment variable {shown(name)} is refused {where}: {cure}", param="env")
 
 
 def _is_listed(name: str) -> bool:

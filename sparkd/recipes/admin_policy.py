@@ -10,7 +10,7 @@ from sparkd.config.engine_flags import arguments
 from sparkd.config.model import ModelConfig, TuningKeys
 from sparkd.config.quantize import canonical
 from sparkd.errors import ConfigError
-from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
+from sparkd.recipes.admin_flags import CURE, WHERE, refuse_flags, refuse_variables
 
 KEYS = frozenset(TuningKeys.model_fields)
 # The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin. instanttensor is missing:
@@ -18,7 +18,6 @@ KEYS = frozenset(TuningKeys.model_fields)
 # its place from data_offsets, and compares the two with each other and with the file's size nowhere in Python. A header that lies could
 # then show other memory of the GPU.
 LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral", "dummy", "bitsandbytes", "gguf"})
-_CURE = "set it in the configuration file."
 MOST_ARGUMENTS = 512
 MOST_ARGUMENT_CHARACTERS = 4096
 # Kept entries are parsed again with each new configuration of the file.
@@ -48,14 +47,14 @@ def refuse_many(own: Mapping[str, Any]) -> None:
     except UnicodeEncodeError:
         raise ConfigError("A text holds a lone surrogate, which no answer can return: write it anew.") from None
     if size > MOST_ENTRY_CHARACTERS:
-        raise ConfigError(f"An entry has at most {MOST_ENTRY_CHARACTERS:,} characters over the admin API: shorten it, or {_CURE}")
+        raise ConfigError(f"An entry has at most {MOST_ENTRY_CHARACTERS:,} characters over the admin API: shorten it, or {CURE}")
     args = own.get("extra_args")
     if isinstance(args, list) and (len(args) > MOST_ARGUMENTS or any(len(str(arg)) > MOST_ARGUMENT_CHARACTERS for arg in args)):
         most = f"at most {MOST_ARGUMENTS} arguments of {MOST_ARGUMENT_CHARACTERS:,} characters are taken over the admin API"
-        raise ConfigError(f"extra_args: {most}. Leave some out, or {_CURE}", param="extra_args")
+        raise ConfigError(f"extra_args: {most}. Leave some out, or {CURE}", param="extra_args")
 
 
-def refuse_calibration(quantize: Any, where: str = "over the admin API", cure: str = _CURE) -> None:
+def refuse_calibration(quantize: Any, where: str = WHERE, cure: str = CURE) -> None:
     """Raise ConfigError for a text of the caller's choice: its absence, its size and its encoding are told, and it may be any file.
 
     where, cure: see `refuse_flags`.
@@ -64,26 +63,31 @@ def refuse_calibration(quantize: Any, where: str = "over the admin API", cure: s
         raise ConfigError(f"quantize.calibration is refused {where}: {cure}", param="quantize")
 
 
+def refuse_more_than_tuning(keys: Mapping[str, Any], where: str = WHERE, cure: str = CURE) -> None:
+    """Raise ConfigError for the first key, flag or variable of an entry that is not in the lists. where, cure: see `refuse_flags`."""
+    for key, value in keys.items():
+        if key not in KEYS and value not in (None, False):
+            raise ConfigError(f"{key} is refused {where}: {cure}", param=key)
+    if keys.get("load_format") is not None and str(keys["load_format"]) not in LOAD_FORMATS:
+        raise ConfigError(f"load_format is refused {where} but for {', '.join(sorted(LOAD_FORMATS))}: {cure}", param="load_format")
+    refuse_calibration(keys.get("quantize"), where, cure)
+    refuse_flags(arguments(keys), where, cure)
+    env = keys.get("env")
+    # The validation of the entry refuses a value of another type.
+    names = env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env] if isinstance(env, list) else ()
+    refuse_variables(names, where, cure)
+
+
 def refuse_over_admin(own: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for a key of the request that is not in the lists.
+    """Raise ConfigError for a request that does more than tune a model.
 
     A recipe trusts the code of its own repository and revision only: a request that names another is refused.
 
     own: the keys of the request.
     model: the expanded entry; keys from its recipe are allowed, because an operator installed the recipe, but for a calibration's text.
     """
-    for key in own:
-        if key not in KEYS and own[key] not in (None, False):
-            raise ConfigError(f"{key} is refused over the admin API: {_CURE}", param=key)
-    if own.get("load_format") is not None and model.load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
-        )
+    refuse_more_than_tuning(own)
     refuse_calibration(canonical(model.quantize))
-    env = own.get("env") or {}
-    names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
-    refuse_flags(arguments(own))
-    refuse_variables(names)
     if model.trust_remote_code:
         for key in ("model", "revision"):
             if key in own:

@@ -88,8 +88,8 @@ class _Clone:
         """The folders of sparkrun's manifest, else `recipes` as in eugr's repository, else the whole repository; each with its '/'."""
         for raw in self.contents([files[_MANIFEST]] if _MANIFEST in files else []):
             rows: Any = yaml_file.parse(raw, _MANIFEST, {}, last_counts=True).values.get("registries")
-            tables = [row for row in rows if isinstance(row, Mapping) and row.get("enabled") is not False] if isinstance(rows, list) else []
-            named = [str(row.get("subpath") or row.get("recipes") or "recipes").strip("/") for row in tables]
+            tables = [row for row in rows if isinstance(row, Mapping) and "recipes" in row] if isinstance(rows, list) else []
+            named = [str(row["recipes"]).strip("/") for row in tables]
             if folders := list(dict.fromkeys(f"{folder}/" for folder in named if _PATH.fullmatch(folder))):
                 return folders[:_MOST_FOLDERS]
         return ["recipes/"] if any(path.startswith("recipes/") for path in files) else [""]

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from sparkd.vllm.flags import DRAFTS, SPECULATIVE, Value, json_object, parsed
 
-# As the value of a row's `becomes`: whatever was given.
-ANY = "*"
 _OFF = ("0", "false", "False")
 
 
@@ -23,13 +21,11 @@ class Dropped:
     becomes: its value in small letters -> the flags that say the same, none where nothing needs to be said. A value that is not there has
     no equivalent. 'true' and 'false' are read as 1 and 0.
     cure: what to do about a value without an equivalent.
-    why: the beginning of the note.
     """
 
     name: str
     becomes: Mapping[str, Mapping[str, str]]
     cure: str
-    why: str = "vLLM does not read it any more"
 
 
 @dataclass(slots=True)
@@ -85,7 +81,6 @@ VARIABLES: tuple[Dropped, ...] = (
         {"throughput": _moe("flashinfer_cutlass"), "latency": _moe("flashinfer_trtllm"), "masked_gemm": _moe("flashinfer_cutedsl")},
         _NAME,
     ),
-    Dropped("VLLM_USE_FLASHINFER_MOE_FP8", {"1": {}}, _ANYTHING_BUT),
     Dropped(DRAFT_EXPERTS, {"1": {}}, _ANYTHING_BUT),
     # vLLM PR #43148.
     Dropped("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", {"1": _moe("flashinfer_trtllm"), "0": {}}, _NAME),
@@ -103,14 +98,8 @@ VARIABLES: tuple[Dropped, ...] = (
     ),
 )  # fmt: skip
 
+# Both are of a fork for the Spark whose recipes are published (christopherowen/spark-vllm-mxfp4-docker).
 FLAGS: tuple[Dropped, ...] = (
-    # vLLM PR #36216: the V1 engine never used it.
-    Dropped("swap-space", {ANY: {}}, "", "it had no effect any more"),
-    # vLLM PR #21739: requests are logged with --enable-log-requests only.
-    Dropped("disable-log-requests", {ANY: {}}, "", "that is the default"),
-    # Absent in 0.26.0.
-    Dropped("rope-scaling", {}, "Give it inside --hf-overrides in extra_args"),
-    # Both are of a fork for the Spark whose recipes are published (christopherowen/spark-vllm-mxfp4-docker).
     Dropped("mxfp4-backend", {"marlin": _moe("marlin"), "triton": _moe("triton")}, _NAME),
     Dropped("mxfp4-layers", {}, "Set 'quantize:' on the model instead: it says for each layer what becomes of it"),
 )
@@ -134,13 +123,13 @@ def translated(args: Sequence[str], env: Mapping[str, str]) -> Settings:
 
 
 def _replace(settings: Settings, row: Dropped, shown: str, value: str) -> None:
-    flags = row.becomes.get(value, row.becomes.get(ANY))
+    flags = row.becomes.get(value)
     if flags is None:
         settings.refused.append(f"{shown}: vLLM does not know it any more, and no flag replaces its value. {row.cure}.")
         return
     said = [f"--{name} is given already" if name in settings.flags else f"--{name} {text} says it now" for name, text in flags.items()]
     settings.flags |= {name: text for name, text in flags.items() if name not in settings.flags}
-    settings.notes.append(f"{shown} is left out: {row.why}{'; ' + ', '.join(said) if said else ''}.")
+    settings.notes.append(f"{shown} is left out: vLLM does not read it any more{'; ' + ', '.join(said) if said else ''}.")
 
 
 def _move_experts_of_draft(settings: Settings) -> None:

@@ -24,7 +24,7 @@ from sparkd.vllm.flags import DRAFTS, SPECULATIVE, json_object, value_of, words
 from sparkd.vllm.parsers import OFF
 from sparkd.vllm.reserved_args import owned_env
 
-_HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
+_HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder")
 _TAKEN = (
     "recipe_version", "sparkrun_version", "name", "description", "model", "model_revision", "runtime", "container", "min_nodes",
     "max_nodes", "solo_only", "cluster_only", "mode", "defaults", "env", "command", "metadata",
@@ -66,7 +66,7 @@ class Imported:
     recipe: plain values; text: the same as a file.
     notes: a sentence for each difference from the source.
     missing: a sentence for each file or module that the command uses and neither the recipe nor vLLM provides, shown before the notes.
-    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.with_risks).
+    risks: a sentence for each setting that runs foreign code or reads this machine's files, shown first (recipe_check.validated).
     """
 
     recipe: Mapping[str, Any]
@@ -206,10 +206,7 @@ def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
 def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str]) -> Command:
     template = table.get("command")
     if isinstance(template, str) and template.strip():
-        # sparkrun's own placeholders, beside the defaults (RECIPES.md).
-        own = {"model_revision": table.get("model_revision"), "resolved_model_path": values.get("model")}
-        known = {**{name: value for name, value in own.items() if value is not None}, **values}
-        command = read_command(substituted(template, known))
+        command = read_command(substituted(template, values))
         _refuse_unfilled(command)
         names = {*_PLACEHOLDER.findall(template), "model", "port", "host", "served_model_name", "distributed_executor_backend"}
         if unused := sorted(values.keys() - names):

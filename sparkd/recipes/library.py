@@ -128,7 +128,7 @@ class RecipeLibrary:
         shown, more is a warning instead of an error."""
         from sparkd.recipes.file import is_foreign, parse_recipe
         from sparkd.recipes.importer import imported
-        from sparkd.recipes.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_of_the_entry
+        from sparkd.recipes.registry import SHOWN_COMMIT, refuse_untrusted, take_out_of_the_entry
 
         notes: tuple[str, ...] = ()
         try:
@@ -141,7 +141,7 @@ class RecipeLibrary:
             file, problems = parse_recipe(full, text.encode(), shown, AsWritten())
             try:
                 if file is not None:
-                    refuse_more_than_tuning(file, text)
+                    refuse_untrusted(file, text)
             except ConfigError as error:
                 if not isinstance(self._environ, AsWritten):
                     raise

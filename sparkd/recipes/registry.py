@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError, StateError
 from sparkd.nearest import nearest
-from sparkd.recipes.admin_flags import refuse_flags, refuse_variables
-from sparkd.recipes.admin_policy import KEYS, LOAD_FORMATS, refuse_calibration
+from sparkd.recipes.admin_policy import refuse_more_than_tuning
 from sparkd.state.documents import Documents
 from sparkd.state.rows import noun_of
 from workers.host.hub_cache import is_hub_id
@@ -120,7 +119,7 @@ class Registries:
         self._kept.remove(self.get(name).name)
 
 
-def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
+def refuse_untrusted(file: RecipeFile, text: str) -> None:
     """Raise ConfigError for the first key, flag or variable of a recipe that does more than tune a model.
 
     Hostile side: whoever can write to the registry. Such a recipe must not load code, read a variable of this machine's environment, or
@@ -133,19 +132,8 @@ def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
         raise ConfigError(f"{path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}", file=file.name)
     if "${env." in text:
         raise ConfigError(f"a value from this machine's environment is refused {_WHERE}: {cure}", file=file.name)
-    settings = file.settings
-    for key, value in settings.items():
-        if key not in KEYS and key != _TRUST and value not in (None, False):
-            raise ConfigError(f"{key} is refused {_WHERE}: {cure}", file=file.name, param=key)
-    if settings.get("load_format") is not None and str(settings["load_format"]) not in LOAD_FORMATS:
-        raise ConfigError(f"this load_format is refused {_WHERE}: {cure}", file=file.name, param="load_format")
-    env = settings.get("env") or {}
     try:
-        refuse_calibration(settings.get("quantize"), where=_WHERE, cure=cure)
-        refuse_flags(file.arguments, where=_WHERE, cure=cure)
-        # The validation of the entry refuses a value of another type.
-        names = env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env] if isinstance(env, list) else ()
-        refuse_variables(names, where=_WHERE, cure=cure)
+        refuse_more_than_tuning({key: value for key, value in file.settings.items() if key != _TRUST}, _WHERE, cure)
     except ConfigError as error:
         raise ConfigError(error.message, file=file.name, param=error.param) from None
 

@@ -19,7 +19,6 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTA
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SHELL = re.compile(r"[();<>|&]+")
 _UNKNOWN = re.compile(r"\$(?:[A-Za-z_{(])|`")
-_SERVERS = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"), ("-m", "vllm.entrypoints.cli.main", "serve"))
 _SHORT_WORD = re.compile(r"(-[A-Za-z]+)(\d*)")
 # A flag of a fork of vLLM, from eugr's mod gpu-mem-util-gb: it overrides gpu-memory-utilization.
 _GIB = "gpu-memory-utilization-gb"
@@ -190,11 +189,8 @@ def _assignments(tokens: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 def _served(words: list[str]) -> list[str] | None:
     """The arguments of a command that starts vLLM's server; None for any other command."""
-    for server in _SERVERS:
-        for start in range(min(2, len(words))):
-            if tuple(word.rpartition("/")[2] for word in words[start : start + len(server)]) == server:
-                return words[start + len(server) :]
-    return None
+    is_server = len(words) > 1 and words[0].rpartition("/")[2] == "vllm" and words[1] == "serve"
+    return words[2:] if is_server else None
 
 
 def set_variable(variables: dict[str, str], name: str, value: str, notes: list[str]) -> None:

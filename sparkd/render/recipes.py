@@ -67,57 +67,42 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
     from sparkd.config.parser_choice import in_words
 
-    say = _Say(console)
-    say.line(f"{recipe['name']}: {recipe['description']}", style="bold")
-    say.row("model", recipe["model"])
-    say.row("file", recipe["path"])
-    most = recipe["nodes"]["max"]
-    say.row("nodes", f"{recipe['nodes']['min']} to {most}" if most else f"{recipe['nodes']['min']} or more")
-    if recipe["needs_vllm"]:
-        say.row("vLLM", f"{recipe['needs_vllm']} or newer")
-    if recipe["container"]:
-        say.row("container", recipe["container"]["image"])
-    say.row("parsers", in_words(recipe["parsers"]))
-    say.row("speculation", recipe["speculative"])
-    say.head("In sparkd.yaml")
-    say.line(f"  {name_of(recipe['name'].partition('@')[0])}:")
-    say.line(f"    recipe: {_yaml(recipe['name'])}")
-    say.head("It comes to")
-    for name, value in recipe["env"].items():
-        say.line(f"  {name}={shlex.quote(str(value))}")
-    if recipe["spec"].get("tensor_parallel"):
-        say.line(f"  tensor_parallel: {recipe['spec']['tensor_parallel']}")
-    if recipe["spec"].get("quantize"):
-        say.line(f"  quantize: {_yaml(recipe['spec']['quantize'].get('format'))}")
-    if recipe["spec"].get("kv_cache"):
-        say.line(f"  kv_cache: {_yaml(recipe['spec']['kv_cache'])}")
-    for pair in _pairs(recipe["flags"]):
-        say.line(f"  {pair}")
-    say.block("Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
-    say.block("Published figures", [_figure(figure) for figure in recipe["expected"]])
-    say.block("Notes", recipe["notes"])
-    say.block("Sources", [f"{name}: {text}" for name, text in recipe["sources"].items()])
+    least, most, spec = recipe["nodes"]["min"], recipe["nodes"]["max"], recipe["spec"]
+    quantize = spec.get("quantize")
+    facts = {
+        "model": recipe["model"],
+        "file": recipe["path"],
+        "nodes": f"{least} to {most}" if most else f"{least} or more",
+        "vLLM": f"{recipe['needs_vllm']} or newer" if recipe["needs_vllm"] else None,
+        "container": recipe["container"]["image"] if recipe["container"] else None,
+        "parsers": in_words(recipe["parsers"]),
+        "speculation": recipe["speculative"],
+    }
+    settings = {
+        "tensor_parallel": spec.get("tensor_parallel"),
+        "quantize": quantize["format"] if isinstance(quantize, dict) else quantize,
+        "kv_cache": spec.get("kv_cache"),
+    }
+    made = [f"{name}={shlex.quote(str(value))}" for name, value in recipe["env"].items()]
+    made += [f"{key}: {_yaml(value)}" for key, value in settings.items() if value]
+    say(console, f"{recipe['name']}: {recipe['description']}", "bold")
+    for name, fact in facts.items():
+        if fact is not None:
+            say(console, f"  {name:<12} {fact}")
+    name = name_of(recipe["name"].partition("@")[0])
+    _block(console, "In sparkd.yaml", [f"{name}:", f"  recipe: {_yaml(recipe['name'])}"])
+    _block(console, "It comes to", [*made, *_pairs(recipe["flags"])])
+    _block(console, "Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
+    _block(console, "Published figures", [_figure(figure) for figure in recipe["expected"]])
+    _block(console, "Notes", recipe["notes"])
+    _block(console, "Sources", [f"{name}: {text}" for name, text in recipe["sources"].items()])
 
 
-class _Say:
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def line(self, text: str, style: str = "") -> None:
-        say(self._console, text, style)
-
-    def row(self, name: str, text: str) -> None:
-        self.line(f"  {name:<12} {text}")
-
-    def head(self, text: str) -> None:
-        self.line(f"\n{text}", style="bold")
-
-    def block(self, head: str, lines: Iterable[str]) -> None:
-        shown = list(lines)
-        if shown:
-            self.head(head)
-        for line in shown:
-            self.line(f"  {line}")
+def _block(console: Console, head: str, lines: list[str]) -> None:
+    if lines:
+        say(console, f"\n{head}", "bold")
+    for line in lines:
+        say(console, f"  {line}")
 
 
 def _pairs(flags: list[str]) -> list[str]:

@@ -36,7 +36,9 @@ class ModelState(StrEnum):
 
 
 STARTING = frozenset({ModelState.PLANNED, ModelState.LOADING, ModelState.WARMING, ModelState.SIZING})
-RESIDENT = STARTING - {ModelState.PLANNED} | {ModelState.READY, ModelState.DRAINING, ModelState.STOPPING}
+SERVING = frozenset({ModelState.READY, ModelState.DRAINING})
+AWAY = frozenset({ModelState.STOPPED, ModelState.FAILED})
+RESIDENT = STARTING - {ModelState.PLANNED} | SERVING | {ModelState.STOPPING}
 
 # An adopted rank enters at LOADING; it is READY once its server answers and it has answered a question, now or before. Stock vLLM
 # warms and sizes in one breath and old releases say neither in the log, so the three starting states may be passed over forwards,

@@ -55,6 +55,11 @@ class ParserRule:
     markers: tuple[str, ...] = ()
     coded: bool = False
 
+    @property
+    def origin(self) -> str:
+        """The reason for the choice: FAMILY or TEMPLATE."""
+        return FAMILY if self.coded else TEMPLATE
+
     def holds(self, family: str, template: str) -> bool:
         known = any(fnmatchcase(family, pattern) for pattern in self.families)
         return known and all(marker in template for marker in self.markers)
@@ -139,32 +144,22 @@ def chosen(config: Mapping[str, Any], with_tools: str | None, without_tools: str
 
     config: config.json. with_tools, without_tools: the templates by which vLLM renders a chat that brings tools and one that does not.
     """
-    families = _families(config)
-    tool, reasoning = _tool_rule(families, with_tools or ""), _reasoning_rule(families, without_tools or "")
+    tool, reasoning = rules_of(config, with_tools, without_tools)
     return Parsers(
         None if tool is None else tool.name,
         None if reasoning is None else reasoning.name,
-        nearest(families[0]) if tool is None else None,
+        nearest(_families(config)[0]) if tool is None else None,
     )
 
 
-def origins(config: Mapping[str, Any], with_tools: str | None, without_tools: str | None) -> tuple[str | None, str | None]:
-    """The reason for the tool parser and for the reasoning parser that `chosen` chooses: FAMILY, TEMPLATE, or None where no rule holds."""
-    families = _families(config)
-    rules = _tool_rule(families, with_tools or ""), _reasoning_rule(families, without_tools or "")
-    tool, reasoning = (None if rule is None else FAMILY if rule.coded else TEMPLATE for rule in rules)
+def rules_of(config: Mapping[str, Any], with_tools: str | None, without_tools: str | None) -> tuple[ParserRule | None, ParserRule | None]:
+    """The rules for the tool parser and for the reasoning parser; None where no rule holds. Parameters: see `chosen`."""
+    families, tools, plain = _families(config), with_tools or "", without_tools or ""
+    tool = _first(TOOL_RULES, families, tools, rendered=bool(_TOOLS.search(tools)))
+    reasoning = _first(REASONING_RULES, families, plain, rendered=bool(plain))
+    if reasoning is None and opens_thought(plain):
+        reasoning = _first(_ALWAYS, families, plain, rendered=True)
     return tool, reasoning
-
-
-def _tool_rule(families: tuple[str, ...], template: str) -> ParserRule | None:
-    return _first(TOOL_RULES, families, template, rendered=bool(_TOOLS.search(template)))
-
-
-def _reasoning_rule(families: tuple[str, ...], template: str) -> ParserRule | None:
-    rule = _first(REASONING_RULES, families, template, rendered=bool(template))
-    if rule is None and opens_thought(template):
-        return _first(_ALWAYS, families, template, rendered=True)
-    return rule
 
 
 def opens_thought(template: str) -> bool:

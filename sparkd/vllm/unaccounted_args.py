@@ -6,7 +6,7 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkd.vllm.flags import DRAFTS, Value, parsed
@@ -105,17 +105,15 @@ def count_in(flags: Flags, name: str) -> int | None:
     return int(count) if count.isascii() and count.isdecimal() and len(count) <= 12 and int(count) else None
 
 
-def reserved_whole(model: ModelConfig, keys: Collection[str]) -> Iterator[str]:
-    """Warnings of `sparkd check` for flags of extra_args by which a start reserves the whole machine.
-
-    keys: that a model's entry may have.
-    """
+def reserved_whole(model: ModelConfig) -> Iterator[str]:
+    """Warnings of `sparkd check` for flags of extra_args by which a start reserves the whole machine."""
     given = parsed(model.extra_args)
     flags = unsized(given)
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
     if model.memory_gib != "auto" or not flags or (share and count_in(given, BLOCKS) is None):
         return
-    better = sorted({"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags} & set(keys))
+    keys = {"kv_cache" if _name(flag) == BYTES else _name(flag).replace("-", "_") for flag in flags}
+    better = sorted(keys & set(type(model).model_fields))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to its real need"
     written = f"{' and '.join(flags)} in extra_args may change its memory"
     if OTHER in changed_by(flags):

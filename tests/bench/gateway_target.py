@@ -17,7 +17,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import UnknownModel, UnknownRoute
-from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
@@ -69,7 +69,7 @@ async def serve(asked: argparse.Namespace) -> None:
     limits = ClientLimits(**asked.limits)
     requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("state.db")))
     supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
-    edge = Edge(supervisor, admin=no_admin, live=well, ready=well, settings=EdgeSettings(limits=limits), requests=requests)
+    edge = Edge(supervisor, admin=no_admin, live=well, ready=well, requests=requests)
     server = gateway_server(edge, bounded_protocol(limits), drain_s=0.0)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(requests.run())

@@ -23,7 +23,7 @@ from sparkd.admin.app import admin_app
 from sparkd.admin.live import Live
 from sparkd.config.config import load_config
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.edge import Edge
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.rates import Rates
@@ -118,10 +118,8 @@ async def serve(asked: argparse.Namespace) -> None:
     controlled: Any = (supervisor, real.registry, real.journal, cluster)
     scraper: Any = MadeUpScraper(asked.loaded, chance)
     live = Live(*controlled, scraper, list, series=Series(config.state_dir / "state.db"), boundary=boundary)
-    limits = ClientLimits()
     edge = Edge(supervisor, admin=admin_app(*controlled, parts_of(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
-    edge.settings = EdgeSettings(limits=limits)
-    server = gateway_server(edge, bounded_protocol(limits), drain_s=0.1, boundary=boundary)
+    server = gateway_server(edge, bounded_protocol(ClientLimits()), drain_s=0.1, boundary=boundary)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))
         tasks.create_task(real.run())

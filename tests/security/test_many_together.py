@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.upstream import Upstream
-from tests.sparkd.gateway.fakes import FakeSupervisor
+from tests.sparkd.gateway.fakes import FakeSupervisor, connected
 
 REQUESTS = 50
 
@@ -46,7 +46,7 @@ async def test_the_loop_turns_between_two_of_them() -> None:
     ticker = asyncio.create_task(turns())
     async with asyncio.TaskGroup() as tasks:
         for _ in range(REQUESTS):
-            tasks.create_task(edge(dict(scope), receive, send))
+            tasks.create_task(connected(edge)(dict(scope), receive, send))
     ticker.cancel()
 
     assert course.count("begins") == REQUESTS

@@ -24,7 +24,7 @@ from sparkd.cluster.ray_connection import RayConnection
 async def main(address, folder):
     link = RayConnection(os.environ, lambda node_ip: (f"{folder}/ranks", f"{folder}/log", 0.5))
     await link.connect(address, "127.0.0.1")
-    print(await link.call("127.0.0.1", lambda agent: agent.pid.remote(), 300.0), flush=True)
+    print(await link.call("127.0.0.1", "pid", timeout_s=300.0), flush=True)
     await link.disconnect()
 
 asyncio.run(main(*sys.argv[1:]))

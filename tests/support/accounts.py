@@ -92,7 +92,7 @@ def options(
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:
     found = option(spec, hardware, env, ways=ways)
-    return "" if found is None else advices.advised(advices.advice(found, offered_bytes, ways))
+    return "" if found is None else str(advices.advice(found, offered_bytes) or "")
 
 
 def too_large(need: Requirement, most_gib: int, where: str = "this node") -> str | None:

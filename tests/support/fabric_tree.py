@@ -27,7 +27,7 @@ MEMORY = Path("/dev/shm")
 ALWAYS = ("MAX_JOBS", "FLASHINFER_NVCC_THREADS", "NCCL_DEBUG")
 _KNOWN = {
     "cx7", "cables", "addresses", "mtu", "speed", "rate", "lan", "wifi", "rdma", "first_gid", "no_gid", "down", "no_carrier", "missing",
-    "rename", "no_port_name", "port_name", "met", "default", "pci", "others", "virtual", "hotplug", "no_ip", "switch_id",
+    "rename", "no_port_name", "port_name", "met", "default", "pci", "others", "virtual", "hotplug", "no_ip",
 }  # fmt: skip
 
 
@@ -121,7 +121,6 @@ def _twin(root: Path, files: dict[str, object], twin: Twin, index: int, said: Ma
     net = _class(root, files, "net", name, f"{device}/net/{name}")
     port_name = UNREADABLE if said.get("no_port_name") else said.get("port_name", {}).get(twin.name, f"p{twin.cage}")
     _interface(files, net, link, up, linked, speed if linked and up else None, port_name)
-    files[f"{net}/phys_switch_id"] = _of(said.get("switch_id"), twin.name, "1610000347bb4c")
     (root / device).mkdir(parents=True, exist_ok=True)
     (root / net / "device").symlink_to(f"../../../{twin.pci}")
     files |= {f"{device}/vendor": "0x15b3", f"{device}/device": "0x1021"}
@@ -167,7 +166,6 @@ def _rdma(
     number = {"DOWN": 1, "INIT": 2, "ARMED": 3, "ACTIVE": 4}[state]
     files |= {
         f"{port}/state": f"{number}: {state}",
-        f"{port}/phys_state": "5: LinkUp" if state == "ACTIVE" else "3: Disabled",
         f"{port}/rate": rate,
         f"{port}/link_layer": "Ethernet",
         f"{port}/counters/port_xmit_data": "250000000",
@@ -179,9 +177,7 @@ def _rdma(
     gids = [(gid, kind) for gid in (*local, *mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
     for index in range(len(gids) + 2):
         gid, kind = gids[index] if index < len(gids) else ("0000:0000:0000:0000:0000:0000:0000:0000", UNREADABLE)
-        used = index < len(gids)
         files |= {f"{port}/gids/{index}": gid, f"{port}/gid_attrs/types/{index}": kind}
-        files[f"{port}/gid_attrs/ndevs/{index}"] = name if used else UNREADABLE
 
 
 def _beside(root: Path, files: dict[str, object], said: Mapping[str, Any], base: str) -> Iterable[dict[str, Any]]:

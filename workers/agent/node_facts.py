@@ -47,7 +47,10 @@ class NodeFacts:
 
     def free_port(self) -> int:
         """One of this node's address that nothing listens on now."""
-        return _free_port(self.node_id)
+        # Ray and vLLM take theirs at random too: a collision ends the engine, which is retried.
+        with socket.socket() as probe:
+            probe.bind((self.node_id, 0))
+            return int(probe.getsockname()[1])
 
     def runtime(self, interpreter: str) -> dict[str, Any]:
         """{"platform", "vllm", "entrypoint", "packages"} of a Python interpreter of this node, and its "mem_total_bytes". Raises
@@ -67,10 +70,3 @@ class NodeFacts:
     def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         """See workers.files.manifest.lacking. Raises RankError."""
         return lacking(ModelManifest.from_dict(manifest), {**os.environ, **environ})
-
-
-def _free_port(host: str) -> int:
-    """One that nothing listens on now. Ray and vLLM take theirs at random too: a collision ends the engine, which is retried."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

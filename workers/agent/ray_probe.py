@@ -1,8 +1,8 @@
-"""Asks a Ray head what it is, before a node joins it: versions, session, living nodes. Never joins, never starts a process of Ray.
+"""Asks a Ray head what it is, before a node joins it: versions, living nodes. Never joins, never starts a process of Ray.
 
 A program of its own, `python -m workers.agent.ray_probe HOST:PORT`, since Ray's import stays in its process's memory. The token comes
-by RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}, "agent"}, the last the version
-of the agent that the head's daemon has, null where none tells it; or {"refused": "token"}, {"refused": "silent", "why"}.
+by RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "nodes": {address: labels}, "agent"}, the last the version of the
+agent that the head's daemon has, null where none tells it; or {"refused": "token"}, {"refused": "silent", "why"}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AGENT_KEY, KEYS_NAMESPACE = b"agent", b"sparkd"
 def probe(address: str) -> dict[str, Any]:
     """See above; blocks for some ANSWER_TIMEOUT_S at most. Keys and namespaces of the head's store are those of Ray 2.60.
 
-    (ray/_common/usage/usage_lib.py, put_cluster_metadata; ray/_private/node.py, session_name.)
+    (ray/_common/usage/usage_lib.py, put_cluster_metadata.)
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError, RaySystemError, RpcError
@@ -28,7 +28,6 @@ def probe(address: str) -> dict[str, Any]:
         head = GcsClient(address=address)
         nodes = head.get_all_node_info(timeout=ANSWER_TIMEOUT_S)
         versions = json.loads(head.internal_kv_get(b"CLUSTER_METADATA", b"cluster", ANSWER_TIMEOUT_S) or b"{}")
-        session = head.internal_kv_get(b"session_name", b"session", ANSWER_TIMEOUT_S) or b""
         agent = head.internal_kv_get(AGENT_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
     except AuthenticationError:
         return {"refused": "token"}
@@ -37,7 +36,6 @@ def probe(address: str) -> dict[str, Any]:
     return {
         "ray": versions.get("ray_version"),
         "python": versions.get("python_version"),
-        "session": session.decode(),
         "agent": None if agent is None else agent.decode(),
         # 0 is ALIVE of GcsNodeInfo.GcsNodeState (src/ray/protobuf/gcs.proto).
         "nodes": {node.node_manager_address: dict(node.labels) for node in nodes.values() if node.state == 0},

@@ -162,6 +162,5 @@ def _free(folder: Path) -> dict[str, int | None]:
     """Free bytes of the file system that the folder is on, or will be."""
     for place in (folder, *folder.parents):
         with suppress(OSError):
-            disk = os.statvfs(place)
-            return {"free_bytes": disk.f_bavail * disk.f_frsize}
+            return {"free_bytes": shutil.disk_usage(place).free}
     return {"free_bytes": None}

@@ -11,7 +11,9 @@ import fcntl
 import logging
 import os
 import queue
+import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +25,7 @@ from workers.guard import incidents
 from workers.guard.consumers import Consumers, MemoryConsumer
 from workers.guard.memory_sampler import COLUMNS, MemorySample, MemorySampler, Trend
 from workers.guard.policy import PHASES, Decision, GuardedEngine, GuardState, decide, pace_s
-from workers.host import machine, meminfo, processes
+from workers.host import meminfo, processes
 from workers.host.memory_limits import MemoryLimits
 from workers.host.network import shares_memory
 from workers.rank import lifecycle
@@ -58,7 +60,7 @@ class Guard:
         self._actor = actor
         # When it last looked, and might have acted.
         self._guarded_at_s = time.monotonic()
-        # See workers.host.machine; empty before the first look.
+        # The fields of a sparkd.state.nouns.Machine; empty before the first look.
         self.machine: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
         self.consumers = Consumers(run_dir, unified=shares_memory())
@@ -265,7 +267,11 @@ class Guard:
         self._repeat(self._measure, "the node's disk and uptime could not be read")
 
     def _measure(self) -> None:
-        self.machine = machine.sample(self._proc, self._log_dir)
+        facts: dict[str, Any] = {"host": socket.gethostname(), "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME)}
+        with suppress(OSError):  # the folder was removed
+            disk = shutil.disk_usage(self._log_dir)
+            facts |= {"disk_total_bytes": disk.total, "disk_free_bytes": disk.free}
+        self.machine = facts
 
     def _repeat(self, work: Callable[[], None], failure: str) -> None:
         while not self._ended.is_set():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import socket
 import stat
 import time
@@ -156,8 +157,8 @@ def _cache(path: Path, home: Path) -> dict[str, Any] | None:
 
 
 def _disk(path: Path) -> dict[str, Any]:
-    space = os.statvfs(path)
-    return {"path": str(path), "total_bytes": space.f_blocks * space.f_frsize, "free_bytes": space.f_bavail * space.f_frsize}
+    space = shutil.disk_usage(path)
+    return {"path": str(path), "total_bytes": space.total, "free_bytes": space.free}
 
 
 def _installed(runtime: str | None) -> dict[str, Any]:

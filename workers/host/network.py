@@ -11,12 +11,12 @@ import json
 import os
 import re
 import socket
-import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from workers.host import regular_file
+from workers.host.bounded_child import ProgramOutput, ask
 
 ROOT = Path("/")
 IP_TIMEOUT_S = 3.0
@@ -27,7 +27,6 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "ip-route.json": ("-4", "route", "show"),
     "ip-neighbour.json": ("neighbour", "show"),
 }
-_IP_PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
 # The variables that sparkd computes for an engine. A node's own environment may set them differently, so the node reports these, no other.
 VARIABLES = (
     "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_MERGE_NICS",
@@ -51,12 +50,12 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
     """
     here = root == ROOT
     trouble: list[str] = []
-    answers = {name: _asked(name, (lambda name: _ip(QUESTIONS[name])) if here else _file(root), trouble) for name in QUESTIONS}
+    answers = {name: _asked(root, name, trouble) for name in QUESTIONS}
     return {
         "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).partition("\n")[0],
         "interfaces": _interfaces(root, answers["ip-address.json"]),
         "rdma": [port for name in _names(root / "sys/class/infiniband") for port in _rdma(root / "sys/class/infiniband" / name)],
-        "routes": [_picked(row, "dst", "dev", "gateway", "metric") for row in answers["ip-route.json"] or []],
+        "routes": [_picked(row, "dst", "dev") for row in answers["ip-route.json"] or []],
         "neighbours": [_picked(row, "dst", "dev", "lladdr", "state") for row in answers["ip-neighbour.json"] or []],
         "hotplug": (root / HOTPLUG_MARK).exists(),
         "unified": shares_memory(root),
@@ -70,40 +69,22 @@ def shares_memory(root: Path = ROOT) -> bool:
     return all(_UNIFIED.search(_text(root / GPUS / gpu / "information") or "") for gpu in _names(root / GPUS))
 
 
-def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dict[str, Any]] | None:
-    command = " ".join(["ip", *QUESTIONS[name]])
-    try:
-        rows = json.loads(ask(name))
-    except FileNotFoundError:
-        trouble.append(f"`{command}`: not installed")
-    except subprocess.TimeoutExpired:
-        trouble.append(f"`{command}`: no answer within {IP_TIMEOUT_S:g} s")
-    except subprocess.CalledProcessError as error:
-        trouble.append(f"`{command}`: {(error.stderr or '').strip()[:200] or f'exit code {error.returncode}'}")
-    except (OSError, ValueError, RecursionError) as error:
-        trouble.append(f"`{command}`: {getattr(error, 'strerror', None) or 'its answer is no JSON'}")
-    else:
-        # A question without an answer is an empty object in some releases.
-        return [row for row in rows if row]
+def _asked(root: Path, name: str, trouble: list[str]) -> list[dict[str, Any]] | None:
+    answer = ask(["ip", "-json", *QUESTIONS[name]], IP_TIMEOUT_S) if root == ROOT else _captured(root / name)
+    problem = answer.trouble
+    if problem is None:
+        try:
+            # A question without an answer is an empty object in some releases.
+            return [row for row in json.loads(answer.text) if row]
+        except ValueError:
+            problem = "its answer is no JSON"
+    trouble.append(f"`{' '.join(['ip', *QUESTIONS[name]])}`: {problem}")
     return None
 
 
-def _ip(question: tuple[str, ...]) -> str:
-    """Run `ip` with a time limit: a driver that hangs must not block the caller."""
-    done = subprocess.run(
-        ["ip", "-json", *question],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=IP_TIMEOUT_S,
-        check=True,
-        env={"PATH": f"{os.environ.get('PATH', os.defpath)}:{_IP_PLACES}", "LC_ALL": "C"},
-    )
-    return done.stdout
-
-
-def _file(root: Path) -> Callable[[str], str]:
-    return lambda name: regular_file.read(root / name).decode()
+def _captured(path: Path) -> ProgramOutput:
+    text = _text(path)
+    return ProgramOutput(text or "", None if text is not None else "ip is not installed")
 
 
 def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -133,10 +114,8 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
         "carrier": None if carrier is None else carrier == "1",
         "speed_mbps": _number(said("speed")),
         "port_name": said("phys_port_name") or link.get("phys_port_name"),
-        "switch_id": said("phys_switch_id") or link.get("phys_switch_id"),
         "pci": pci,
         "vendor": _text(device / "vendor") if here else None,
-        "driver": os.path.basename(os.path.realpath(device / "driver")) if here and (device / "driver").exists() else None,
         "pci_gts": _number(_text(device / "current_link_speed") if here else None),
         "pci_lanes": _number(_text(device / "current_link_width") if here else None),
         "wireless": here and ((path / "wireless").exists() or (path / "phy80211").exists()),
@@ -162,11 +141,7 @@ def _rdma(path: Path) -> Iterable[dict[str, Any]]:
         port = path / "ports" / number
         yield {
             "name": path.name,
-            "port": int(number),
-            "interfaces": _names(path / "device/net"),
-            "pci": os.path.basename(os.path.realpath(path / "device")),
             "state": _text(port / "state"),
-            "phys_state": _text(port / "phys_state"),
             "rate": _text(port / "rate"),
             "link_layer": _text(port / "link_layer"),
             "gids": list(_gids(port)),
@@ -180,8 +155,7 @@ def _gids(port: Path) -> Iterable[dict[str, Any]]:
     for index in sorted(map(int, filter(_is_number, _names(port / "gids")))):
         gid = _text(port / f"gids/{index}")
         if gid and gid != _ZERO_GID:
-            kind, device = _text(port / f"gid_attrs/types/{index}"), _text(port / f"gid_attrs/ndevs/{index}")
-            yield {"index": index, "gid": gid, "type": kind, "interface": device}
+            yield {"index": index, "gid": gid, "type": _text(port / f"gid_attrs/types/{index}")}
 
 
 def _bytes(path: Path) -> int | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 VARIABLE = "SPARKD_KV"
 # The variable of this project's predecessor (MiB), kept for existing scripts.
-MARGIN_VARIABLE = "VLLM_KV_CACHE_MEM_MARGIN"
 SIZES = ("bytes", "tokens", "sequences")
 # vLLM's own ways to give the cache a size.
 BLOCKS_FLAG = "--num-gpu-blocks-override"
@@ -70,10 +69,6 @@ class CacheSettings:
             raise ValueError(f"{VARIABLE} says {' and '.join(f'`{size}`' for size in sizes)}: one of them is enough.")
         if settings.get("at") is not None and settings.get("sequences") is None:
             raise ValueError(f"{VARIABLE} says `at` and no `sequences`.")
-        if settings.get("margin_bytes") is None and (margin := environ.get(MARGIN_VARIABLE, "").strip()):
-            if not margin.isdecimal():
-                raise ValueError(f"{MARGIN_VARIABLE} must be a whole number of MiB.")
-            settings["margin_bytes"] = int(margin) * 2**20
         return cls(**settings)
 
     def or_vllms(self, cache_config: Any) -> CacheSettings:

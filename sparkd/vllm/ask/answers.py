@@ -118,7 +118,7 @@ class ModelAnswer:
 
 
 def answer_of(raw: Mapping[str, Any]) -> ModelAnswer:
-    """The answer in this JSON. Raises KeyError, TypeError or AttributeError for JSON that is no answer."""
+    """The answer in this JSON."""
     pool = raw["cache"] or {"groups": [], "stages": [{}] * len(raw["stages"])}
     fields = {"vllm", "platform", "stand_in", "seconds", "refusal", "stages", "cache"}
     return ModelAnswer(

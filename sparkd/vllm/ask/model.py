@@ -137,10 +137,7 @@ def ask(
         numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
         asking = [questions[number] for number in numbers]
         for place, raw in _run(asking, platform, runtime, progress, cancel, memory_bytes):
-            try:
-                answers[numbers[place]] = answer_of(raw)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                raise EngineError(f"The vLLM of {runtime.place} gave an unreadable answer about a model.") from None
+            answers[numbers[place]] = answer_of(raw)
             if _is_lasting(raw):
                 keep(keys[numbers[place]], raw, runtime.folders)
     return answers
@@ -302,12 +299,9 @@ def _text(path: Path) -> bytes | None:
 
 
 def _on_disk(key: str, runtime: InquiryRuntime) -> ModelAnswer | None:
-    """The kept answer; None for a missing or a damaged one."""
+    """The kept answer; None for a missing one."""
     raw = kept(key, runtime.folders)
-    try:
-        return None if raw is None else answer_of(raw)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return None if raw is None else answer_of(raw)
 
 
 def _is_lasting(raw: Mapping[str, Any]) -> bool:

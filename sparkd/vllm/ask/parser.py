@@ -74,7 +74,7 @@ def answers(
     beside = environment(version, neighbours(interpreter), _FILES)
     questions = [_question(line) for line in lines]
     keys = [hashlib.sha256(json.dumps([beside, question]).encode()).hexdigest()[:32] for question in questions]
-    found = {key: _read(kept(key, folders)) for key in keys}
+    found = {key: None if (raw := kept(key, folders)) is None else tuple(map(RefusedArg.of, raw)) for key in keys}
     open_ = {key: question for key, question in zip(keys, questions, strict=True) if found[key] is None}
     if open_ and ask:
         if first is not None:
@@ -111,11 +111,3 @@ def _question(line: Sequence[str]) -> list[str]:
         if isinstance(value, str) and value.isascii() and value.isdecimal() and value.strip("0"):
             flags[name] = "1"
     return words(flags)
-
-
-def _read(raw: Any) -> RefusedArgs | None:
-    """The refusals in a kept answer; None for one that is damaged."""
-    try:
-        return None if raw is None else tuple(map(RefusedArg.of, raw))
-    except (TypeError, KeyError):
-        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +33,7 @@ from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.recipes.registry import Registry
 from sparkd.state.nouns import Event, Want
 from tests.sparkd.control.test_supervisor import UP, make_ready, stage
-from tests.sparkd.gateway.fakes import soon
+from tests.sparkd.gateway.fakes import FakeConnection, connected, soon
 from tests.support.admin_parts import parts_of
 from tests.support.answers import check_answer
 from tests.support.checkpoints import write_folder
@@ -95,19 +95,9 @@ async def admin_of(tmp_path: Path, parts: dict[str, Any] | None = None, **flags:
         benches = Benches(made.supervisor, made.supervisor.registry, jobs, "http://localhost", ("", ""))
         app = admin_app(*controlled, parts_of(**{"jobs": jobs, "benches": benches} | (parts or {})))
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
-        transport = httpx.ASGITransport(app=edge)
+        transport = httpx.ASGITransport(app=connected(edge))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
             yield Admin(made, edge, client, app, jobs)
-
-
-class Connection:
-    """The part of a client's connection that an answer without an end uses."""
-
-    def __init__(self) -> None:
-        self.when_gone: Callable[[], object] | None = None
-
-    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
-        self.when_gone = callback
 
 
 @dataclass
@@ -121,7 +111,7 @@ class Stream:
     ended: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bool = False
-    client: Connection = field(default_factory=Connection)
+    client: FakeConnection = field(default_factory=FakeConnection)
 
     async def run(self, path: str, headers: dict[str, str]) -> None:
         raw_path, _, query = (ADMIN_ROOT + path).encode().partition(b"?")

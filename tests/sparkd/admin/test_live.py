@@ -23,14 +23,16 @@ from tests.support.waiting import eventually
 async def test_each_page_gets_the_newest_document_and_a_slow_one_not_those_between() -> None:
     stream = LiveStream()
     first, slow = stream.follow(), stream.follow()
-    waiting = [asyncio.ensure_future(anext(page)) for page in (first, slow)]
-    await stream.asked.wait()
-    stream.publish("1")
-    assert await asyncio.gather(*waiting) == ["1", "1"]
-    for event in ("2", "3"):
+
+    async def published(event: str, *pages: AsyncIterator[str]) -> list[str]:
+        waiting = [asyncio.ensure_future(anext(page)) for page in pages]
+        await asyncio.sleep(0)
         stream.publish(event)
-        assert await anext(first) == event
-    assert await anext(slow) == "3"
+        return await asyncio.gather(*waiting)
+
+    assert await published("1", first, slow) == ["1", "1"]
+    assert [await published(event, first) for event in ("2", "3")] == [["2"], ["3"]]
+    assert await published("4", first, slow) == ["4", "4"]
     for page in (first, slow):
         await page.aclose()
 

@@ -19,6 +19,7 @@ from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.state.series import Series
 from tests.sparkd.admin.test_app import Stream
 from tests.sparkd.admin.test_live import FakeScraper
+from tests.sparkd.gateway.fakes import connected
 from tests.support.admin_parts import parts_of
 from tests.support.answers import check_answer
 from tests.support.fakes import FakeClock, stage
@@ -32,7 +33,7 @@ class Served:
         self.live = Live(*controlled, FakeScraper(), list, series=Series(path), boundary=Boundary(FakeClock()))  # type: ignore[arg-type]
         self.app = admin_app(*controlled, parts_of(live=self.live))
         self.edge = Edge(supervisor, admin=self.app, live=lambda: (True, {}), ready=lambda: (True, {}))
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.edge), base_url="http://localhost")
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=connected(self.edge)), base_url="http://localhost")
 
     async def get(self, path: str) -> httpx.Response:
         return await self.client.get(ADMIN_ROOT + path)

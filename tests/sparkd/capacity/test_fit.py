@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.capacity.evidence import Evidence, MeasuredPeaks, Ways
+from sparkd.capacity.evidence import Evidence, Ways
 from sparkd.capacity.fit import CONTEXT_STEP, DEFAULT_CONTEXT, Option
 from sparkd.capacity.formats import AS_STORED, FORMATS
 from sparkd.capacity.headers import Headers
@@ -23,6 +23,7 @@ from tests.support.checkpoints import Tensor, dense, mixture
 from tests.support.facts import lacking
 from tests.support.inventories import known, models
 from tests.support.published_tensors import tensors_of
+from workers.kv.arithmetic import Demand
 
 ALL = (AS_STORED, *FORMATS)
 # Larger than what a load needs beside the weights, so that serving is what counts.
@@ -147,9 +148,9 @@ def test_a_models_own_length_need_be_no_whole_number_of_steps(length: int) -> No
 
 def test_what_was_learned_is_used_on_one_node() -> None:
     class Learned(Evidence):
-        def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> MeasuredPeaks | None:
+        def learned(self, args: EngineArgs, headers: Headers, ways: Ways, hardware: Hardware) -> Demand | None:
             is_it = ways == (1, 1) and args.recipe is not None and args.recipe.default.spelling == "nvfp4"
-            return MeasuredPeaks(peak=7 * GIB, graphs=1) if is_it else None
+            return Demand(peak=7 * GIB, graphs=1) if is_it else None
 
     found = options(plain(), nodes=2, evidence=Learned())
     peaks = {(one.format, one.nodes): one.footprint.parts["peak"] for one in found if one.footprint is not None}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.estimate import CONTEXT_BYTES, GRAPH_LAYER_BYTES, NCCL_BYTES, PROCESS_BYTES, cache_doubt
-from sparkd.capacity.evidence import NO_ANSWER, Exact, MeasuredPeaks
+from sparkd.capacity.evidence import NO_ANSWER, Exact
 from sparkd.capacity.footprint import Footprint, footprint
 from sparkd.capacity.kv_cache import Serving
 from sparkd.capacity.weights import Inventory
@@ -21,6 +21,7 @@ from tests.support.checkpoints import dense
 from tests.support.inventories import known
 from tests.support.published_tensors import tensors_of
 from workers.host.memory_limits import spare
+from workers.kv.arithmetic import Demand
 from workers.quantization.recipe import QuantizationRecipe
 
 BF16, NVFP4 = QuantizationRecipe.parse("bf16"), QuantizationRecipe.parse("nvfp4")
@@ -37,7 +38,7 @@ def of(
     serving: Serving | None = None,
     inventory: Inventory | None = None,
     exact: Exact = NO_ANSWER,
-    measured: MeasuredPeaks | None = None,
+    measured: Demand | None = None,
     **keys: Any,
 ) -> Footprint:
     args = engine_args(parse_model("m", {"model": "/m", **keys}, over_admin=False), {})
@@ -92,7 +93,7 @@ def test_what_each_kind_of_machine_adds() -> None:
 
 
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:
-    found = of(measured=MeasuredPeaks(peak=123, graphs=45))
+    found = of(measured=Demand(peak=123, graphs=45))
 
     assert (found.parts["peak"], found.parts["graphs"]) == (123, 45)
 

@@ -23,7 +23,7 @@ def of(layers: Sequence[Attention | None]) -> Shape:
 def test_a_request_of_layers_that_are_all_alike() -> None:
     found = kv_cost(of([FULL] * 10), Serving(1000))
 
-    assert found == KvCost(10 * 16 * 8 * 256 * 2, 63, 16, 1000)
+    assert found == KvCost(10 * 16 * 8 * 256 * 2, 63, 1000)
     assert found.per_request == 63 * found.block_bytes and found.least == 64 * found.block_bytes
     assert found.per_token == found.per_request / 1000
 
@@ -49,7 +49,7 @@ def test_heads_fewer_than_ranks_are_on_several_and_a_latent_one_is_on_all() -> N
 
 def test_a_model_without_a_cache_needs_none() -> None:
     for found in (kv_cost(of([None] * 4), Serving(4096)), kv_cost(shape("gemma-4-12b-it-assistant"), Serving(2048))):
-        assert (found.per_request, found.least, found.block_tokens) == (0, 0, 0)
+        assert (found.per_request, found.least) == (0, 0)
 
 
 def test_a_pipeline_has_the_blocks_of_its_share() -> None:

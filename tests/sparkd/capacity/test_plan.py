@@ -328,7 +328,7 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             question, operation = Planning.model_validate(asked).request(), "p1" if told["ends"] and "quick" not in asked else None
-            here, spec = plan_for_node.hardware_here(question.hardware, config), config.lookup(question.model)
+            here, spec = plan_for_node.planning_hardware(question.hardware, config), config.lookup(question.model)
             self._say({**plan_for_node._answer(PlanOrder(question, here, spec, {}, config)), "operation": operation, "href": None})
 
         def _say(self, body: dict[str, Any]) -> None:
@@ -395,7 +395,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
     whose = f"sparkd at {served['url']}"
-    own = plan_for_node.hardware_here("node", Config())
+    own = plan_for_node.planning_hardware("node", Config())
     found = plan(capsys, "m")["hardware"]
     assert (found["name"], found["memory_bytes"], found["platform"], found["of"]) == ("node", own.memory_bytes, own.platform, whose)
     found = plan(capsys, "mine", "--config", file)

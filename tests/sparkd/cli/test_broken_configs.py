@@ -38,7 +38,6 @@ TOGETHER: list[tuple[dict[str, Any], list[int]]] = [
 ENTRIES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
     ({"dtype": "float99"}, ("models.m.dtype", "float"), 4),
     ({"tool_call_parser": "hermess"}, ("models.m.tool_call_parser", "hermes?"), 4),
-    ({"load_format": "spark_stream"}, ("load_format", "quantize is not set"), 4),
     ({"sampling": {"temperature": 9}}, ("models.m.sampling.temperature",), 4),
     ({"memory_gib": 4, "kv_cache": {"bytes": "8GiB"}}, ("kv_cache", "8GiB", "4 GiB"), 5),
     ({"quantize": "nvfp4", "quantization": "fp8"}, ("quantization", "exclude each other"), 5),
@@ -106,9 +105,8 @@ def _of_files(models: Folders) -> Rows:
 
 
 def _of_the_machine(models: Folders) -> Rows:
-    """A file where a folder or a program is expected, and addresses that are none."""
+    """A file where a program is expected, and addresses that are none."""
     file = models.sound / "config.json"
-    yield f"log_level: info\nstate_dir: {file}\n", ("state_dir", "folder"), 2
     yield f"log_level: info\nengine: {{runtime: {file}}}\n", ("engine.runtime", "run"), 2
     yield "log_level: info\ncluster: {address: 999.1.1.1:6379}\n", ("cluster.address", "IPv4"), 2
     yield "log_level: info\nlisten: 0.0.0.0:4000\n", ("listen", "no key"), 2

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +79,7 @@ class FakeLink:
     async def refresh(self) -> set[str]:
         return set()
 
-    async def call(self, node_ip: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+    async def call(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         self.calls += 1
         if self.error:
             raise self.error
@@ -255,11 +257,12 @@ def no_descriptors() -> Iterator[None]:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A raylet of the head in tmp_path, by its name, its session and its log."""
-    (tmp_path / "ray").mkdir()
+    """A raylet of the head in tmp_path, by its name and its session."""
     (tmp_path / "raylet").symlink_to(str(shutil.which("sleep")))
-    with open(tmp_path / "ray" / "raylet.out", "w") as log:
-        made = subprocess.Popen([tmp_path / "raylet", "300"], stdout=log, start_new_session=True)
+    made = subprocess.Popen([tmp_path / "raylet", "300"], start_new_session=True)
+    starter = processes.identity(made.pid)
+    assert starter is not None
+    (tmp_path / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "starter": asdict(starter)}))
     yield made
     made.kill()
     made.wait()
@@ -297,7 +300,7 @@ async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster:
     cluster.expect(["192.0.2.7"])
     cluster._tracker.heard("192.0.2.7", clock(), refused=False)
 
-    async def call(*_arguments: Any) -> Any:
+    async def call(*_arguments: Any, **_named: Any) -> Any:
         clock.now_s += 30.0
         raise AgentLost("192.0.2.7 did not answer.")
 

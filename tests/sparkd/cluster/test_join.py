@@ -128,7 +128,7 @@ def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: li
 
 def answer(**changes: Any) -> dict[str, Any]:
     ours = {"ray": head_probe.importlib.metadata.version("ray"), "python": head_probe.platform.python_version()}
-    return ours | {"session": "session_1", "nodes": {"192.168.100.10": {"sparkd-version": __version__}}} | changes
+    return ours | {"nodes": {"192.168.100.10": {"sparkd-version": __version__}}} | changes
 
 
 @pytest.mark.parametrize(
@@ -205,24 +205,17 @@ def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytes
 # A raylet of another head, or of an earlier one at the same address, is not taken over.
 
 
-@pytest.mark.parametrize(
-    ("record", "session", "stale"),
-    [
-        ({"join": HEAD, "session": "s1"}, "s1", False),
-        ({"join": HEAD, "session": "s1"}, "s2", True),
-        ({"join": "192.0.2.9:6379", "session": "s1"}, "s1", True),
-    ],
-)
-def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray.json").write_text(json.dumps({"address": HEAD, "keeper": True} | record))
-    ray = RayHead(RayOptions(tmp_path, tmp_path / "t", node_ip="192.168.100.11", join=HEAD, keeper=True, session=lambda: session))
+@pytest.mark.parametrize("keeper", [True, False])
+def test_a_keeper_ends_what_an_earlier_one_left_and_a_daemon_uses_it(keeper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray.json").write_text(json.dumps({"address": HEAD, "keeper": True}))
+    ray = RayHead(RayOptions(tmp_path, tmp_path / "t", node_ip="192.168.100.11", join=HEAD, keeper=keeper))
     done: list[str] = []
     monkeypatch.setattr(RayHead, "essential", lambda self: {"raylet": 1})
     monkeypatch.setattr(RayHead, "_end", lambda self: done.append("stop"))
     monkeypatch.setattr(RayHead, "_start", lambda self: done.append("start") or "new")
 
-    assert ray.ensure() == ("new" if stale else HEAD)
-    assert done == (["stop", "start"] if stale else [])
+    assert ray.ensure() == ("new" if keeper else HEAD)
+    assert done == (["stop", "start"] if keeper else [])
 
 
 # The verbs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class FakeAgents:
     async def remove_group(self, start: str) -> None:
         self.log.append(f"no group of {start}")
 
-    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
-        return await method(FakeAgent(self, node))
+    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        return await getattr(FakeAgent(self, node), method)(*arguments)
 
 
 class FakeAgent:
@@ -50,28 +50,22 @@ class FakeAgent:
         self._agents = agents
         self._node = node
 
-    def __getattr__(self, name: str) -> Any:
-        class Method:
-            remote = getattr(FakeAgent, f"ask_{name}").__get__(self)
-
-        return Method
-
-    async def ask_drop_page_cache(self) -> dict[str, Any]:
+    async def drop_page_cache(self) -> dict[str, Any]:
         self._agents.log.append(f"drop {self._node}")
         return self._agents.dropped
 
-    async def ask_foreign(self, device: bool) -> list[dict[str, Any]]:
+    async def foreign(self, device: bool) -> list[dict[str, Any]]:
         return self._agents.foreign if self._node == B else []
 
-    async def ask_free_port(self) -> int:
+    async def free_port(self) -> int:
         self._agents.log.append(f"port {self._node}")
         return 45678
 
-    async def ask_destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
+    async def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         self._agents.log.append(f"destroy {handle['rank_id']} {self._node}")
         return {"gone": True, "survivors": []}
 
-    async def ask_spawn(self, fields: dict[str, Any], private: bool) -> dict[str, Any]:
+    async def spawn(self, fields: dict[str, Any], private: bool) -> dict[str, Any]:
         self._agents.log.append(f"spawn {fields['rank']} {self._node}")
         if self._agents.fails == self._node:
             raise self._agents.failure

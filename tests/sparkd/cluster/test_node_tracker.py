@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.cluster.node_tracker import NODE_GRACE_S, NodeTracker, machine_of, missing_condition, unusable_condition
+from sparkd.cluster.node_tracker import NODE_GRACE_S, NodeTracker, missing_condition, unusable_condition
 from sparkd.errors import AgentLost, ClusterError, CodeDiffers
-from sparkd.state.nouns import Machine
 from sparkd.state.snapshot import NodeView
 from tests.support.fakes import READING
 
@@ -127,16 +126,3 @@ def test_a_node_whose_agent_answers_and_cannot_look_is_not_given_up() -> None:
 
         assert [node.node_id for node in missing] == ["b"]
         assert sight.dark_s("b", float(now_s)) == 0
-
-
-@pytest.mark.parametrize(
-    ("raw", "machine"),
-    [
-        ({"host": "spark-1", "uptime_s": 7.5, "disk_total_bytes": 9, "disk_free_bytes": 3}, Machine("spark-1", 7.5, 9, 3)),
-        ({"host": "spark-1", "of_a_later_release": 1}, Machine("spark-1")),
-        (None, None),
-    ],
-    ids=["whole", "of a later release", "of an earlier release"],
-)
-def test_the_facts_of_a_machine_are_taken_or_left(raw: object, machine: Machine | None) -> None:
-    assert machine_of(raw) == machine

@@ -1,4 +1,4 @@
-"""A status file or a reading of another release: it is lost alone, never the look at the others."""
+"""A status file of another release: it is lost alone, never the look at the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from workers.host import processes
 from workers.rank.status import status_path
 
 GOOD, BAD = "good-1-00000000", "bad-1-00000000"
-SAMPLE: dict[str, Any] = {
-    "at_s": 1.0, "mem_total_bytes": 100, "mem_available_bytes": 50, "mem_free_bytes": 40, "cached_bytes": 5, "swap_total_bytes": 0,
-    "swap_free_bytes": 0, "level": "ok",
-}  # fmt: skip
 
 
 def status_of(rank_id: str) -> dict[str, Any]:
@@ -44,12 +40,5 @@ async def test_what_cannot_be_used_is_a_condition_and_the_rest_is_seen(tmp_path:
         assert [fact.handle.rank_id for fact in observation.ranks or ()] == [GOOD]
         assert observation.reading is not None
         assert observation.trouble is not None and observation.trouble.reason == "NodeUnreadable" and BAD in observation.trouble.message
-
-        status_path(folder, BAD).unlink()
-        cluster._here.guard.stop()
-        cluster._here.guard._last_look = SAMPLE | {"level": "calm"}
-        observation = await cluster.observe()
-        assert observation.reading is None and len(observation.ranks or ()) == 1
-        assert "calm" in str(observation.trouble)
     finally:
         cluster._here.guard.stop()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,26 +35,13 @@ class FakeLink:
         self.silent: set[str] = set()
         self.runtimes: dict[str, Mapping[str, Any]] = {}
 
-    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if node in self.silent:
             raise AgentLost(f"The agent of node {node} did not answer.")
-        named: list[str] = []
-        method(Named(named))
-        if named == ["runtime"]:
+        if method == "runtime":
             return self.runtimes.get(node, VLLM)
         files = None if node in self.without else {"config.json": [1, "d"]}
         return {"vllm": "0.32.0", "platform": "cpu", "plugin": "p", "files": files}
-
-
-class Named:
-    """An agent that notes which of its methods is called."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        self._names.append(name)
-        return SimpleNamespace(remote=lambda *_: None)
 
 
 class FakeFabric:

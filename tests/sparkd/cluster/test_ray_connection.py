@@ -91,14 +91,13 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
 async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: type[ClusterError], words: str) -> None:
     from ray.exceptions import RayTaskError
 
-    link = RayConnection({}, lambda node_ip: ())
-    link._agents["n"] = "id", object()
-
-    async def fail(agent: object) -> None:
+    async def fail() -> None:
         raise RayTaskError("spawn", "traceback", raised).as_instanceof_cause()
 
+    link = RayConnection({}, lambda node_ip: ())
+    link._agents["n"] = "id", SimpleNamespace(spawn=SimpleNamespace(remote=fail))
     with pytest.raises(kind, match=words) as error:
-        await link.call("n", fail, HUNG_S)
+        await link.call("n", "spawn", timeout_s=HUNG_S)
     assert type(error.value) is kind
 
 
@@ -228,9 +227,9 @@ async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.Monke
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:
     link = RayConnection({}, lambda node_ip: ())
     with pytest.raises(AgentLost) as unsent:
-        await link.call("n", lambda agent: agent.nothing(), HUNG_S)
-    link._agents["n"] = "id", object()
+        await link.call("n", "spawn", timeout_s=HUNG_S)
+    link._agents["n"] = "id", SimpleNamespace(spawn=SimpleNamespace(remote=asyncio.Event().wait))
     with pytest.raises(AgentLost) as late:
-        await link.call("n", lambda agent: asyncio.Event().wait(), 0.0)
+        await link.call("n", "spawn", timeout_s=0.0)
 
     assert (unsent.value.reached, late.value.reached) == (False, True)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.stuck_driver import a_stuck_driver
 from tests.support.waiting import HUNG_S, until
 from workers.agent.version import VERSION
 from workers.host.node_variables import NODE_LINKS
-from workers.host.processes import boot_id, descendants, table
+from workers.host.processes import descendants, identity, table
 
 stuck_driver = pytest.fixture(name="stuck_driver")(a_stuck_driver)
 
@@ -106,15 +107,17 @@ def test_the_environment_is_ours_and_no_other_clusters(head: RayHead, folder: Pa
     assert (environment["RAY_worker_niceness"], environment["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
 
 
-def test_ray_carries_the_names_of_its_nodes_interfaces_where_it_has_others_to_meet(folder: Path) -> None:
+def test_ray_carries_the_names_of_its_nodes_interfaces_where_it_has_others_to_meet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fabric(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": f"cable of {node_ip}", "TP_SOCKET_IFNAME": environ["HOME"]}
 
+    monkeypatch.setattr(ray_head, "ray_environment", fabric)
     names = {"GLOO_SOCKET_IFNAME": "cable of 10.0.0.2", "TP_SOCKET_IFNAME": "/h"}
-    environment = head_of(folder, node_ip="10.0.0.2", fabric=fabric).environment({"HOME": "/h"})
+    environment = head_of(folder, node_ip="10.0.0.2").environment({"HOME": "/h"})
     assert environment.items() >= (names | {NODE_LINKS: "GLOO_SOCKET_IFNAME,TP_SOCKET_IFNAME"}).items()
-    assert not {*names, NODE_LINKS} & head_of(folder, fabric=fabric).environment({}).keys()
-    assert NODE_LINKS not in head_of(folder, node_ip="10.0.0.2", fabric=lambda *_: {}).environment({})
+    assert not {*names, NODE_LINKS} & head_of(folder).environment({"HOME": "/h"}).keys()
+    monkeypatch.setattr(ray_head, "ray_environment", lambda *_: {})
+    assert NODE_LINKS not in head_of(folder, node_ip="10.0.0.2").environment({})
 
 
 def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:
@@ -203,78 +206,81 @@ def test_the_daemon_does_not_start_what_ray_node_keeps(folder: Path) -> None:
 # Whose processes
 
 
-# A server of Ray's by its name, with one child; their end: SIGTERM or, where "stubborn", SIGKILL.
+# A process by this name, with one child in its session and one in another; its end: SIGTERM or, where "stubborn", SIGKILL.
 SERVER = """
 import ctypes, signal, subprocess, sys, time
-name, log, *how = sys.argv[1:]
-held = open(log)
+name, *how = sys.argv[1:]
 ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)
 if how:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session="apart" in how)
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep, start_new_session=apart) for apart in (False, True)]
 print("up", flush=True)
-child.wait()
+children[0].wait()
 """
 
 
-def server(processes: list[subprocess.Popen[str]], name: str, log: Path, *how: str) -> subprocess.Popen[str]:
+def server(processes: list[subprocess.Popen[str]], name: str, *how: str) -> subprocess.Popen[str]:
     """As `ray start` leaves one in the session that it was given."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("hello\n")
-    return up(start(processes, [sys.executable, "-S", "-c", SERVER, name, str(log), *how], {}, start_new_session=True))
+    return up(start(processes, [sys.executable, "-S", "-c", SERVER, name, *how], {}, start_new_session=True))
 
 
-def test_stop_ends_the_sessions_of_the_folders_servers_and_nobody_else(
-    folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, stuck_driver: list[str]
+def record(folder: Path, pid: int, **changes: Any) -> None:
+    """As the record of a head whose `ray start` was this process."""
+    who = identity(pid)
+    assert who is not None
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "starter": asdict(who) | changes}))
+
+
+@pytest.mark.parametrize("how", [[], ["stubborn"]])
+def test_stop_ends_the_session_of_its_start_and_nobody_else(
+    head: RayHead,
+    folder: Path,
+    how: list[str],
+    processes: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    stuck_driver: list[str],
 ) -> None:
     """Also while a driver holds a process of Ray's, or any other of this machine."""
     monkeypatch.setattr(ray_head, "STOP_GRACE_S", 0.2)
-    (folder / "real").mkdir()
-    (folder / "run").symlink_to(folder / "real")  # as /var/run is to /run
-    head = head_of(folder / "run")
-    log = head.folder / "session" / "raylet.out"
-    ours = [server(processes, "raylet", log), server(processes, "gcs_server", log, "stubborn", "apart")]
-    others = [
-        server(processes, "raylet", Path(f"{head.folder}2") / "raylet.out"),  # another head's
-        server(processes, "tail", log),  # a program that shows a log, and a daemon that has joined
-    ]
-    mine = {stat.pid for stat in table().values() if stat.session in {process.pid for process in ours}}
-    (engine,) = descendants([ours[1].pid], table())
-    assert len(mine) == 3 and engine not in mine, "what Ray starts in a session of its own is not Ray's"
+    head.folder.mkdir()
+    ours, other = server(processes, "raylet", *how), server(processes, "raylet")
+    record(folder, ours.pid)
+    mine = {stat.pid for stat in table().values() if stat.session == ours.pid}
+    engines = descendants([ours.pid, other.pid], table()) - mine
+    assert len(mine) == 2 and len(engines) == 3, "what Ray starts in a session of its own is not Ray's"
     assert {process.pid for process in head.costs()} == mine
-    assert head.essential() == {"raylet": ours[0].pid, "gcs_server": ours[1].pid}
+    assert head.essential() == {"raylet": ours.pid}
 
     head.stop()
-    for process in ours:
-        process.wait()
+    ours.wait()
     assert not mine & table().keys()
-    assert [alive(pid) for pid in (engine, *(process.pid for process in others))] == [True] * 3
+    assert [alive(pid) for pid in (*engines, other.pid)] == [True] * 4
     assert not head.folder.exists()
     head.stop()
     assert stuck_driver == []
-    for leader in (engine, *(process.pid for process in others)):
-        os.killpg(leader, signal.SIGKILL)
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_what_servers_that_were_killed_leave_is_of_the_head_that_recorded_its_sessions(
+def test_what_outlives_its_start_is_of_the_head_and_a_number_that_another_process_has_is_not(
     head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
-    """Ray's agents outlive their raylet; a number that another process has now is not of the head."""
-    log = head.folder / "raylet.out"
-    killed, another = server(processes, "raylet", log), server(processes, "tail", log)
-    record: dict[str, Any] = {"address": "127.0.0.1:1", "sessions": [killed.pid, another.pid], "boot_id": boot_id()}
-    (folder / "ray.json").write_text(json.dumps(record))
-    (left,) = descendants([killed.pid], table())
+    killed, another = server(processes, "raylet"), server(processes, "raylet")
+    below = descendants([killed.pid, another.pid], table())
+    (left,) = (pid for pid in below if os.getsid(pid) == killed.pid)
+    for changes in ({"boot_id": "another"}, {"start_ticks": 1}):
+        record(folder, another.pid, **changes)
+        assert head.costs() == []
+
+    record(folder, killed.pid)
     killed.kill()
     killed.wait()
-
     assert [process.pid for process in head.costs()] == [left]
-    (folder / "ray.json").write_text(json.dumps(record | {"boot_id": "another"}))
-    assert head.costs() == []
-    (folder / "ray.json").write_text(json.dumps(record))
     head.stop()
     assert left not in table() and alive(another.pid)
-    os.killpg(another.pid, signal.SIGKILL)
+    for pid in below - {left}:
+        os.kill(pid, signal.SIGKILL)
 
 
 # What it costs, and where it listens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,11 @@ async def absent(scene: Scene, spec: ModelConfig) -> None:
     await scene.placer.refuse_absent(spec)
 
 
-async def test_a_mistyped_id_is_refused_with_the_nearest_that_a_recipe_has(tmp_path: Path, repository: Repository) -> None:
+async def test_a_mistyped_id_is_refused(tmp_path: Path, repository: Repository) -> None:
     scene = Scene(tmp_path, {A: 20.0})
-    for model, meant in (("owner/nam", None), ("nvidia/Qwen3.6-35B-A3B-NVFP", "nvidia/Qwen3.6-35B-A3B-NVFP4")):
-        with pytest.raises(ModelUnusable) as caught:
-            await absent(scene, spec_of(tmp_path, repository.hub, model))
-        assert model in caught.value.message and "127.0.0.1" in caught.value.message
-        assert (f" {meant}?" in caught.value.message) == (meant is not None)
+    with pytest.raises(ModelUnusable) as caught:
+        await absent(scene, spec_of(tmp_path, repository.hub, "owner/nam"))
+    assert "owner/nam" in caught.value.message and "127.0.0.1" in caught.value.message
     with pytest.raises(ModelUnusable):
         await scene.placer.place(spec_of(tmp_path, repository.hub, "owner/nam"))
     assert scene.reservations.book().held == {}
@@ -128,7 +126,7 @@ class Agents:
         self.staged = staged
         scene.link.call = self.call  # type: ignore[method-assign]
 
-    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+    async def call(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if "silent" in self.staged:
             raise AgentLost("It is away.")
         return self.staged["other"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sparkd.capacity.footprint import room_of
-from sparkd.capacity.launch import sizing_of
 from sparkd.cli.config_check import check
 from sparkd.config.config import EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.config.engine_args import engine_args
+from sparkd.config.kv_cache import sizing_of
 from sparkd.errors import ConfigError
 from sparkd.hardware import machine
 from tests.support.facts import lacking
@@ -30,7 +30,8 @@ def model(**keys: Any) -> ModelConfig:
 
 def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, reserved_bytes: int | None = None) -> dict[str, Any]:
     config = load_config(None, flags={"state_dir": "/s"}, environ={})
-    return sizing_of(config, parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, reserved_bytes)
+    spec = parse_model("m", {"model": "/m", **keys}, over_admin=False)
+    return sizing_of(spec, platform, entrypoint, spec.environment(config.engine), str(config.profiles_path), reserved_bytes)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,10 @@ def test_who_sizes(keys: dict[str, Any], entrypoint: str, ours: bool) -> None:
     ("keys", "margin"),
     [
         ({}, None),
-        ({"env": {"VLLM_KV_CACHE_MEM_MARGIN": "512"}}, 512 << 20),
-        ({"env": {"VLLM_KV_CACHE_MEM_MARGIN": "2GiB"}, "kv_margin_gib": 1}, GIB),
+        ({"kv_margin_gib": 1}, GIB),
     ],
 )
-def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: int | None) -> None:
+def test_the_margin_is_the_plans_too(keys: dict[str, Any], margin: int | None) -> None:
     spec = parse_model("m", {"model": "/m", **keys}, over_admin=False)
     spark = machine("cuda", 100 * GIB, 0)
     assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
@@ -155,8 +155,8 @@ def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: i
     assert room_of(engine_args(spec, spec.environment(EngineSettings())), spark) == 100 * GIB - kept
 
 
-@pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])
-def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_CPU_KVCACHE_SPACE"
     refuse_nothing(monkeypatch)
     path = tmp_path / "sparkd.yaml"
     path.write_text(f"models:\n  m:\n    model: org/name\n    env: {{{name}: sk-canary}}\n", encoding="utf-8")
@@ -164,8 +164,8 @@ def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path
     assert found.line == 4
     assert lacking(found.message, "models.m.env", name) == []
     assert "sk-canary" not in found.message
-    path.write_text(path.read_text() + "    gpu_memory_utilization: 0.8\n    kv_cache_dtype: fp8\n", encoding="utf-8")
-    assert bool(check(path, {})) is (name == "VLLM_CPU_KVCACHE_SPACE")
+    path.write_text(path.read_text() + "    kv_cache: auto\n", encoding="utf-8")
+    assert check(path, {}) == []
 
 
 def test_a_size_changes_the_engine_and_its_spelling_does_not() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity.launch import loader_of
+from sparkd.capacity.launch import rank_fields
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
@@ -141,6 +141,11 @@ def test_spellings_of_one_recipe_are_one() -> None:
     assert len({config_hash(model(quantize=each), EngineSettings()) for each in same}) == 1
     assert config_hash(model(quantize="int4"), EngineSettings()) != config_hash(model(quantize="int4-g64"), EngineSettings())
     assert model(quantize=model(quantize="nvfp4").quantize) == model(quantize="nvfp4")
+
+
+def loader_of(config: Config, spec: ModelConfig) -> dict[str, Any]:
+    fields = rank_fields(config, spec, "cuda", "vllm.entrypoints.cli.main", None)
+    return {key: fields[key] for key in ("load_format", "loader_extra_config") if key in fields}
 
 
 def test_an_entry_is_printed_in_its_canonical_spelling() -> None:

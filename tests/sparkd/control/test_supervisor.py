@@ -45,7 +45,7 @@ from sparkd.errors import (
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
 from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Wait, Want
-from sparkd.vllm.parsers import Parsers, of_handle
+from sparkd.vllm.parsers import Parsers
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking
 from tests.support.fakes import Loop, Scene, scene, stage
@@ -247,8 +247,12 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
         async with stage(folder, cluster=cluster) as second:
             await second.tick(3)
             assert second.supervisor.snapshot().models["m"].parsers == known
-            async with second.supervisor.lease("m") as lease:
-                assert lease.parsers == of_handle(known)
+            if known is None:
+                await ask_with_tools(second)
+            else:
+                with pytest.raises(NoToolParser, match="hermes"):
+                    await ask_with_tools(second)
+            await ask_with_tools(second, tools=False)
 
 
 async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:

@@ -9,25 +9,21 @@ from typing import Any
 import pytest
 
 from sparkd.errors import AgentLost
-from sparkd.fabric.fabric_nodes import KEPT_S, FabricNodes, ray_environment
+from sparkd.fabric.fabric_nodes import FabricNodes, ray_environment
 from tests.support.fabric_tree import readings
 from tests.support.facts import lacking
-from tests.support.fakes import FakeClock
 
 A, B = "192.168.100.11", "192.168.100.12"
 
 
 class Agents:
-    """By address, what each answers; None does not answer. `asked` counts."""
+    """By address, what each answers; None does not answer."""
 
     def __init__(self, *raw: Mapping[str, Any] | None) -> None:
         self.raw = dict(zip((A, B), raw, strict=False))
-        self.asked: list[str] = []
-        self.clock = FakeClock()
-        self.nodes = FabricNodes(self.read, clock=self.clock)
+        self.nodes = FabricNodes(self.read)
 
     async def read(self, node: str) -> Mapping[str, Any]:
-        self.asked.append(node)
         found = self.raw[node]
         if found is None:
             raise AgentLost("The agent does not answer.")
@@ -39,19 +35,6 @@ class Agents:
 
 def pair() -> Agents:
     return Agents(*readings("pair-different-ports").values())
-
-
-async def test_a_reading_is_kept_for_a_while_and_a_refusal_is_not() -> None:
-    agents = pair()
-    agents.raw[B] = None
-    for _ in range(2):
-        assert {node: raw is not None for node, raw in (await agents.nodes.readings([A, B, A])).items()} == {A: True, B: False}
-    assert agents.asked == [A, B, B]
-
-    await agents.nodes.readings([A], kept_s=0)
-    agents.clock.now_s += KEPT_S
-    await agents.nodes.readings([A])
-    assert agents.asked == [A, B, B, A, A]
 
 
 @pytest.mark.parametrize("which", [A, B])

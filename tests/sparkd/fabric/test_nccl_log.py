@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.fabric.nccl_log import Transport, judge, judge_rate, parse
+from sparkd.fabric.nccl_log import Transport, judge, parse
 from tests.support.facts import lacking
 
 LOGS = Path(__file__).parents[2] / "fixtures" / "nccl-logs"
@@ -127,20 +127,3 @@ def test_no_device_is_a_failure_before_any_network_is_named() -> None:
     (one,) = judge(parse(["NCCL INFO NET/IB : No device found."]), PORT_0)
 
     assert (one.verdict, lacking(one.evidence, "NET/IB", "no device")) == ("fail", [])
-
-
-@pytest.mark.parametrize(
-    ("measured", "rails", "lan", "verdict", "normal"),
-    [
-        (20.52, 2, False, "ok", ["2 rails", "20 to 24"]),
-        (13.9, 2, False, "warn", ["2 rails", "20 to 24"]),
-        (13.89, 1, False, "ok", ["1 rail", "13.9"]),
-        (1.0, 0, False, "fail", ["sockets", "ConnectX-7", "2.1"]),
-        (1.0, 0, True, "ok", ["sockets", "10GbE", "1"]),
-    ],
-)
-def test_a_rate_stands_beside_what_is_normal(measured: float, rails: int, lan: bool, verdict: str, normal: list[str]) -> None:
-    found = judge_rate(measured, rails, lan=lan)
-
-    assert (found.verdict, lacking(found.evidence, f"{measured:.1f} GB/s", *normal)) == (verdict, [])
-    assert bool(found.cure) == (verdict != "ok")

@@ -15,10 +15,11 @@ from typing import Any
 from unittest import mock
 
 import uvicorn.server
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
+from sparkd.errors import NoToolParser, RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway.edge import Edge, EdgeSettings
+from sparkd.gateway.exchange import CONNECTION
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
@@ -75,9 +76,29 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
-    parsers: Parsers | None = None
     answered: bool | None = False
     load_s: float | None = None
+
+
+class FakeConnection:
+    """The part of a client's connection that the edge uses, for a test without a server. when_gone: what the client's end calls."""
+
+    limits = ClientLimits()
+
+    def __init__(self) -> None:
+        self.when_gone: Callable[[], object] | None = None
+
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
+        self.when_gone = callback
+
+
+def connected(edge: Edge) -> ASGIApp:
+    """The edge for a transport that gives its requests no connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await edge({**scope, "extensions": {CONNECTION: FakeConnection()}}, receive, send)
+
+    return app
 
 
 class FakeSupervisor:
@@ -109,6 +130,8 @@ class FakeSupervisor:
             raise UnknownModel(name, list(self.models))
         if need is not None and not self.abilities.get(found.name, Abilities()).has(need):
             raise RouteNotServed(found.name, need.path, None)
+        if need is not None and need.tools and self.parsers is not None and self.parsers.tool is None:
+            raise NoToolParser(found.name, self.parsers.nearest)
         self.needs.append(need)
         self.waiting += 1
         if waits is not None and not self.gate.is_set():
@@ -124,7 +147,7 @@ class FakeSupervisor:
             raise self.refusal
         self.leased.append((found.name, probe))
         self.held += 1
-        lease = FakeLease(found.name, self.upstreams.get(found.name, self.upstream), self.parsers)
+        lease = FakeLease(found.name, self.upstreams.get(found.name, self.upstream))
         try:
             yield lease
         finally:
@@ -411,7 +434,7 @@ async def serving(
     """
     limits = limits or ClientLimits(cut_s=0.0)
     changed = {name: options.pop(name) for name in ("metrics_need_key", "page_origins", "web") if name in options}
-    settings = EdgeSettings(keys=keys or KeyDigests(), limits=limits, **changed)
+    settings = EdgeSettings(keys=keys or KeyDigests(), **changed)
     upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
     supervisor = FakeSupervisor(upstream)
     calls: list[Scope] = []

@@ -190,12 +190,12 @@ async def test_deadlines_end_with_the_request(limited: Running) -> None:
 async def test_a_body_that_is_too_large_is_refused(limited: Running) -> None:
     largest = b'{"model":"tiny","x":"' + b"y" * ((1 << 20) - 23) + b'"}'
     assert (await limited.post(CHAT, largest)).status == 200
-    limited.edge.settings = replace(limited.edge.settings, limits=replace(LIMITS, linger_s=0.0))
+    limited.server.set_limits(replace(LIMITS, linger_s=0.0))
     declared = await limited.open()
     declared.send(request("POST", CHAT, "Content-Type: application/json", f"Content-Length: {len(largest) + 1}"))
     assert is_ours(await declared.answer(), 413)
     await declared.ended()
-    limited.edge.settings = replace(limited.edge.settings, limits=LIMITS)
+    limited.server.set_limits(LIMITS)
     endless = await limited.open()
     endless.send(CHUNKED + chunked(*[PIECE] * 16, b"y", end=False))
     assert is_ours(await endless.answer(), 413)
@@ -296,5 +296,5 @@ async def test_limits_may_change_while_it_runs(gateway: Running) -> None:
     gateway.server.set_limits(replace(LIMITS, connections=7))
     assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 431
     assert gateway.server.config.http.limits.connections == 7
-    gateway.edge.settings = replace(gateway.edge.settings, limits=ClientLimits(body_bytes=10))
+    gateway.server.set_limits(ClientLimits(body_bytes=10))
     assert (await gateway.post(CHAT, BODY)).status == 413

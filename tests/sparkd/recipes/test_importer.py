@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.config.recipe_check import checked, load, resolve, summary, unusable
+from sparkd.config.recipe_check import checked, load, resolve, summary, validated
 from sparkd.errors import ConfigError
 from sparkd.recipes.file import parse_recipe
 from sparkd.recipes.importer import Imported, imported, substituted
@@ -39,7 +39,7 @@ command: |
       --gpu-memory-utilization {gpu_memory_utilization} \\
       --limit-mm-per-prompt '{{"video": 1, "image": {{"count": 2}}}}' \\
       --enable-auto-tool-choice --tool-call-parser qwen3_coder --trust-remote-code \\
-      --enable-prefix-caching --swap-space 0 --max-num-seqs=4
+      --enable-prefix-caching --mxfp4-backend marlin --max-num-seqs=4
 """.replace("SPACES", "  ")
 TWO = """
 model: owner/model
@@ -149,7 +149,7 @@ def test_what_is_imported_is_a_recipe_of_ours_and_can_be_used(text: str, tmp_pat
 
     book = RecipeLibrary(None, AsWritten())
     book.keep(recipe)
-    assert [problem for problem in checked(recipe, book)[1] if problem.severity == "error"] == []
+    assert checked(recipe, book) == []
     again, problems = parse_recipe("their", taken(text).text.encode(), "their.yaml", {})
     assert again is not None and problems == []
     assert again.recipe == recipe.recipe
@@ -234,7 +234,7 @@ def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | N
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python3 -m vllm.entrypoints.openai.api_server --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
+        ("exec /usr/local/bin/vllm serve --model owner/a --seed 1", {"extra_args": ["--seed", "1"]}),
         ("vllm serve owner/a --seed -5 --lora-modules a=/a b=/b -cc.cudagraph_mode=PIECEWISE -cc.mode 3 -O2 -ep",
          {"extra_args": ["--seed", "-5", "--lora-modules", "a=/a", "b=/b", "--optimization-level", "2", "--enable-expert-parallel",
                          "--compilation-config", '{"cudagraph_mode": "PIECEWISE", "mode": 3}']}),
@@ -320,7 +320,7 @@ def test_a_parser_that_this_vllm_does_not_have() -> None:
     for brought in ({"mods": "[mods/a]"}, {"container": "gb10-glm52:v18.1"}):
         found = imported(with_command(command, **brought).encode(), "their.yaml", parser=parser_of_the_fixture)
         assert len(found.missing) == 1 and near in found.missing[0]
-        assert unusable(found, "r", "r.yaml") == []
+        assert validated(found, "r", "r.yaml")[1] == []
 
 
 @pytest.mark.parametrize(
@@ -359,18 +359,10 @@ def test_how_an_image_takes_its_command(image: str, kind: str) -> None:
 
 
 def test_what_no_release_understands_is_refused_in_the_notes() -> None:
-    found = taken(with_command("vllm serve o/m --rope-scaling x", env="{VLLM_USE_FLASHINFER_MOE_FP8: 0}"))
+    found = taken(with_command("vllm serve o/m --mxfp4-layers x", env="{VLLM_ATTENTION_BACKEND: XFORMERS}"))
 
     assert [note.partition(":")[0] for note in found.notes] == ["refused", "refused"]
     assert "env" not in found.recipe["settings"] and "extra_args" not in found.recipe["settings"]
-
-
-def test_sparkruns_own_placeholders_are_filled() -> None:
-    text = with_command("vllm serve {resolved_model_path} --revision {model_revision} --max-num-seqs 2", model_revision="abc123")
-    recipe = taken(text).recipe
-    assert (recipe["model"], recipe["settings"]["revision"]) == ("owner/model", "abc123")
-    with pytest.raises(ConfigError, match="model_revision"):
-        taken(with_command("vllm serve {resolved_model_path} --revision {model_revision}"))
 
 
 def test_a_default_that_is_no_flag_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.cli.config_check import check
 from sparkd.config.config import Config, EngineSettings, ModelConfig, config_hash, load_config, parse_model
-from sparkd.config.recipe_check import checked
+from sparkd.config.recipe_check import resolve
 from sparkd.errors import ConfigError
 from sparkd.recipes.dropped_settings import translated
 from sparkd.recipes.file import parse_recipe
@@ -207,8 +207,7 @@ def test_an_image_of_ours_is_where_docker_looks_for_it() -> None:
 def test_a_recipe_of_ours_can_be_used_and_needs_no_translation(name: str) -> None:
     file = BOOK.find(name)
 
-    model, problems = checked(file, BOOK)
-    assert model is not None and problems == []
+    model = resolve(name, BOOK)
     assert translated(model.vllm_flags(), file.settings.get("env") or {}).notes == []
     assert file.recipe.expected, "what can be expected of it?"
     assert not any(figure.when and "estimat" in figure.when for figure in file.recipe.expected)

@@ -38,8 +38,8 @@ command: vllm serve owner/plain --max-model-len {max_model_len} --trust-remote-c
 MANIFEST = """
 registries:
   - {name: official, recipes: good}
-  - {name: hidden, subpath: more/of, visible: false}
-  - {name: off, recipes: off, enabled: false}
+  - {name: hidden, recipes: more/of, visible: false}
+  - {name: of benchmarks alone, benchmarks: off}
   - {name: outside, recipes: ../outside}
 """
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -388,7 +388,7 @@ def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> No
     assert os.listdir(made.run_dir) == ["plugin"]
 
 
-@pytest.mark.parametrize("where", ["workers.rank.lifecycle.spawn", "workers.agent.actor._make_key", "workers.agent.node_facts._free_port"])
+@pytest.mark.parametrize("where", ["workers.rank.lifecycle.spawn", "workers.agent.actor._make_key", "workers.agent.actor.Agent.free_port"])
 def test_a_disk_that_is_full_is_named_and_leaves_no_key(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -31,7 +32,8 @@ from sparkd.control.record import Attempt
 from sparkd.control.views import guard_hints
 from sparkd.errors import NotFound, Unavailable
 from sparkd.gateway.upstream import ServedModels, Upstream, served_models
-from sparkd.state.nouns import RankFact, RankHandle, Want
+from sparkd.state.nouns import Machine, RankFact, RankHandle, Want
+from sparkd.state.rows import noun_of
 from tests.stub import stub_engine
 from tests.support import memory_hog
 from tests.support.descriptors import descriptors_in
@@ -149,7 +151,7 @@ def test_a_real_hog_ends_the_engine_and_a_bundle_says_why(
     assert stat.S_IMODE(os.stat(agent.guard.folder / f"{summary['id']}.json").st_mode) == 0o600
 
     facts = agent.observe()
-    (fact,) = facts_of(facts["ranks"])
+    (fact,), _ = facts_of(facts["ranks"])
     assert fact.killed and summary["id"] in fact.killed
     assert reading("n1", facts["reading"], facts["now_s"]).level in LEVELS
     shown(agent, summary["id"], capsys)
@@ -247,7 +249,7 @@ class RealNode(FakeCluster):
 
     async def observe(self) -> Observation:
         facts = await asyncio.to_thread(self.agent.observe)
-        return Observation(facts_of(facts["ranks"]), reading("n1", facts["reading"], facts["now_s"]), True)
+        return Observation(facts_of(facts["ranks"])[0], reading("n1", facts["reading"], facts["now_s"]), True)
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: StartId, tell: Any = None) -> tuple[RankHandle, ...]:
         mine = {"rank_id": attempt.rank_id, "config_hash": attempt.config_hash, "generation": attempt.generation}
@@ -365,6 +367,15 @@ def test_a_guard_whose_looks_fail_says_that_it_does_not_guard(agents: Agents, fo
     until(lambda: agent.guard.reading and agent.guard.reading["guarded"])
     monkeypatch.setattr(agent.guard._sampler, "look", lambda _now_s: None)
     until(lambda: not agent.guard.reading["guarded"])
+
+
+def test_a_node_tells_what_it_is_besides_its_memory(agents: Agents) -> None:
+    guard = agents.start().guard
+    machine = noun_of(Machine, until(lambda: guard.machine))
+    assert machine.host == socket.gethostname() and (machine.uptime_s or 0) > 0
+    assert 0 <= (machine.disk_free_bytes or 0) <= (machine.disk_total_bytes or 0)
+    guard._log_dir = guard._log_dir / "removed"
+    until(lambda: "disk_free_bytes" not in guard.machine)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ def test_what_is_said_is_what_holds(given, expected):
     assert found == expected
 
 
-def test_the_forerunners_margin_is_understood_and_ours_goes_before():
-    assert CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512"}).margin_bytes == 512 * 2**20
-    assert CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512", "SPARKD_KV": '{"margin_bytes": 1}'}).margin_bytes == 1
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -63,7 +58,3 @@ def test_vllms_blocks_go_before_every_other_size(own):
     with pytest.raises(ValueError, match=r"SPARKD_KV .*'blocks'"):
         CacheSettings.parse({"SPARKD_KV": '{"blocks": 12}'})
 
-
-def test_a_margin_that_is_no_number():
-    with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_MEM_MARGIN .* MiB"):
-        CacheSettings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})

@@ -69,7 +69,7 @@ export class Run {
     const choice = chunk.choices?.[0];
     const delta = choice?.delta ?? {};
     const text = delta.content ?? choice?.text ?? "";
-    const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+    const reasoning = delta.reasoning ?? "";
     draft.text += text;
     draft.reasoning += reasoning;
     for (const call of delta.tool_calls ?? []) draft.calls = withPart(draft.calls, call);
