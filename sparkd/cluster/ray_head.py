@@ -272,10 +272,15 @@ class RayHead:
 
     def _processes(self) -> list[Stat]:
         """The living processes of this head, by the session that its `ray start` began."""
-        record = self._recorded()
+        record, stats = self._recorded(), processes.table()
+        if "join" in record and "sessions" not in record:
+            # An earlier release noted no session.
+            inside = f"{os.path.realpath(self.folder)}/"
+            sessions = {stat.session for stat in stats.values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
+            return [stat for stat in stats.values() if stat.session in sessions]
         if record.get("boot_id") != processes.boot_id():
             return []
-        stats, (session, *_) = processes.table(), record["sessions"]
+        session, *_ = record["sessions"]
         # The kernel gives a session's number to no other process before its last member has ended.
         reused = session in stats and stats[session].start_ticks != record.get("start_ticks")
         return [] if reused else [stat for stat in stats.values() if stat.session == session]
@@ -360,6 +365,16 @@ def _kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def _holds_open(pid: int, inside: str) -> bool:
+    """Whether a process has a file of a folder open, as far as it is there and ours to see. psutil tells of no file that was removed."""
+    with suppress(FileNotFoundError, PermissionError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
+                    return True
+    return False
 
 
 def _listening(pid: int) -> set[str]:

@@ -284,6 +284,25 @@ def test_what_outlives_its_start_is_of_the_head_and_a_number_that_another_proces
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_ray_of_an_earlier_release_which_noted_no_session_is_found_by_its_folder(
+    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    head.folder.mkdir()
+    with open(head.folder / "raylet.err", "w") as log:
+        ours = up(start(processes, [sys.executable, "-S", "-c", SERVER, "raylet"], {}, start_new_session=True, stderr=log))
+    other = server(processes, "raylet")
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "join": None, "session": "session_1"}))
+    below = descendants([ours.pid, other.pid], table())
+    mine = {pid for pid in below if os.getsid(pid) == ours.pid}
+
+    assert head.essential() == {"raylet": ours.pid}
+    head.stop()
+    ours.wait()
+    assert alive(other.pid) and not mine & table().keys()
+    for pid in below - mine:
+        os.kill(pid, signal.SIGKILL)
+
+
 # What it costs, and where it listens
 
 
