@@ -105,7 +105,9 @@ class Client:
         return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
-        models: list[dict[str, Any]] = self.get("/models")["models"]
+        models = self.get("/models").get("models")
+        if not isinstance(models, list):
+            raise self._stranger(200)
         return models
 
     def model(self, name: str) -> dict[str, Any]:

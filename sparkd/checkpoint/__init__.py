@@ -75,13 +75,11 @@ class Source(Protocol):
     names: of its files.
     """
 
-    @property
-    def place(self) -> str: ...
+    place: str
+    names: Collection[str]
 
-    @property
-    def names(self) -> Collection[str]: ...
-
-    def path(self, name: str) -> str: ...
+    def path(self, name: str) -> str:
+        return f"{self.place}/{name}"
 
     def content(self, name: str) -> bytes:
         """The content of a file of at most MAX_JSON_BYTES."""
@@ -173,15 +171,12 @@ def checkpoint_of(source: Source) -> Checkpoint:
     return Checkpoint(source.place, config, tuple(shards), tensors, quantization, config_file, hashlib.sha256(raw).hexdigest())
 
 
-class Folder:
+class Folder(Source):
     """A folder on this machine. Raises CheckpointError where it cannot be listed."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.place = os.path.abspath(os.fspath(folder))
-        self.names: Collection[str] = _listing(self.place)
-
-    def path(self, name: str) -> str:
-        return os.path.join(self.place, name)
+        self.names = _listing(self.place)
 
     def content(self, name: str) -> bytes:
         path = self.path(name)

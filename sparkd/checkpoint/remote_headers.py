@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 
-from sparkd.checkpoint import INDEX, Checkpoint, Shard, checkpoint_of, read_checkpoint
+from sparkd.checkpoint import INDEX, Checkpoint, Shard, Source, checkpoint_of, read_checkpoint
 from sparkd.checkpoint.header import PREFIX_BYTES, header_length, parse_header
 from sparkd.checkpoint.hub import Hub, RepositoryListing
 from sparkd.checkpoint.model_folder import unusable
@@ -64,7 +64,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.problem, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-class _Repository:
+class _Repository(Source):
     """A repository at one commit as a Source. Files in its folders are left out."""
 
     def __init__(self, hub: Hub, listing: RepositoryListing, progress: Progress | None) -> None:
@@ -73,9 +73,6 @@ class _Repository:
         self._hub = hub
         self._listing = listing
         self._progress = progress
-
-    def path(self, name: str) -> str:
-        return f"{self.place}/{name}"
 
     def content(self, name: str) -> bytes:
         return self._hub.whole(self._listing.commit, name)

@@ -58,7 +58,8 @@ def export(
 ) -> None:
     """Write a model's quantized checkpoint into a folder.
 
-    Any vLLM can serve the result without sparkd. Copies the quantized weights kept on this node if there are any; needs no daemon.
+    A vLLM with kernels for the format can serve the result without sparkd. Copies the quantized weights kept on this node if there are any;
+    needs no daemon.
     """
     wanted = chosen(model, quantize, config, os.environ, session.client.settings)
     began: tuple[float, int] | None = None

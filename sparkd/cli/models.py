@@ -61,7 +61,7 @@ def unload(
 
 
 def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Id of the operation.")]) -> None:
-    """Cancel a load, unload, pull, bench or measurement that runs.
+    """Cancel a load, unload, pull, bench or other long action.
 
     After a cancelled load the model is stopped; after a cancelled unload it is loaded again.
     """
@@ -109,7 +109,7 @@ def ls(
 ) -> None:
     """List all known models, resident or not.
 
-    --layers lists a model's weights and what `quantize` makes of them. It needs no daemon if MODEL is a folder or a configured name.
+    --layers lists a model's weights and what `quantize` makes of them. It asks the daemon only for a name that nothing else knows.
     """
     if cached:
         if of is not None or quantize is not None:

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def run(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A known name, a recipe, a folder, or a hub id (owner/name).")],
-    vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="Arguments after `--`, passed to vLLM unchanged.")] = None,
+    vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="Flags of vLLM after `--`, as in extra_args.")] = None,
     name: Annotated[str | None, option("--name", metavar="NAME", help="Name for a model that is not known yet.")] = None,
     prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this question, print the answer and exit.")] = None,
 ) -> None:

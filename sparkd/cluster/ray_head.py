@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from workers.host import processes
 from workers.host.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.host.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.host.private_files import private_folder, write_private
-from workers.host.processes import Identity, Stat
+from workers.host.processes import Stat
 
 # Names of its two servers, of which a node that joined has the second.
 SERVERS = ("gcs_server", "raylet")
@@ -49,13 +49,11 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class RayProcess:
+class RayProcess(Cost):
     """One process of Ray, and its cost."""
 
     name: str
     pid: int
-    anonymous_bytes: int
-    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class RayHead:
 
     def costs(self) -> list[RayProcess]:
         """Memory and CPU time of every process of this head, largest first."""
-        costs = [RayProcess(stat.name, stat.pid, *process_cost(stat.pid)) for stat in self._processes()]
+        costs = [RayProcess(*process_cost(stat.pid), stat.name, stat.pid) for stat in self._processes()]
         return sorted(costs, key=lambda process: -process.anonymous_bytes)
 
     def listeners(self) -> list[str]:
@@ -239,7 +237,7 @@ class RayHead:
                 start_new_session=True,
                 umask=0o077,
             ) as starter:
-                record["starter"] = _starter(starter.pid)
+                record |= _session(starter.pid)
                 write_private(self._record, json.dumps(record))
                 try:
                     output, _ = starter.communicate(timeout=START_TIMEOUT_S)
@@ -280,17 +278,18 @@ class RayHead:
 
     def _processes(self) -> list[Stat]:
         """The living processes of this head, by the session that its `ray start` began."""
-        record = self._recorded()
-        starter = record.get("starter")
-        if starter is None and record.get("sessions"):
-            # The record of a release that wrote the session's number alone, once its `ray start` had ended.
-            starter = {"pid": record["sessions"][0], "start_ticks": -1, "boot_id": record["boot_id"]}
-        if starter is None or starter["boot_id"] != processes.boot_id():
+        record, stats = self._recorded(), processes.table()
+        if "join" in record and "sessions" not in record:
+            # An earlier release noted no session.
+            inside = f"{os.path.realpath(self.folder)}/"
+            sessions = {stat.session for stat in stats.values() if stat.name in SERVERS and _holds_open(stat.pid, inside)}
+            return [stat for stat in stats.values() if stat.session in sessions]
+        if record.get("boot_id") != processes.boot_id():
             return []
-        stats = processes.table()
+        session, *_ = record["sessions"]
         # The kernel gives a session's number to no other process before its last member has ended.
-        reused = starter["pid"] in stats and not processes.living(Identity(**starter), stats, starter["boot_id"])
-        return [] if reused else [stat for stat in stats.values() if stat.session == starter["pid"]]
+        reused = session in stats and stats[session].start_ticks != record.get("start_ticks")
+        return [] if reused else [stat for stat in stats.values() if stat.session == session]
 
 
 def living_head(runtime_dir: Path) -> str | None:
@@ -361,10 +360,10 @@ def _refusal(error: OSError) -> str:
     return f"{error.strerror or error}{of}. Check that folder's disk, and who owns it."
 
 
-def _starter(pid: int) -> dict[str, Any]:
-    """The Identity of a child that was not waited for, so that /proc shows it even if it has ended."""
+def _session(pid: int) -> dict[str, Any]:
+    """The session of a child that was not waited for: /proc shows it even if it has ended. Earlier releases noted no start_ticks."""
     stat = processes.read_stat(pid)
-    return asdict(Identity(pid, stat.start_ticks if stat else -1, processes.boot_id()))
+    return {"sessions": [pid], "start_ticks": stat.start_ticks if stat else None, "boot_id": processes.boot_id()}
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -372,6 +371,16 @@ def _kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def _holds_open(pid: int, inside: str) -> bool:
+    """Whether a process has a file of a folder open, as far as it is there and ours to see. psutil tells of no file that was removed."""
+    with suppress(FileNotFoundError, PermissionError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
+                    return True
+    return False
 
 
 def _listening(pid: int) -> set[str]:

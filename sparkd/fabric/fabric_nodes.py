@@ -89,8 +89,7 @@ class FabricNodes:
             return tuple(nodes[:size]), ""
         if not groups:
             return (), _unlinked(nodes, fabrics, rdma)[size]
-        called = {fabric.node: node for node, fabric in fabrics.items()}
-        return tuple(called[name] for name in groups[0]), ""
+        return groups[0], ""
 
     async def _reading(self, node: str) -> Reading | None:
         try:

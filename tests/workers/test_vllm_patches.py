@@ -34,7 +34,6 @@ REPLACED = {
         *("mm_max_items_per_batch", "skip_mm_profiling"),
     ),
     ("workers/vllm/load/config.py", "engine_args.hf_overrides"): ("hf_overrides",),
-    ("workers/vllm/load/config.py", "config.quantization_config"): ("quantization_config",),
 }
 # Of errors, functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {

@@ -44,8 +44,8 @@ class Staging:
     threads: the number of writing threads, because several writes in flight keep the disk busy.
     """
 
-    staging_bytes: int = 16 * MIB
-    block_bytes: int = MIB
+    staging_bytes: int
+    block_bytes: int
     pin: bool = False
     threads: int = 1
 
@@ -250,10 +250,9 @@ class ShardWriter:
         self,
         folder: str,
         shards: Sequence[ShardLayout],
-        staging: Staging | None = None,
+        staging: Staging,
         waits: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        staging = staging or Staging()
         self.tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
         self.bytes_total = sum(shard.size_bytes for shard in shards)
         self.bytes_written = 0

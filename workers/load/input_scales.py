@@ -8,6 +8,7 @@ of two here leaves room for activations twice as large as the largest of the tex
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -17,12 +18,12 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 from sparkd.checkpoint import Checkpoint
 from workers.host.interpreter import module_command, program_environment
 from workers.host.meminfo import mem_available_bytes
-from workers.quantization.calibration_file import SPARE_BYTES, calibration_file
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -33,6 +34,12 @@ ROOM = 2.0
 # as well with it as with its own (0.139 nats against 0.140, activations alone).
 UNMEASURED = 1.0
 CURE = "Free memory and remove its quantized weights (`sparkd rm --cached`), so that the next load measures; or use nvfp4."
+# In the folder of quantized weights.
+FOLDER = ".calibrations"
+# Memory that stays free for the rank and for others while the model runs: above the guard's first limit.
+SPARE_BYTES = 8 << 30
+# A higher number where the same text would give other figures.
+_VERSION = 1
 _PROGRAM = "workers.vllm.load.calibration_program"
 _LIMIT_S = 1800.0
 _DOWN = ("down_proj", "w2")
@@ -89,7 +96,7 @@ def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputS
     ranks of the machine wait for the one that measures. Without cache_dir each call measures."""
     if cache_dir is None:
         return InputScales(_measured(checkpoint, text))
-    path = calibration_file(cache_dir, checkpoint, text)
+    path = _file_of(cache_dir, checkpoint, text)
     largest: dict[str, float] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,6 +110,13 @@ def measured(checkpoint: Checkpoint, text: str, cache_dir: str | None) -> InputS
     except OSError as error:
         logger.info("sparkd: the measurement is not kept: %s: %s.", error.filename or path, error.strerror)
     return InputScales(_measured(checkpoint, text) if largest is None else largest)
+
+
+def _file_of(cache_dir: str, checkpoint: Checkpoint, text: str) -> Path:
+    """The file with the figures of this checkpoint and text, which need not be there."""
+    shards = [(os.path.basename(shard.path), shard.size_bytes, shard.mtime_ns, shard.header_sha256) for shard in checkpoint.shards]
+    parts = [_VERSION, os.path.realpath(checkpoint.folder), shards, hashlib.sha256(text.encode()).hexdigest()]
+    return Path(cache_dir, FOLDER, f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.json")
 
 
 def _kept(file: IO[str]) -> dict[str, float]:

@@ -125,9 +125,7 @@ class Pipeline:
         self._outputs: dict[int, list[OutputTensor]] = {}
         for output in virtual.outputs():
             self._outputs.setdefault(output.unit, []).append(output)
-        self._regions = needed.regions
-        self._once = needed.once
-        self._for_model = needed.for_model
+        self._needed = needed
         self._trusted = trusted
         self._left_out = self._refs_left_out()
         self._nonfinite = NonFiniteCheck(device, weights_only=needed.regions is None and needed.for_model is None, left_out=self._left_out)
@@ -138,12 +136,12 @@ class Pipeline:
         return [
             plan
             for index, unit in enumerate(self.virtual.units)
-            if (plan := plan_of(index, unit, self._regions, self._outputs[index])) is not None
+            if (plan := plan_of(index, unit, self._needed.regions, self._outputs[index])) is not None
         ]
 
     def _refs_left_out(self) -> frozenset[str]:
         """The names of the checkpoint's tensors of which the model takes nothing."""
-        if (for_model := self._for_model) is None:
+        if (for_model := self._needed.for_model) is None:
             return frozenset()
         refs: dict[bool, set[str]] = {False: set(), True: set()}
         for index, unit in enumerate(self.virtual.units):
@@ -219,7 +217,7 @@ class Pipeline:
         (output,) = self._outputs[plan.index]
         first, rows = plan.rows or (0, 1)
         left_out = output.name in self._left_out
-        if plan.nbytes > STREAMED_BYTES and (left_out or output.name in self._once):
+        if plan.nbytes > STREAMED_BYTES and (left_out or output.name in self._needed.once):
             sink = None if self.sink is None else self.sink.add_chunk
             passing = Passthrough(output, first, plan.reads[0], feed, sink, partial(self._look, [unit.plain]))
             if not left_out:
@@ -353,7 +351,7 @@ class Pipeline:
                 yield from self._stacked([weight], parts[output.suffix].unsqueeze(0))
 
     def _emit(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._for_model is not None and name not in self._for_model:
+        if self._needed.for_model is not None and name not in self._needed.for_model:
             return
         target = self._direct_targets.get(name)
         if target is None:

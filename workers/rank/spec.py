@@ -93,8 +93,6 @@ class RankSpec:
     def check(self) -> None:
         """Raises RankError for what could not be started safely."""
         checked_rank_id(self.rank_id)
-        if not 0 <= self.rank < self.world:
-            raise RankError(f"The rank {self.rank_id} is number {self.rank} of {self.world}: numbers begin at 0 and end below that.")
         for name in ("runtime", "run_dir", "log_path", "socket_path", "api_key_path"):
             value = getattr(self, name)
             if value is not None and not os.path.isabs(value):

@@ -185,10 +185,10 @@ def _wire(question: ModelQuestion, runtime: InquiryRuntime) -> dict[str, Any]:
         "pipeline_parallel": question.pipeline_parallel,
     }
     if wire["folder"] is None:
-        wire["files"] = {name: text.decode(errors="surrogateescape") for name, text in question.files.items()}
+        wire["files"] = _decoded(question.files)
         wire["headers"] = _headers(question.tensors, WEIGHTS if "config.json" in question.files else MISTRAL_WEIGHTS)
-    if question.draft is not None:
-        wire["draft"] = _draft(files_of(question.draft), question.draft.tensors.values())
+    if (draft := question.draft) is not None:
+        wire["draft"] = {"files": _decoded(files_of(draft)), "headers": _headers(draft.tensors.values(), WEIGHTS)}
     return wire
 
 
@@ -199,9 +199,8 @@ def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: json.dumps(content).encode() for name, content in {checkpoint.config_file: checkpoint.config, **apart}.items()}
 
 
-def _draft(files: Mapping[str, bytes], tensors: Iterable[TensorRef]) -> dict[str, Any]:
-    texts = {name: text.decode(errors="surrogateescape") for name, text in files.items()}
-    return {"files": texts, "headers": _headers(tensors, WEIGHTS)}
+def _decoded(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: text.decode(errors="surrogateescape") for name, text in files.items()}
 
 
 def _draft_folder(args: Sequence[str]) -> Path | None:
@@ -218,12 +217,6 @@ def _headers(tensors: Iterable[TensorRef], file: str) -> dict[str, dict[str, Any
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     return {file: header} if header else {}
-
-
-def _texts_in(folder: Path) -> dict[str, bytes]:
-    """The texts of the FILES that exist in the folder, by name."""
-    texts = {name: _text(folder / name) for name in FILES}
-    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _engine(question: ModelQuestion, runtime: InquiryRuntime) -> tuple[list[str], dict[str, str]]:
@@ -271,7 +264,8 @@ def _tensors(tensors: Iterable[TensorRef]) -> bytes:
 
 def _folder(folder: Path) -> bytes:
     beside = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
-    return hashlib.sha256("\0".join(f"{path.name} {_size(path)}" for path in beside).encode()).digest() + _files(_texts_in(folder))
+    texts = {name: text for name in FILES if (text := _text(folder / name)) is not None}
+    return hashlib.sha256("\0".join(f"{path.name} {_size(path)}" for path in beside).encode()).digest() + _files(texts)
 
 
 def _files(files: Mapping[str, bytes]) -> bytes:

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +261,8 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     made = subprocess.Popen([tmp_path / "raylet", "300"], start_new_session=True)
     starter = processes.identity(made.pid)
     assert starter is not None
-    (tmp_path / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "starter": asdict(starter)}))
+    session = {"sessions": [made.pid], "start_ticks": starter.start_ticks, "boot_id": starter.boot_id}
+    (tmp_path / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1"} | session))
     yield made
     made.kill()
     made.wait()

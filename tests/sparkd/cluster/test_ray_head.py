@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +236,8 @@ def record(folder: Path, pid: int, **changes: Any) -> None:
     """As the record of a head whose `ray start` was this process."""
     who = identity(pid)
     assert who is not None
-    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "starter": asdict(who) | changes}))
+    session = {"sessions": [pid], "start_ticks": who.start_ticks, "boot_id": who.boot_id}
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1"} | session | changes))
 
 
 @pytest.mark.parametrize("how", [[], ["stubborn"]])
@@ -281,33 +281,33 @@ def test_what_outlives_its_start_is_of_the_head_and_a_number_that_another_proces
         record(folder, another.pid, **changes)
         assert head.costs() == []
 
-    record(folder, killed.pid)
     killed.kill()
     killed.wait()
-    assert [process.pid for process in head.costs()] == [left]
+    for changes in ({"start_ticks": 1}, {"start_ticks": None}):  # an earlier release noted none
+        record(folder, left, **{"sessions": [killed.pid]} | changes)
+        assert [process.pid for process in head.costs()] == [left]
     head.stop()
     assert left not in table() and alive(another.pid)
     for pid in below - {left}:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_head_that_an_earlier_release_started_is_this_one(head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
-    ray, another = server(processes, "raylet"), server(processes, "raylet")
-    below = descendants([ray.pid, another.pid], table())
-    (left,) = (pid for pid in below if os.getsid(pid) == ray.pid)
-    who = identity(ray.pid)
-    assert who is not None
-    earlier = {"address": "127.0.0.1:1", "keeper": False, "join": None, "session": "session_1", "boot_id": who.boot_id}
-    (folder / "ray.json").write_text(json.dumps(earlier | {"sessions": [another.pid]}))
-    assert head.costs() == [], "its `ray start` had ended, so another process has that number now"
+def test_a_ray_of_an_earlier_release_which_noted_no_session_is_found_by_its_folder(
+    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    head.folder.mkdir()
+    with open(head.folder / "raylet.err", "w") as log:
+        ours = up(start(processes, [sys.executable, "-S", "-c", SERVER, "raylet"], {}, start_new_session=True, stderr=log))
+    other = server(processes, "raylet")
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "join": None, "session": "session_1"}))
+    below = descendants([ours.pid, other.pid], table())
+    mine = {pid for pid in below if os.getsid(pid) == ours.pid}
 
-    (folder / "ray.json").write_text(json.dumps(earlier | {"sessions": [ray.pid]}))
-    ray.kill()
-    ray.wait()
-    assert [process.pid for process in head.costs()] == [left]
+    assert head.essential() == {"raylet": ours.pid}
     head.stop()
-    assert left not in table() and alive(another.pid)
-    for pid in below - {left}:
+    ours.wait()
+    assert alive(other.pid) and not mine & table().keys()
+    for pid in below - mine:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -57,4 +57,3 @@ def test_vllms_blocks_go_before_every_other_size(own):
     assert found == CacheSettings(**own, blocks=12)
     with pytest.raises(ValueError, match=r"SPARKD_KV .*'blocks'"):
         CacheSettings.parse({"SPARKD_KV": '{"blocks": 12}'})
-

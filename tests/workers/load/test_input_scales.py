@@ -21,9 +21,8 @@ from tests.workers.load.loading import load
 from workers import plugin
 from workers.cache.store import entries
 from workers.load import input_scales
-from workers.load.input_scales import LARGEST, UNMEASURED, InputScales, divisor_of, measured
+from workers.load.input_scales import FOLDER, LARGEST, UNMEASURED, InputScales, divisor_of, measured
 from workers.load.virtual import VirtualCheckpoint
-from workers.quantization.calibration_file import FOLDER
 from workers.quantization.calibration_text import MOST_BYTES, text_of
 from workers.quantization.formats import Format
 from workers.quantization.recipe import QuantizationRecipe

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from workers.host import processes
-from workers.quantization.calibration_file import BESIDE_BYTES
 
 # The scale of an input is a power of two with room above: a longer text would not change it.
 MOST_TOKENS = 512
+# Beside the model: the layers' outputs, the probabilities of all tokens, and one layer more.
+BESIDE_BYTES = 4 << 30
 
 
 def largest_inputs(folder: str, free_bytes: int, text: str) -> dict[str, float]:

@@ -122,17 +122,7 @@ def describe(engine_args: Any) -> None:
             f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
         )
     described["quant_method"] = NAME
-    overrides = engine_args.hf_overrides
-    if callable(overrides):
-
-        def override_both(config: Any) -> Any:
-            config = overrides(config)
-            config.quantization_config = described
-            return config
-
-        engine_args.hf_overrides = override_both
-        return
-    engine_args.hf_overrides = {**(overrides or {}), "quantization_config": described}
+    engine_args.hf_overrides = {**(engine_args.hf_overrides or {}), "quantization_config": described}
 
 
 def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:

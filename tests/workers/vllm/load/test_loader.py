@@ -60,14 +60,6 @@ def test_the_models_configuration_says_what_the_loader_makes(folder):
     assert method.formats_of(described) == [Format("nvfp4")]
 
 
-def test_overrides_that_are_a_function_are_kept(folder):
-    args = arguments(folder, hf_overrides=lambda config: SimpleNamespace(**vars(config), seen=True))
-    config.describe(args)
-    made = args.hf_overrides(SimpleNamespace(hidden_size=128))
-    assert made.seen
-    assert made.quantization_config["quant_method"] == "spark"
-
-
 @pytest.mark.parametrize(("cpu", "quantization", "ours"), [(True, None, True), (False, None, False), (True, "compressed-tensors", False)])
 def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(folder, monkeypatch, cpu, quantization, ours):
     monkeypatch.setattr(config, "_is_cpu", lambda: cpu)

@@ -61,7 +61,7 @@ export function Plan() {
   const errorAt = (/** @type {string} */ name) => (wrong === name ? sentence(refusal) : null);
   return html`<section class="page">
     <h1>Plan</h1>
-    <p class="quiet-text">Whether a model fits, from its headers alone; no weights are read.</p>
+    <p class="quiet-text">Whether a model fits, from its headers and vLLM's answer. No weights are read.</p>
     <form class="panel" onSubmit=${submit}>
       ${!!refusal && !NAMES.includes(wrong) && html`<p class="error" role="alert">${sentence(refusal)}</p>`}
       <${Field} label="Model" value=${model} onInput=${setModel} required mono list=${models.keys.value} error=${errorAt("model")} hint="A known model, a recipe, a folder or a hub id." />
