@@ -39,7 +39,7 @@ from sparkd.admin.disk import Disk, register_disk
 from sparkd.admin.fabric import fabric_of, register_fabric
 from sparkd.admin.jobs import Jobs
 from sparkd.admin.live import Live, register_live
-from sparkd.admin.model_routes import register_models, unmasked
+from sparkd.admin.model_details import register_model_details, unmasked
 from sparkd.admin.operator import Operator
 from sparkd.admin.planner import Planner, register_plan
 from sparkd.admin.pulls import Pulls
@@ -149,7 +149,7 @@ def _register(api: APIRouter, supervisor: Supervisor, registry: Registry, journa
     register_live(api, parts.live)
     register_disk(api, Disk(registry, journal, cluster, jobs))
     register_benches(api, parts.benches)
-    register_models(api, registry, cluster, parts.live.starts, supervisor.boundary)
+    register_model_details(api, registry, cluster, parts.live.starts, supervisor.boundary)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> Memory:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from sparkd.capacity.evidence import NOTHING, Consultation, Evidence, Ways
 from sparkd.capacity.footprint import Footprint, footprint
-from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_of, recipes
+from sparkd.capacity.formats import AS_STORED, CONFIGURED, open_recipes, quality_loss_of, recipes
 from sparkd.capacity.headers import Headers, headers_here
 from sparkd.capacity.kv_cache import BATCH_TOKENS, SEQUENCES, Serving, largest
 from sparkd.capacity.weights import Inventory, uneven_groups, uneven_heads
@@ -31,8 +31,8 @@ CONTEXT_STEP = 1024
 DEFAULT_CONTEXT = 32_768
 # The characters of a sentence of vLLM's, which may have all of a configuration in it.
 _DOUBT_CHARACTERS = 300
-# The sort key of an option; the best has the least.
-Rank = tuple[bool, float, int, int]
+# The sort key of options; the best has the least.
+Preference = tuple[bool, float, int, int]
 # memory: of a node, or of the entry's limit; cache: of its given size; length: more tokens than the model has; links: between nodes; vllm:
 # its own word; split: of the tensors over ranks; format: of the weights; uncounted: nothing tells what the cache takes.
 Cause = Literal["memory", "cache", "length", "links", "vllm", "split", "format", "uncounted"]
@@ -110,13 +110,13 @@ class Option:
         return self.footprint if self.is_counted else None
 
 
-def rank(option: Option) -> Rank:
+def preference(option: Option) -> Preference:
     """Better formats go before fewer nodes, and tensor parallelism before a pipeline, which is slower.
 
     A copy of the model had data to calibrate with: it ranks behind the stored model, and before a format that is quantized here.
     """
-    quality = 0.5 if option.is_copy else float(quality_of(option.format))
-    return not option.fits, quality, option.nodes, option.ways[1]
+    loss = 0.5 if option.is_copy else float(quality_loss_of(option.format))
+    return not option.fits, loss, option.nodes, option.ways[1]
 
 
 def splits(most: int) -> Iterator[Ways]:
@@ -143,7 +143,7 @@ def copies_of(own: Source, node: Hardware) -> list[Source]:
 
 def candidates_of(own: Source, copies: Sequence[Source] = ()) -> list[Candidate]:
     """The entry's own format alone; for `best` its mixes; for `quantize: auto` as it is stored, then as others have quantized it, who had
-    data to calibrate with, then by ourselves (see `rank`), then in mixes that are smaller than any one format.
+    data to calibrate with, then by ourselves (see `preference`), then in mixes that are smaller than any one format.
 
     copies: of the model, for `quantize: auto`. Raises ConfigError where no mix is as small as the entry asks for.
     """
@@ -187,9 +187,9 @@ def choose(candidates: Sequence[Candidate], node: Hardware, ways: Ways = (1, 1),
         options.append(fitted(candidate, node, ways, unlinked))
         if options[-1].fits:
             return options[-1]
-    tokens, first = max((option.longest, -number) for number, option in enumerate(options))
-    if tokens and candidates[-first].args.spec.max_model_len == AUTO:
-        return fitted(candidates[-first], node, ways, unlinked, at_least=tokens)
+    number, roomiest = max(enumerate(options), key=lambda each: each[1].longest)
+    if roomiest.longest and candidates[number].args.spec.max_model_len == AUTO:
+        return fitted(candidates[number], node, ways, unlinked, at_least=roomiest.longest)
     return min(options, key=_least)
 
 

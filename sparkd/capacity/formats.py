@@ -53,8 +53,8 @@ def open_recipes(model: Inventory, wish: BestWish | None, ranks: int = 1) -> Ite
         yield from mixes_of(model, wish, ranks)
 
 
-def quality_of(name: str) -> int:
-    """The less the better: 0 of what is stored."""
+def quality_loss_of(name: str) -> int:
+    """0 of what is stored; the worse the format, the more."""
     return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 

@@ -21,14 +21,14 @@ from sparkd.capacity.fit import (
     copies_of,
     doubt_in_short,
     fitted,
-    rank,
+    preference,
     serving_of,
     single_formats,
     source_of,
     splits,
 )
 from sparkd.capacity.footprint import cache_of
-from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.formats import AS_STORED, quality_loss_of
 from sparkd.capacity.headers import Headers
 from sparkd.capacity.launch import start_of
 from sparkd.capacity.planned_entry import PlannedEntry, PlanRequest, overlaid
@@ -107,12 +107,12 @@ def _options(source: Source, copies: Sequence[Source], node: Hardware, splits: S
         chosen = choose(candidates, node, ways, unlinked)
         formats = (fitted(candidate, node, ways, unlinked) for candidate in others)
         options += [chosen, *(option for option in formats if _is_beside(option, chosen))]
-    return sorted(options, key=rank)
+    return sorted(options, key=preference)
 
 
 def _is_beside(option: Option, chosen: Option) -> bool:
     """Whether the option has another format that is no better than the chosen one."""
-    return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
+    return option.format != chosen.format and (not option.fits or quality_loss_of(option.format) > quality_loss_of(chosen.format))
 
 
 def _format_notes(spec: ModelConfig, headers: Headers, args: EngineArgs, options: list[Option], copies: Sequence[Source]) -> Iterator[str]:

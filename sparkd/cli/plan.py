@@ -300,7 +300,7 @@ def _on_nodes(answer: dict[str, Any], client: Client) -> dict[str, Any]:
 
 def _write_containers(answer: dict[str, Any], image: str | None) -> None:
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
-    from sparkd.capacity.launch import docker_run, shell
+    from sparkd.capacity.docker_run import docker_run, shell
     from sparkd.render.page import printable
     from sparkd.render.plan import OWN_WORDS
 

@@ -82,7 +82,7 @@ class Launcher:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         spec = placement.spec or spec
         env = without_cpu_space(spec, spec.environment(config.engine))
-        await self._clear(placement, tell or log.info)
+        await self._prepare_nodes(placement, tell or log.info)
         port = await self._rendezvous(placement)
         shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt)
         if placement.peers and spec.executor == "ray":
@@ -91,8 +91,8 @@ class Launcher:
         async def spawn(rank: int) -> RankHandle:
             node = placement.nodes[rank]
             peers = [peer for peer in placement.nodes if peer != node]
-            on_gpu, stages = placement.platform == "cuda", placement.tensor == 1
-            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=env, pipeline=stages)
+            on_gpu, is_pipeline = placement.platform == "cuda", placement.tensor == 1
+            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=env, pipeline=is_pipeline)
             if peers and not computed and wants_rdma(placement.platform, env):
                 # Without NCCL_NET=IB, NCCL would use sockets without a warning.
                 problem = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
@@ -168,8 +168,8 @@ class Launcher:
             return dict(await self._link.call(node_id, "read_log", path, cursor, max_bytes, timeout_s=READ_TIMEOUT_S))
         return await asyncio.to_thread(self._read_here, path, cursor, max_bytes)
 
-    async def _clear(self, placement: Placement, tell: Tell) -> None:
-        """Prepare every node: report other engines, drop the page cache, which CUDA cannot use, and end stray ranks."""
+    async def _prepare_nodes(self, placement: Placement, tell: Tell) -> None:
+        """On every node: report other engines, and drop the page cache, which CUDA cannot use."""
         nodes = placement.nodes
         on_gpu = placement.platform == "cuda"
         for node, others in zip(nodes, await self._each(placement, "foreign", on_gpu), strict=True):

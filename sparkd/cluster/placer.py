@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkd.capacity.advice import FitRefusal, outgrown, too_large
 from sparkd.capacity.evidence import Ways
-from sparkd.capacity.formats import AS_STORED, quality_of
+from sparkd.capacity.formats import AS_STORED, quality_loss_of
 from sparkd.capacity.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.capacity.placed_entry import PlacedEntry, ask_vllm, placed_entry, refused_flags, runtime_of
 from sparkd.capacity.requirement import Placement, Requirement, requirement_of, why_illegal
@@ -45,7 +45,8 @@ class Placer:
     """Places models.
 
     config: returns the present one
-    here: describes the Python environments of this node
+    link: calls the other nodes' agents
+    runtime_here: describes a Python environment of this node
     in_sight: returns the nodes that answer, this one first
     total_gib: the memory that this node offers
     """
@@ -85,7 +86,7 @@ class Placer:
             return better
         if refusal is None:
             entry, need = await self._on_its_node(entry, need)
-            node = self._reservations.reserve_one(spec.name, need.gib, self._only(entry, need.gib))
+            node = self._reservations.reserve_one(spec.name, need.gib, self._only_node(entry, need.gib))
             return _placement(entry, need, (node,), ALONE)
         # memory_gib is what the model takes on each node, split or not. More nodes help only if the engine is larger than that.
         limited = spec.memory_gib != "auto" and not outgrown(need.known, need.args.memory_gib)
@@ -170,8 +171,8 @@ class Placer:
         for nodes in range(2, len(self._in_sight()) + 1):
             for number, ways in enumerate(await asyncio.to_thread(_ways, entry, nodes)):
                 need = await self._need(entry, ways)
-                if _quality(need) < _quality(alone) and await self._too_large(entry, need, nodes) is None:
-                    better.append((_quality(need), nodes, number, ways))
+                if _quality_loss(need) < _quality_loss(alone) and await self._too_large(entry, need, nodes) is None:
+                    better.append((_quality_loss(need), nodes, number, ways))
         for *_, ways in sorted(better):
             try:
                 return await self._team(entry, ways, linked=True)
@@ -250,7 +251,7 @@ class Placer:
         spec, parsers = await asyncio.to_thread(with_parsers, need.args.spec, need.args.env)
         return replace(need, args=replace(need.args, spec=spec), parsers=parsers)
 
-    def _only(self, entry: PlacedEntry, gib: int) -> str | None:
+    def _only_node(self, entry: PlacedEntry, gib: int) -> str | None:
         """The node that must serve the model; None if any may.
 
         An engine that asks for no key listens on a Unix socket, which only the daemon's node reaches. If some nodes lack the runtime, this
@@ -264,7 +265,7 @@ class Placer:
         return next((node for node in self._reservations.with_room(entry.spec.name, gib) if node in only), min(only))
 
     async def _too_large(self, entry: PlacedEntry, need: Requirement, size: int) -> FitRefusal | None:
-        only = self._only(entry, need.gib) if size == 1 else None
+        only = self._only_node(entry, need.gib) if size == 1 else None
         offered = sorted((gib for node, gib in self._reservations.offered.items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
@@ -279,9 +280,10 @@ def _never_fits(refusal: FitRefusal) -> DoesNotFit:
     return DoesNotFit(refusal.message, lasts=True, reason=refusal.failure)
 
 
-def _quality(need: Requirement) -> int:
+def _quality_loss(need: Requirement) -> int:
+    """See sparkd.capacity.formats.quality_loss_of: of the model in its format."""
     recipe = need.args.spec.quantize
-    return quality_of(recipe.default.spelling if isinstance(recipe, QuantizationRecipe) else AS_STORED)
+    return quality_loss_of(recipe.default.spelling if isinstance(recipe, QuantizationRecipe) else AS_STORED)
 
 
 def _ways(entry: PlacedEntry, nodes: int) -> Sequence[Ways]:

@@ -35,7 +35,7 @@ class DesiredStates:
             record.queue.withdraw()
             record.cancel("place", "ask")
         elif record.state is not ModelState.READY:
-            record.queue.ask(self._clock())
+            record.queue.request(self._clock())
         operation = self._journal.operations.begin(record, kind, by)
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self._journal.operations.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")

@@ -29,7 +29,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.execution.shared_answer import SharedAnswer
-from sparkd.gateway.proxy import Waits
+from sparkd.gateway.proxy import OnWait
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
@@ -61,22 +61,22 @@ class Lease:
     an answer that shows nothing about the engine.
     """
 
-    __slots__ = ("_held", "_name", "_need", "_probe", "_queue", "_waits", "answered", "model", "upstream")
+    __slots__ = ("_held", "_name", "_need", "_on_wait", "_probe", "_queue", "answered", "model", "upstream")
 
     model: str
     upstream: Upstream
 
-    def __init__(self, queue: LeaseQueue, name: str, probe: bool, waits: Waits | None, need: RequestNeeds | None) -> None:
+    def __init__(self, queue: LeaseQueue, name: str, probe: bool, on_wait: OnWait | None, need: RequestNeeds | None) -> None:
         self._queue = queue
         self._name = name
         self._probe = probe
-        self._waits = waits
+        self._on_wait = on_wait
         self._need = need
         self._held: Record | None = None
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = await self._queue.enter(self._name, self._probe, self._waits, self._need)
+        record = await self._queue.enter(self._name, self._probe, self._on_wait, self._need)
         upstream = record.upstream
         if upstream is None:
             raise _gone_down(record)
@@ -105,7 +105,7 @@ class LeaseQueue:
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(self, name: str, probe: bool, waits: Waits | None = None, need: RequestNeeds | None = None) -> Record:
+    async def enter(self, name: str, probe: bool, on_wait: OnWait | None = None, need: RequestNeeds | None = None) -> Record:
         """Admit one request, after waiting for its model if necessary. See Supervisor.lease for the rules and errors."""
         record = self._registry.find(name)
         if probe:
@@ -120,7 +120,7 @@ class LeaseQueue:
         if record.state is ModelState.READY:
             _refuse_above_limit(record)
         else:
-            await self._wait(record, waits, need)
+            await self._wait(record, on_wait, need)
         if need is not None and need.tools:
             await self._refuse_toolless(record)  # by the parsers of the engine that is up
         return record
@@ -149,8 +149,8 @@ class LeaseQueue:
         for record in records:
             record.queue.turn_away(_draining())
 
-    async def _wait(self, record: Record, waits: Waits | None, need: RequestNeeds | None) -> None:
-        self._refuse_away(record)
+    async def _wait(self, record: Record, on_wait: OnWait | None, need: RequestNeeds | None) -> None:
+        self._refuse_closed_or_failed(record)
         if self._waiting >= self._registry.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
         self._waiting += 1
@@ -160,15 +160,15 @@ class LeaseQueue:
                 await self._refuse_toolless(record)
             _refuse_above_limit(record)
             if record.state is not ModelState.READY:
-                self._refuse_away(record)
-                await self._wait_in_line(record, waits)
+                self._refuse_closed_or_failed(record)
+                await self._wait_in_line(record, on_wait)
         finally:
             self._waiting -= 1
 
-    async def _wait_in_line(self, record: Record, waits: Waits | None) -> None:
+    async def _wait_in_line(self, record: Record, on_wait: OnWait | None) -> None:
         wait_s = self._registry.config.wait_s(record.spec) if record.spec else 0.0
-        if waits is not None:  # first: it may refuse the request
-            waits(
+        if on_wait is not None:  # first: it may refuse the request
+            on_wait(
                 lambda: view(self._registry, record, self._clock()).loading(),
                 bool(record.spec and self._registry.config.tells_loading(record.spec)),
             )
@@ -257,7 +257,7 @@ class LeaseQueue:
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
                 record.queue.promised_at_s = None
 
-    def _refuse_away(self, record: Record) -> None:
+    def _refuse_closed_or_failed(self, record: Record) -> None:
         self._refuse_closed(record)
         if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
             raise self._failed(record)

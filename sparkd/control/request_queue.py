@@ -14,7 +14,7 @@ class RequestQueue:
     questions: the daemon's own test requests that the engine works on. They do not count as a use of the model.
     waiters: in order of arrival.
     promised_at_s: when a client waited too long and was asked to retry by a 503.
-    asked_since_s: since when the model is requested while it is not READY.
+    requested_since_s: since when the model is requested while it is not READY.
     abandoned_at_s: when a client that waited for that load last left.
     unanswered: whether every recent client gave up, or its connection broke, before the engine answered.
     """
@@ -24,7 +24,7 @@ class RequestQueue:
         self.questions = 0
         self.waiters: dict[asyncio.Future[None], None] = {}
         self.promised_at_s: float | None = None
-        self.asked_since_s: float | None = None
+        self.requested_since_s: float | None = None
         self.abandoned_at_s: float | None = None
         self.unanswered = False
         self.last_used_s = now_s
@@ -54,25 +54,25 @@ class RequestQueue:
             self.in_flight -= 1
             self.last_used_s = now_s
 
-    def ask(self, now_s: float) -> None:
+    def request(self, now_s: float) -> None:
         """The model is requested. An earlier request keeps its position."""
-        if self.asked_since_s is None:
-            self.asked_since_s = now_s
+        if self.requested_since_s is None:
+            self.requested_since_s = now_s
 
     def withdraw(self) -> None:
         """The model is no longer requested."""
-        self.asked_since_s = self.abandoned_at_s = None
+        self.requested_since_s = self.abandoned_at_s = None
 
     def wait(self, waiter: asyncio.Future[None], now_s: float) -> None:
         self.waiters[waiter] = None
-        self.ask(now_s)
+        self.request(now_s)
 
     def leave(self, waiter: asyncio.Future[None]) -> None:
         self.waiters.pop(waiter, None)
 
     def open(self, now_s: float) -> None:
         """The model is READY: admit all waiters. It stays for clients that were asked to retry, until they are back or too late."""
-        self.asked_since_s = self.abandoned_at_s = None
+        self.requested_since_s = self.abandoned_at_s = None
         self.unanswered = False
         self.last_used_s = now_s
         for waiter in self.waiters:

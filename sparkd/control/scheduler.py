@@ -64,7 +64,7 @@ def make_schedule(
     records = registry.records
     first = block_reason or _comes_first(records, strangers, registry.config, now_s)
     waiting = [record for record in records.values() if _is_startable(record, now_s)]
-    waiting.sort(key=lambda record: (not record.has_claim, _asked_since_s(record), record.name))
+    waiting.sort(key=lambda record: (not record.has_claim, _requested_since_s(record), record.name))
     next_to_start: str | None = None
     evicted: dict[str, str] = {}
     waits: dict[str, Wait] = {}
@@ -101,8 +101,8 @@ def make_schedule(
     return Schedule(first is None, next_to_start, evicted, waits, rejected, queue)
 
 
-def _asked_since_s(record: Record) -> float:
-    since_s = record.queue.asked_since_s
+def _requested_since_s(record: Record) -> float:
+    since_s = record.queue.requested_since_s
     return float("inf") if since_s is None else since_s
 
 

@@ -34,7 +34,7 @@ from sparkd.control.views import guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
-from sparkd.gateway.proxy import Waits
+from sparkd.gateway.proxy import OnWait
 from sparkd.state.abilities import RequestNeeds
 from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Wait, Want
 from sparkd.state.snapshot import Snapshot
@@ -102,7 +102,7 @@ class Supervisor:
 
     # The requests of clients and operators.
 
-    def lease(self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None) -> Lease:
+    def lease(self, name: str, *, probe: bool = False, on_wait: OnWait | None = None, need: RequestNeeds | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
         A READY model is leased at once. For another the request waits up to its wait_for_load_s: STOPPED, it is requested; STOPPING, it
@@ -110,10 +110,10 @@ class Supervisor:
         the request.
 
         probe: lease a model that is not READY yet, and start none.
-        waits: called once if the request has to wait.
+        on_wait: called once if the request has to wait.
         need: what the request needs. Raises RouteNotServed if the model is known not to have it, NoToolParser for tools without a parser.
         """
-        return Lease(self._queue, name, probe, waits, need)
+        return Lease(self._queue, name, probe, on_wait, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Set the desired state of `name`. It is persisted before the loop acts on it. Idempotent. Raises UnknownModel.
@@ -337,7 +337,7 @@ class Supervisor:
         """Keep the queue positions and reasons of the waiting models, and write an event for each new reason."""
         before, self._last_schedule = self._last_schedule, schedule
         for name in schedule.queue:
-            self.registry.records[name].queue.ask(self._clock())
+            self.registry.records[name].queue.request(self._clock())
         for name, wait in schedule.waits.items():
             # Seconds that are left change with every look.
             if not wait.is_as(before.waits.get(name)):

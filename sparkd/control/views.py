@@ -64,7 +64,7 @@ def view(registry: Registry, record: Record, now_s: float, schedule: Schedule | 
     wait = schedule.waits.get(record.name) if schedule is not None else None
     is_queued = schedule is not None and wait is not None and record.name in schedule.queue
     turn = schedule.queue.index(record.name) + 1 if schedule is not None and is_queued else None
-    asked_s = record.queue.asked_since_s if turn is not None else None
+    asked_s = record.queue.requested_since_s if turn is not None else None
     since_s = record.since_wall_s if asked_s is None else registry.wall() - (now_s - asked_s)
     configured = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
     return ModelView(

@@ -152,7 +152,10 @@ class Edge:
         return match
 
     def _check(self, exchange: Exchange, route: Route, *, allowed_page: bool) -> None:
-        """Refuse a wrong method, a caller without the route's key, a request too many, repeated headers and a body that is too large."""
+        """Refuse a wrong method, a caller without the route's key, a request too many, repeated headers and a body that is too large.
+
+        A request for a model is on record from its key on, so that what refuses it later is there to be read.
+        """
         method, headers = exchange.scope["method"], exchange.headers
         if method not in route.methods:
             raise MethodNotAllowed(method, list(route.methods))
@@ -189,7 +192,10 @@ class Edge:
         await exchange.answer(status, headers, body)
 
     async def _delegate(self, exchange: Exchange) -> None:
-        """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer."""
+        """Pass a request and its whole body, which is small, to the admin API, and put the request id on the answer.
+
+        The app sends the head of an endless answer (sparkd.admin.streams.Endless) and returns; the edge then sends the texts behind it.
+        """
         scope = exchange.scope
         body = await self._proxy.read_body(exchange, exchange.client.limits.admin_body_bytes)
         replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]

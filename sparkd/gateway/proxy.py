@@ -46,7 +46,7 @@ _FIND_RESPONSE_S = 5.0
 
 # Called when a request starts to wait, with a function that returns ModelView.loading, and whether chats get progress text. It raises the
 # refusal of a request that no model is to be loaded for.
-Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
+OnWait = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class EngineLease(Protocol):
@@ -64,7 +64,7 @@ class Leases(Protocol):
     """The part of the supervisor that the gateway uses."""
 
     def lease(
-        self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
+        self, name: str, *, probe: bool = False, on_wait: OnWait | None = None, need: RequestNeeds | None = None
     ) -> AbstractAsyncContextManager[EngineLease]: ...
     def snapshot(self) -> Snapshot: ...
 
@@ -160,9 +160,9 @@ class Proxy:
         exchange.model = "unknown"
         begun_s = perf_counter()
         try:
-            waits = partial(self._wait, exchange, route)
+            on_wait = partial(self._on_wait, exchange, route)
             need = _need(route, exchange)
-            async with self._supervisor.lease(model, probe=self._is_probe(exchange.headers), waits=waits, need=need) as lease:
+            async with self._supervisor.lease(model, probe=self._is_probe(exchange.headers), on_wait=on_wait, need=need) as lease:
                 exchange.model = lease.model
                 exchange.queued_s = perf_counter() - begun_s
                 if exchange.heartbeat is not None:
@@ -189,7 +189,7 @@ class Proxy:
             if exchange.heartbeat is not None:
                 exchange.heartbeat.stop()
 
-    def _wait(self, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool) -> None:
+    def _on_wait(self, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool) -> None:
         """Raises BadRequest for a body that no engine can answer: none is loaded for it. An engine that runs says so in its own words."""
         exchange.model = loading()["model"]
         if route.asks and not any(b'"%b"' % member.encode() in exchange.body for member in route.asks):

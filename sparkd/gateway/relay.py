@@ -22,6 +22,7 @@ _LAST_EVENT = re.compile(rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.
 _USAGE_BYTES = 1024
 _COUNT = re.compile(rb'"(prompt|input|completion|output|cached|cache_read_input)_tokens"\s*:\s*(\d{1,12})')
 
+
 class Relay:
     """The sink of one exchange.
 

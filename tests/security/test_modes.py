@@ -132,14 +132,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_private_file_is_replaced_whole_and_through_no_link(tmp_path: Path) -> None:
-    path, beside, foreign = tmp_path / "record.json", tmp_path / f"record.{os.getpid()}.tmp", tmp_path / "foreign"
+    path, beside, foreign = tmp_path / "record.json", tmp_path / f".record.json.{os.getpid()}", tmp_path / "foreign"
     foreign.write_text("theirs")
-    # An earlier process of this number may have left it, or another user laid it there.
     beside.symlink_to(foreign)
+    with pytest.raises(OSError, match=r"record\.json"):
+        write_private(path, "first")
+    assert (foreign.read_text(), beside.is_symlink()) == ("theirs", False)
+
     write_private(path, "first")
     path.chmod(0o644)
     write_private(path, "second")
-    assert (path.read_text(), foreign.read_text(), path.stat().st_mode & 0o777) == ("second", "theirs", 0o600)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("second", 0o600)
 
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):

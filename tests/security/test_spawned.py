@@ -40,7 +40,7 @@ from tests.support.ranks import Place
 from tests.support.waiting import HUNG_S
 from workers.agent.programs import Programs
 from workers.guard import gpu_meter
-from workers.host import bounded_child, ends_with_parent, network, runtime
+from workers.host import bounded_child, ends_with_parent, runtime
 from workers.load import input_scales
 from workers.quantization.recipe import QuantizationRecipe
 from workers.rank import lifecycle, ray_environment
@@ -69,7 +69,6 @@ SITES = {
     "workers/guard/gpu_meter.py": 1,
     "workers/host/bounded_child.py": 1,
     "workers/host/ends_with_parent.py": 1,
-    "workers/host/network.py": 1,
     "workers/vllm/ask/model_question.py": 1,
     "workers/rank/lifecycle.py": 1,
     "workers/vllm/ray/worker.py": 1,
@@ -232,13 +231,6 @@ async def _benchy(python: Path, folder: Path) -> None:
         await benchy.measure(target, cell, Arguments(), "a text", heard)
 
 
-async def _ip(python: Path, folder: Path) -> None:
-    (folder / "bin").mkdir()
-    (folder / "bin" / "ip").symlink_to(python)
-    os.environ["PATH"] = f"{folder}/bin"
-    network._ip(("-I",))
-
-
 async def _fix(python: Path, folder: Path) -> None:
     fixes.apply(fixes.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
 
@@ -269,7 +261,7 @@ async def _calibration(python: Path, folder: Path) -> None:
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
     _apart, _pull, _ray, _join, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _meter, _becomes, _benchy,
-    _ip, _fix, _git, _calibration,
+    _fix, _git, _calibration,
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from sparkd.capacity.fit import (
     choose,
     copies_of,
     fitted,
-    rank,
+    preference,
     single_formats,
     source_of,
     splits,
@@ -87,7 +87,7 @@ def options(
     found = single_formats(source)
     if args.spec.quantize is not None or "quantize" in keys:
         found = candidates_of(source)
-    return sorted((fitted(one, hardware, split, unlinked) for one in found for split in ways or splits(nodes)), key=rank)
+    return sorted((fitted(one, hardware, split, unlinked) for one in found for split in ways or splits(nodes)), key=preference)
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Env, offered_bytes: int, ways: Ways = (1, 1)) -> str:

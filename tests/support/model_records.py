@@ -19,7 +19,7 @@ NOW_S = 1000.0
 _SINCE = {"halted_s": "halted_since_s", "deaf_s": "deaf_since_s", "still_s": "last_activity_s", "silent_s": "last_output_s"}
 _OF_OBSERVED = {"ranks": "current", "unseen": "unseen", "dark_s": "dark_s", "no_raylet": "no_raylet", "frozen": "hang"}
 _OF_ATTEMPT = {"rank_id": "rank_id", "attempt_since_s": "since_s", "ready_since_s": "ready_since_s", "load_s": "load_s"}
-_OF_QUEUE = ("in_flight", "last_used_s", "asked_since_s")
+_OF_QUEUE = ("in_flight", "last_used_s", "requested_since_s")
 _OF_RECORD = {"config_hash": "hash", "state_since_s": "since_s"} | {
     name: name for name in ("name", "state", "busy", "last_asked_s", "backoff_until_s", "lost_load_s", "takes_turns")
 }

@@ -77,7 +77,7 @@ class Guard:
         self._dying = threading.Event()
         self._ended = threading.Event()
         self._lock_fd = -1
-        self._after: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._follow_ups: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._killed: dict[str, str] = {}
 
     @property
@@ -94,10 +94,10 @@ class Guard:
             self._last_look = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
         threads = {
             "memory": self._look_forever,
-            "memory holders": self._hold_forever,
-            "shared memory": self._note_forever,
-            "machine": self._measure_forever,
-            "memory bundles": self._say_forever,
+            "memory holders": self._refresh_forever,
+            "shared memory": self._note_shared_forever,
+            "machine": self._measure_machine_forever,
+            "memory bundles": self._follow_up_forever,
             "GPU meter": self._meter_forever,
         }
         for name, work in threads.items():
@@ -156,7 +156,7 @@ class Guard:
             self._dying.set()
             self._remember(victim, decision, look, limits)
         if decision.drop and self._drop:
-            self._after.put(self._dropped)
+            self._follow_ups.put(self._drop_page_cache)
         self._decision, self._state = decision, state
 
     def _remember(self, victim: MemoryConsumer, decision: Decision, look: MemorySample, limits: MemoryLimits) -> None:
@@ -176,9 +176,11 @@ class Guard:
             ],
             "available_bytes": look.available, "columns": COLUMNS, "readings": rows,
         }  # fmt: skip
-        self._after.put(lambda: self._aftermath(victim, bundle))
+        self._follow_ups.put(lambda: self._finish_kill(victim, bundle))
 
-    def _aftermath(self, victim: MemoryConsumer, bundle: dict[str, Any]) -> None:
+    def _finish_kill(self, victim: MemoryConsumer, bundle: dict[str, Any]) -> None:
+        """Kill what the look left alive, add what came of it to the bundle, and write that."""
+
         def find() -> Mapping[int, processes.Identity]:
             return processes.members(shim=victim.shim, engine=victim.engine, worker=worker_of(self._run_dir, victim.rank_id))
 
@@ -193,7 +195,7 @@ class Guard:
         except OSError as error:
             log.error("the bundle %s cannot be written: %s", bundle["id"], error)
 
-    def _dropped(self) -> None:
+    def _drop_page_cache(self) -> None:
         if self._drop:
             log.info("page cache: %s", self._drop())
 
@@ -247,26 +249,26 @@ class Guard:
                 self._guarded_at_s = time.monotonic()
         self._let_go()
 
-    def _hold_forever(self) -> None:
+    def _refresh_forever(self) -> None:
         # It may fail, for instance where a process ends while it is read, or for a status file of another release.
-        self._repeat(self._hold, "the holders of the memory could not be read")
+        self._repeat(self._refresh, "the holders of the memory could not be read")
 
-    def _hold(self) -> None:
+    def _refresh(self) -> None:
         # One of two guards of this folder asks nvidia-smi: the one that may act, or that the daemon reads.
         self.consumers.refresh(time.monotonic(), ask_device=self.claims and (self._mode != ON or self._actor or self._lock_fd >= 0))
 
-    def _note_forever(self) -> None:
+    def _note_shared_forever(self) -> None:
         self._repeat(lambda: self.consumers.note_shared(time.monotonic()), "the memory that the ranks share could not be noted")
 
     def _meter_forever(self) -> None:
         """On a thread of its own, which nvidia-smi ends with (workers.host.ends_with_parent)."""
         self._repeat(self.consumers.meter.measure, "the GPU could not be measured")
 
-    def _measure_forever(self) -> None:
+    def _measure_machine_forever(self) -> None:
         """On a thread of its own: a file system that hangs must not hold up the search for engines that the guard may end."""
-        self._repeat(self._measure, "the node's disk and uptime could not be read")
+        self._repeat(self._measure_machine, "the node's disk and uptime could not be read")
 
-    def _measure(self) -> None:
+    def _measure_machine(self) -> None:
         facts: dict[str, Any] = {"host": socket.gethostname(), "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME)}
         with suppress(OSError):  # the folder was removed
             disk = shutil.disk_usage(self._log_dir)
@@ -282,10 +284,10 @@ class Guard:
                 log.exception("%s", failure)
             self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
 
-    def _say_forever(self) -> None:
+    def _follow_up_forever(self) -> None:
         while not self._ended.is_set():
             with suppress(queue.Empty):
-                work = self._after.get(timeout=1.0)
+                work = self._follow_ups.get(timeout=1.0)
                 try:
                     work()
                 except Exception:

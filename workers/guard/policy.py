@@ -64,7 +64,7 @@ class GuardState:
     low_looks: int = 0
     floor_looks: int = 0
     fast_looks: int = 0
-    last_looks: int = 0
+    quarter_looks: int = 0
     pressed_since_s: float | None = None
     calm_since_s: float | None = None
     killed_at_s: float = float("-inf")
@@ -113,15 +113,15 @@ def decide(
         fast_looks=state.fast_looks + 1 if fast else 0,
         low_looks=state.low_looks + 1 if look.available < hard_in(limits, phase) else 0,
         floor_looks=state.floor_looks + 1 if look.available < limits.floor else 0,
-        last_looks=state.last_looks + 1 if look.available < limits.floor // 4 else 0,
+        quarter_looks=state.quarter_looks + 1 if look.available < limits.floor // 4 else 0,
     )
     falling = left_s is not None and left_s <= SLOW_HORIZON_S and trend.middle <= -CREEP_SHARE * look.total / SLOW_HORIZON_S
     why = _reason(look, trend, limits, state, phase, reclaiming=reclaiming, falling=falling, left_s=left_s)
     creeping = look.available < limits.hard and trend.fell >= CREEP_SHARE * look.total
     state = _levelled(look, limits, state, critical=bool(why), corroborated=reclaiming or falling or creeping)
     settled = look.at_s - state.killed_at_s >= (GONE_S if dying else SETTLE_S)
-    if why and settled and (victim := choose(engines, _needed(look, trend, limits))):
-        state = replace(state, killed_at_s=look.at_s, fast_looks=0, low_looks=0, floor_looks=0, last_looks=0)
+    if why and settled and (victim := choose_victim(engines, _needed(look, trend, limits))):
+        state = replace(state, killed_at_s=look.at_s, fast_looks=0, low_looks=0, floor_looks=0, quarter_looks=0)
         return Decision(CRITICAL, victim.rank_id, why), state
     flooded = unified and phase != SERVE and look.free < limits.hard and look.available - look.free > 2 * limits.soft
     if flooded and look.at_s - state.dropped_at_s >= DROP_EVERY_S:
@@ -129,7 +129,7 @@ def decide(
     return Decision(state.level, why=why), state
 
 
-def choose(engines: Sequence[GuardedEngine], needed: int) -> GuardedEngine | None:
+def choose_victim(engines: Sequence[GuardedEngine], needed: int) -> GuardedEngine | None:
     """The engine to kill, among those that hold at least `needed` bytes.
 
     Idle ones come first, then unpinned ones, low priority, those that start, and the largest.
@@ -178,7 +178,7 @@ def _reason(
     if state.fast_looks >= 2:
         rate, floor = -trend.short / GIB, limits.floor / GIB
         return f"{available}, {rate:.2f} GiB less each second: the floor of {floor:.2f} GiB is {left_s:.1f} s away"
-    if state.last_looks >= 2:
+    if state.quarter_looks >= 2:
         return f"{available}, a quarter of the floor"
     crept = trend.fell >= CREEP_SHARE * look.total
     if state.floor_looks >= looks and (reclaiming or crept):

@@ -211,7 +211,9 @@ async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
 
 async def test_how_the_nodes_are_prepared(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
-        absent = {"nvidia-smi": {"trouble": "nvidia-smi is not installed", "missing": True}}
+        absent = {
+            name: {"text": "", "trouble": f"{name} is not installed", "hung": False, "missing": True} for name in ("nvidia-smi", "dmesg")
+        }
         reading = {"files": {"proc/sys/kernel/osrelease": "6.17.0-1008-nvidia\n"}, "commands": absent}
         made.scene.cluster.answers["host"] = {"n": reading, "m": None}
         found = await made.ask("GET", "/doctor")

@@ -20,7 +20,7 @@ import pytest
 from sparkd.__main__ import exit_code
 from sparkd.admin.client import Client
 from sparkd.admin.planner import Planning
-from sparkd.capacity import launch, placed_entry, plan_for_node, planned_entry
+from sparkd.capacity import docker_run, placed_entry, plan_for_node, planned_entry
 from sparkd.capacity import plan as plans
 from sparkd.capacity.launch import OWN
 from sparkd.capacity.node_runtime import NodeRuntime
@@ -76,7 +76,7 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(placed_entry, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
     monkeypatch.setattr(planned_entry, "probe", asked)
-    monkeypatch.setattr(launch, "_plugin", dict)  # of an installed sparkd
+    monkeypatch.setattr(docker_run, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
 
 

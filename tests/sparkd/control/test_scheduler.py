@@ -43,9 +43,9 @@ def stays(name: str, until_s: float, ready_since_s: float = NOW_S, load_s: float
     return there(name, last_used_s=until_s, ready_since_s=ready_since_s, load_s=load_s, takes_turns=load_s > 0, **changes)
 
 
-def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> Record:
+def waits(name: str, gib: int | None = 10, requested_since_s: float = 900.0, **changes: Any) -> Record:
     lack = None if gib is None else Lack(gib)
-    given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "asked_since_s": asked_since_s}
+    given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "requested_since_s": requested_since_s}
     return record_of(name, **(given | changes))
 
 
@@ -62,7 +62,9 @@ def reason(whose: Schedule, name: str) -> tuple[str, tuple[str, ...], float | No
 
 
 def test_who_claims_goes_first_then_who_asked_first() -> None:
-    found = decided(waits("a", claims=False, asked_since_s=1), waits("b", asked_since_s=7), waits("c", asked_since_s=5), waits("d"))
+    found = decided(
+        waits("a", claims=False, requested_since_s=1), waits("b", requested_since_s=7), waits("c", requested_since_s=5), waits("d")
+    )
     assert (found.next_to_start, found.queue) == ("c", ("c", "b", "d", "a"))
     assert found.waits.keys() == {"a", "b", "d"}
 
@@ -90,7 +92,7 @@ def test_those_go_that_nobody_would_miss(others: list[Record], held: dict[str, i
 
 @pytest.mark.parametrize("stay_s", [42, 1])
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind(stay_s: float) -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), stays("a", NOW_S + stay_s), a=16)
+    found = decided(waits("c"), waits("d", gib=1, requested_since_s=950), stays("a", NOW_S + stay_s), a=16)
     assert (found.next_to_start, found.victims, found.queue) == (None, {}, ("c", "d"))
     assert reason(found, "c") == (STAY, ("a",), stay_s)
     assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
@@ -122,14 +124,14 @@ def test_a_model_that_is_leaving_already_holds_nothing_up() -> None:
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
-    found = decided(waits("c", claims=False), waits("d", gib=1, claims=False, asked_since_s=950), there("a"), a=16)
+    found = decided(waits("c", claims=False), waits("d", gib=1, claims=False, requested_since_s=950), there("a"), a=16)
     assert (found.next_to_start, found.victims) == ("d", {})
     assert reason(found, "c") == (UNCLAIMED, (), None)
 
 
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
-    models = waits("c"), waits("d", gib=1, asked_since_s=950)
+    models = waits("c"), waits("d", gib=1, requested_since_s=950)
     found = scheduled(*models, book=MemoryBook({"n": 20}, {}, (), {"n": room_gib}))
     assert (found.next_to_start, found.queue, "c" in found.waits) == (first, ("c", "d"), first is None)
     elsewhere = scheduled(*models, book=MemoryBook({"n": 20, "o": 20}, {}, (), {"n": room_gib}))
@@ -137,7 +139,7 @@ def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: flo
 
 
 def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
+    found = decided(waits("c"), waits("d", gib=1, requested_since_s=950), there("a", pinned=True), a=16)
     assert (found.next_to_start, found.queue) == ("d", ("d",))
     assert (found.rejected["c"].reason, found.rejected["c"].models) == (NO_ROOM, ("a",))
 
@@ -158,8 +160,8 @@ def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
-    assert decided(waits("c", **changes), waits("d", asked_since_s=950)).next_to_start == "d"
-    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", asked_since_s=950)).next_to_start == "c", "its back-off is over"
+    assert decided(waits("c", **changes), waits("d", requested_since_s=950)).next_to_start == "d"
+    assert decided(waits("c", backoff_until_s=NOW_S), waits("d", requested_since_s=950)).next_to_start == "c", "its back-off is over"
 
 
 def test_over_several_nodes() -> None:
@@ -242,7 +244,7 @@ async def make_ready(made: Scene, name: str) -> None:
     ids=["loads", "is placed", "ends", "is removed", "does not die", "serves"],
 )
 def test_the_first_waits_for_what_is_started_or_ended_before_it(other: Record, kind: str | None) -> None:
-    found = decided(waits("c", gib=None), waits("d", gib=None, asked_since_s=950), other)
+    found = decided(waits("c", gib=None), waits("d", gib=None, requested_since_s=950), other)
     assert (found.next_to_start, found.queue) == ("c", ("c", "d"))
     assert (reason(found, "c") if "c" in found.waits else None) == (None if kind is None else (kind, ("a",), None))
     assert reason(found, "d") == (STARTED_FIRST, ("c",), None)

@@ -580,12 +580,12 @@ async def test_a_request_that_the_gateway_refuses_as_it_begins_to_wait_loads_not
 
     async with stage(tmp_path) as made:
         with pytest.raises(BadRequest, match="`messages`"):
-            async with made.supervisor.lease("m", waits=refuse):
+            async with made.supervisor.lease("m", on_wait=refuse):
                 pass
         await made.tick(2)
         assert (made.state(), made.cluster.log) == ("STOPPED", [])
         await make_ready(made)
-        async with made.supervisor.lease("m", waits=refuse):  # the engine says what is wrong with it
+        async with made.supervisor.lease("m", on_wait=refuse):  # the engine says what is wrong with it
             pass
 
 
@@ -808,7 +808,7 @@ async def test_who_waits_is_told_how_far_it_is(tmp_path: Path) -> None:
     async with stage(tmp_path, send_loading_state=True) as made:
 
         async def ask() -> None:
-            async with made.supervisor.lease("m", waits=lambda how_far, in_words: told.extend((how_far, in_words))):
+            async with made.supervisor.lease("m", on_wait=lambda how_far, in_words: told.extend((how_far, in_words))):
                 told.append("in")
 
         waiting = asyncio.create_task(ask())

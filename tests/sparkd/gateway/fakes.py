@@ -23,7 +23,7 @@ from sparkd.gateway.exchange import CONNECTION
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.protocol import bounded_protocol
-from sparkd.gateway.proxy import Waits
+from sparkd.gateway.proxy import OnWait
 from sparkd.gateway.server import GatewayServer, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities, RequestNeeds
@@ -123,7 +123,7 @@ class FakeSupervisor:
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, name: str, *, probe: bool = False, waits: Waits | None = None, need: RequestNeeds | None = None
+        self, name: str, *, probe: bool = False, on_wait: OnWait | None = None, need: RequestNeeds | None = None
     ) -> AsyncIterator[FakeLease]:
         found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
         if found is None:
@@ -134,8 +134,8 @@ class FakeSupervisor:
             raise NoToolParser(found.name, self.parsers.nearest)
         self.needs.append(need)
         self.waiting += 1
-        if waits is not None and not self.gate.is_set():
-            waits(lambda: self.models[found.name].loading(), self.in_words)
+        if on_wait is not None and not self.gate.is_set():
+            on_wait(lambda: self.models[found.name].loading(), self.in_words)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

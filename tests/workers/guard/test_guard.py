@@ -389,7 +389,7 @@ def test_one_of_two_sentries_asks_nvidia_smi(
     asked: list[bool] = []
     monkeypatch.setattr(made.consumers, "refresh", lambda _now_s, *, ask_device: asked.append(ask_device))
     made.claims, made._lock_fd = claims, 0 if holds else -1
-    made._hold()
+    made._refresh()
     assert asked == [asks]
 
 

@@ -30,7 +30,7 @@ from workers.guard.policy import (
     TIGHT,
     GuardedEngine,
     GuardState,
-    choose,
+    choose_victim,
     decide,
     hard_in,
     pace_s,
@@ -224,7 +224,7 @@ WHO = {
 
 @pytest.mark.parametrize(("engines", "expected"), WHO.values(), ids=WHO)
 def test_who_goes(engines: list[GuardedEngine], expected: str | None) -> None:
-    found = choose(engines, 8 * GIB)
+    found = choose_victim(engines, 8 * GIB)
     assert (found.rank_id if found else None) == expected
 
 
@@ -240,7 +240,7 @@ def test_one_victim_at_a_time_and_the_next_only_when_the_first_was_not_enough() 
 def test_a_victim_that_dies_slowly_is_waited_for() -> None:
     state = GuardState(killed_at_s=10.0)
     low = MemorySample(12.0, TOTAL, GIB // 4, GIB // 4, 0, 0)
-    state = replace(state, last_looks=5)
+    state = replace(state, quarter_looks=5)
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=True)[0].kill is None
     assert decide(low, STILL, [SERVING], LIMITS, state, dying=False)[0].kill == "a"
     assert decide(replace(low, at_s=15.0), STILL, [SERVING], LIMITS, state, dying=True)[0].kill == "a"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.capacity import launch
-from sparkd.capacity.launch import docker_run, shell
+from sparkd.capacity import docker_run as docker
+from sparkd.capacity.docker_run import docker_run, shell
 from sparkd.checkpoint.source import name_of
 from sparkd.errors import ConfigError
 from sparkd.vllm.flags import speculative_config
@@ -31,7 +31,7 @@ def plan(
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     folders = {"/site/workers": "/opt/sparkd/workers", "/site/sparkd-1.dist-info": "/opt/sparkd/sparkd-1.dist-info"}
-    monkeypatch.setattr(launch, "_plugin", lambda: folders)
+    monkeypatch.setattr(docker, "_plugin", lambda: folders)
     return folders
 
 

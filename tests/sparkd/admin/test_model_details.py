@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.admin import model_routes
-from sparkd.admin.model_routes import engine_settings
+from sparkd.admin import model_details
+from sparkd.admin.model_details import engine_settings
 from sparkd.capacity.layers import LayerListing
 from sparkd.capacity.plan_for_node import learn
 from sparkd.checkpoint import bounded_read
@@ -134,7 +134,7 @@ async def test_layers_of_one_model_are_read_at_a_time(tmp_path: Path, folder: Pa
         reading.remove(spec.name)
         return LayerListing("", None, {}, (), 0, 0, 0, ())
 
-    monkeypatch.setattr(model_routes, "_layers", read)
+    monkeypatch.setattr(model_details, "_layers", read)
     loop, began, may_end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     async with admin_of(tmp_path, models={name: {"model": str(folder)} for name in ("a", "b", "c")}) as admin:
         asked = [asyncio.create_task(admin.ask("GET", f"/models/{name}/layers")) for name in ("a", "b", "c")]

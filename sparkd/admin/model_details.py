@@ -76,7 +76,7 @@ class SettingsAnswer(BaseModel):
     ranks: list[RankSettings]
 
 
-def register_models(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts, boundary: Boundary) -> None:
+def register_model_details(api: APIRouter, registry: Registry, cluster: Cluster, starts: Starts, boundary: Boundary) -> None:
     """Register them before the route of a model itself, whose name may have slashes."""
 
     @api.get("/models/{name:path}/start", summary="How the last start of a model went, phase by phase")
