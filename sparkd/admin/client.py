@@ -105,7 +105,10 @@ class Client:
         return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
-        models: list[dict[str, Any]] = self.get("/models")["models"]
+        """Raises Unavailable if another server answers at the address: LiteLLM's port is 4000 too."""
+        models = self.get("/models").get("models")
+        if not isinstance(models, list):
+            raise self._stranger(200)
         return models
 
     def model(self, name: str) -> dict[str, Any]:

@@ -92,4 +92,4 @@ def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: Dae
     call_anew(made)
     until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, "an answer")
     assert made.status()["cluster"]["connected"]
-    assert made.model("m")["restarts"] == 0
+    assert made.model("m")["failures"] == 0

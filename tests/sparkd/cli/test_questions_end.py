@@ -55,7 +55,7 @@ def is_asked(engine: Engine) -> bool:
     ("words", "number"),
     [
         (["plan", "m"], signal.SIGINT),
-        (["ls", "--layers", "m"], signal.SIGTERM),
+        (["plan", "m"], signal.SIGTERM),
         pytest.param(["plan", "m"], signal.SIGHUP, marks=pytest.mark.rest),
     ],
 )

@@ -75,28 +75,28 @@ class Stage(Pair):
         model = self.loaded("far")
         (rank,) = model["ranks"]
         (key,) = self.ray_node.runtime_dir.rglob(f"{rank['rank_id']}.key")
-        url, counts = f"http://{rank['host']}:{rank['port']}", (model["failures"], model["restarts"])
-        return Rank(rank["rank_id"], rank["pid"], url, key.read_text(), Path(rank["log_path"]), counts)
+        url = f"http://{rank['host']}:{rank['port']}"
+        return Rank(rank["rank_id"], rank["pid"], url, key.read_text(), Path(rank["log_path"]), model["failures"])
 
     def untouched(self, rank: Rank) -> None:
         """The same process serves, nothing failed, and nothing was started beside it."""
         assert alive(rank.pid)
         assert self.daemon.chat("far", "hello", max_tokens=2).status_code == 200
         seen = self.daemon.model("far")
-        assert ([one["pid"] for one in seen["ranks"]], (seen["failures"], seen["restarts"])) == ([rank.pid], rank.counts)
+        assert ([one["pid"] for one in seen["ranks"]], seen["failures"]) == ([rank.pid], rank.failures)
         assert len(self.engines()) == len({"near", "far"})
 
 
 @dataclass(frozen=True)
 class Rank:
-    """counts: failures and restarts of its model by then."""
+    """failures: of its model by then."""
 
     rank_id: str
     pid: int
     url: str
     key: str
     log: Path
-    counts: tuple[int, int]
+    failures: int
 
     def running(self) -> float:
         """Requests that the engine itself has in hand."""
