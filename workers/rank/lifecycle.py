@@ -79,8 +79,9 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
 
     alive: the shim lives, and has noted no exit code of its engine. processes: the number of living processes of the rank without the
     shim; if it is above 0 while alive is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server
-    is up and its socket's file is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the
-    log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s: see _cause_age_s.
+    is up and its socket's file is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason.
+    progress joins the reports of the log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s: see
+    _cause_age_s.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -191,7 +192,7 @@ def _fact(
     return {
         "rank_id": rank_id,
         "handle": status.get("handle"),
-        # A shim notes the exit code as soon as it has reaped the engine. Until then nobody can say how it ended.
+        # A shim notes the exit code as soon as it has reaped the engine. Until then a look cannot tell how the engine ended.
         "alive": bool(shim and processes.is_alive(shim)) and status.get("exit_code") is None,
         "processes": living,
         "exit_code": status.get("exit_code"),
