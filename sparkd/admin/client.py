@@ -105,6 +105,7 @@ class Client:
         return self._ask("DELETE", path, parameters)
 
     def models(self) -> list[dict[str, Any]]:
+        """Raises Unavailable if another server answers at the address: LiteLLM's port is 4000 too."""
         models = self.get("/models").get("models")
         if not isinstance(models, list):
             raise self._stranger(200)

@@ -255,6 +255,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "kv_bytes_per_request": footprint.kv.per_request,
             "load_peak": footprint.load_peak_bytes,
             "disk": footprint.weights.disk_bytes if footprint.weights.changed else 0,
+            "active_bytes": footprint.weights.active_bytes,
             "by_class": dict(footprint.weights.by_kind),
             "first_load_s": footprint.first_load_s,
             "next_load_s": footprint.next_load_s,

@@ -77,10 +77,11 @@ def spawn(spec: RankSpec) -> dict[str, Any]:
 def scan(run_dir: str) -> list[dict[str, Any]]:
     """The state of each rank with a status file, sorted by rank id. Reads /proc and the files, and changes nothing.
 
-    alive: shim and engine both live. processes: the number of living processes of the rank without the shim; if it is above 0 while alive
-    is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server is up and its socket's file
-    is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason. progress joins the reports of the
-    log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s: see _cause_age_s.
+    alive: the shim lives, and has noted no exit code of its engine. processes: the number of living processes of the rank without the
+    shim; if it is above 0 while alive is False, something has to be stopped. halted: a signal has stopped one of them. deaf: the server
+    is up and its socket's file is gone. cpu_s: CPU seconds of all. If a file cannot be read, handle is None and error has the reason.
+    progress joins the reports of the log, the loader and the KV sizing; diagnosis explains a known line of the log. cause_age_s: see
+    _cause_age_s.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -91,7 +92,7 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         shim, engine = shim_of(status.get("handle") or {}), engine_of(status)
         pids = processes.belonging(stats, boot, worker_of(run_dir, rank_id), shim=shim, engine=engine)
         progress = _progress(run_dir, rank_id, status.get("progress"))
-        fact = _fact(rank_id, status, progress, shim, engine, len(pids))
+        fact = _fact(rank_id, status, progress, shim, len(pids))
         fact["cause_age_s"] = _cause_age_s(status.get("epoch_s"), progress)
         socket_path = (status.get("handle") or {}).get("socket_path")
         fact["deaf"] = bool(progress.get("server_up") and socket_path and not os.path.lexists(socket_path))
@@ -186,13 +187,13 @@ def _cause_age_s(epoch_s: float | None, progress: Mapping[str, Any]) -> float | 
 
 
 def _fact(
-    rank_id: str, status: Mapping[str, Any], progress: Mapping[str, Any], shim: Identity | None, engine: Identity | None, living: int
+    rank_id: str, status: Mapping[str, Any], progress: Mapping[str, Any], shim: Identity | None, living: int
 ) -> dict[str, Any]:
-    engine_alive = bool(engine and processes.is_alive(engine))
     return {
         "rank_id": rank_id,
         "handle": status.get("handle"),
-        "alive": bool(shim and processes.is_alive(shim)) and (engine_alive or status.get("state") == "starting"),
+        # A shim notes the exit code as soon as it has reaped the engine. Until then a look cannot tell how the engine ended.
+        "alive": bool(shim and processes.is_alive(shim)) and status.get("exit_code") is None,
         "processes": living,
         "exit_code": status.get("exit_code"),
         "stop_ordered": bool(status.get("stop_ordered")),

@@ -148,6 +148,7 @@ def without_the_process() -> list[bytes]:
 
 
 def test_what_is_gone_leaves_no_series() -> None:
+    gauges.show(snapshot())
     before = without_the_process()
     told = Progress(bytes_done=1, bytes_total=1, units_done=1, units_total=1, read_bytes=1, cache_bytes=1, kv={"tokens": 1})
     gauges.show(snapshot(view("m", progress=told), view("other"), nodes=(NODE,)))
