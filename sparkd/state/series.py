@@ -78,6 +78,8 @@ class Series:
             if self._places.keys() != figures.keys():
                 self._places = {name: place for place, name in enumerate(figures)}
             values = array("f", (math.nan if (value := figures[name]) is None else value for name in self._places))
+            if last_s == second:
+                self._seconds.pop()  # a page that opens has the daemon look once more within the second
             # A look that came a little late has left one out.
             for taken_s in (second - 1, second) if second - last_s == 2 else (second,):
                 self._seconds.append(_Second(taken_s, self._places, values))

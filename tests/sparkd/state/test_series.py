@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import StateError
-from sparkd.state.series import STEP_S, STEPS, Series
+from sparkd.state.series import SECONDS, STEP_S, STEPS, Series
 
 T0 = 1_800_000_000
 
@@ -53,6 +53,14 @@ def test_a_gap_is_a_gap_and_a_look_that_came_late_makes_none(kept: Series) -> No
     kept.write(T0 + 5, {"a": 5.0})
     kept.write(T0 + 8, {"a": 8.0})
     assert kept.read(["a"], 9, T0 + 8).series == {"a": [0.0, 1.0, None, 3.0, 5.0, 5.0, None, None, 8.0]}
+
+
+def test_a_second_has_one_figure_however_many_pages_open_in_it(kept: Series) -> None:
+    write(kept, range(T0, T0 + SECONDS))
+    for _ in range(5):
+        kept.write(T0 + SECONDS - 0.5, {"a": -1.0})
+    read = kept.read(["a"], SECONDS, T0 + SECONDS - 0.5).series["a"]
+    assert (read[0], read[-2:]) == (0.0, [float(SECONDS - 2), -1.0])
 
 
 def test_half_minutes_are_means_and_are_there_after_any_end(kept: Series, path: Path) -> None:
