@@ -215,7 +215,9 @@ class LeaseQueue:
             return
         if fault := await self._once(record, self._models.unusable, record.spec):
             log.warning("a request for %s is refused: %s", record.name, fault.message)
-            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {_SEE}")
+            # It was not tried, so that `sparkd ps` does not show it.
+            see = f"Run `sparkd load {record.name}` for the reason."
+            raise ModelCannotLoad(f"The model {record.name} cannot be started. {fault.client_message or _ABSENT} {see}")
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Raise NoToolParser for a model without a tool parser, before it is loaded. An engine tells its parser, else the files do.

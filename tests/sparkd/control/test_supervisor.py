@@ -888,7 +888,7 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
         made.cluster.unusable = look
         with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
             await enter(made, name)
-        assert lacking(refused.value.message, name, *told) == [] and refused.value.status == 424
+        assert lacking(refused.value.message, f"`sparkd load {name}`", *told) == [] and refused.value.status == 424
         assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
         assert made.supervisor.registry.find(name).desired.want is Want.STOPPED
 
