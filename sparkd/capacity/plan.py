@@ -260,6 +260,5 @@ def option_json(option: Option) -> dict[str, Any]:
             "first_load_s": footprint.first_load_s,
             "next_load_s": footprint.next_load_s,
             "decode_tokens_s": footprint.decode_tokens_s,
-            "active_bytes": footprint.weights.active_bytes,
         },
     }
