@@ -71,7 +71,7 @@ class Cli:
     def popen(self, *argv: str, **options: Any) -> subprocess.Popen[str]:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         environ = os.environ | {"SPARKD_URL": self.daemon.url}
-        return subprocess.Popen([sys.executable, "-m", "sparkd", *argv], cwd=ROOT, env=environ, text=True, **streams)
+        return subprocess.Popen([sys.executable, "-m", "tests.support.lone_sparkd", *argv], cwd=ROOT, env=environ, text=True, **streams)
 
     def run(self, *argv: str) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of a command line in this process."""
