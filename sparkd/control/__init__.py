@@ -1,1 +1,1 @@
-"""The control loop: desired and observed state, the plan between them, and its effects."""
+"""The control loop: desired and observed state, the decision between them, and its effects."""

@@ -1,4 +1,4 @@
-"""Carries out the plan's decisions: each is one task of one model, and the next observation shows what it did."""
+"""Carries out the decisions: each is one task of one model, and the next observation shows what it did."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AskFunction = Callable[[str, float], Awaitable[None]]
 
 
 class Effects:
-    """Carries out the plan's actions, and alone writes a model's attempt."""
+    """Carries out the actions, and alone writes a model's attempt."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The control loop: observes, plans and acts, and offers lease, want and snapshot."""
+"""The control loop: observes, decides and acts, and offers lease, want and snapshot."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sparkd.control import gauges
 from sparkd.control.ability_lookup import AbilityLookup
 from sparkd.control.backoff import FOR_ITS_OWNER, end_backoffs
 from sparkd.control.context import Context, Tasks
+from sparkd.control.decision import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, decide
 from sparkd.control.desired_states import DesiredStates
 from sparkd.control.effects import AskFunction, Effects
 from sparkd.control.evictions import Evictions
 from sparkd.control.journal import Journal, say_change
 from sparkd.control.lease import Lease, LeaseQueue
 from sparkd.control.load_gate import LoadGate
-from sparkd.control.plan import Action, Adopt, Ask, Destroy, Evict, Expire, Fail, MarkStopped, Move, Place, Stop, plan
 from sparkd.control.rank_stopper import RankStopper
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
@@ -227,7 +227,7 @@ class Supervisor:
                 self._wake.clear()
 
     async def tick(self) -> None:
-        """Observe, plan and act once. Acts only after the first memory reading and the adoption scan.
+        """Observe, decide and act once. Acts only after the first memory reading and the adoption scan.
 
         Each step has its own boundary: an exception in one step, or for one model, does not stop the others.
         """
@@ -255,7 +255,7 @@ class Supervisor:
         with around("watchdog"):
             self._watchdog.look(records.values(), observation.readings)
         if self._settled and not self._draining:
-            self._plan_and_act(observation, steady)
+            self._decide_and_act(observation, steady)
         elif not self._settled:
             with around("waits"):
                 self._note_waits(observation)
@@ -268,7 +268,7 @@ class Supervisor:
             for show in self.snapshot_followers:
                 show(snapshot)
 
-    def _plan_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
+    def _decide_and_act(self, observation: Observation, steady: Mapping[str, str | None]) -> None:
         """Take in the observation and start the next actions. steady: by model whose ranks no action was changing, its start."""
         around, records = self.boundary.around, self.registry.records
         # sparkd starts nothing until it knows which nodes are open and which models hold their memory. Stops go ahead.
@@ -289,12 +289,12 @@ class Supervisor:
             self._desired.end_removed()
             self._queue.forget_clients()
             self._evictions.settle()
-        with around("plan"):
+        with around("decide"):
             strangers = tuple(fact for fact in observation.ranks or () if fact.handle.model not in records)
             schedule = Schedule()
             with around("schedule"):
                 schedule = self._schedule(observation, strangers, is_open)
-            actions = plan(self.registry, strangers, schedule, self._clock())
+            actions = decide(self.registry, strangers, schedule, self._clock())
             with around("schedule"):
                 self._note_schedule(schedule)
             for action in actions:

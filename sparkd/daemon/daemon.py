@@ -47,10 +47,10 @@ from sparkd.errors import ConfigError, StateError
 from sparkd.execution.boundary import Boundary
 from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.fabric.rates import RateBook
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits, descriptor_limit, most_connections, most_requests
-from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import bind, gateway_server
@@ -156,7 +156,7 @@ class Daemon:
         self._cluster = Cluster(config, environ, self._boundary, rates.proved)
         self._registry = Registry(config, store, time.monotonic, time.time, options.models)
         self._journal = Journal(store, time.time, self._boundary)
-        protocol = bounded_protocol(_limits(config))
+        protocol = client_connection(_limits(config))
         self._supervisor = Supervisor(
             self._registry,
             self._journal,

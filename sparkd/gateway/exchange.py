@@ -20,8 +20,8 @@ from sparkd.gateway.routes import EXACT, RouteKind
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from sparkd.gateway.client_connection import ClientConnection
     from sparkd.gateway.heartbeat import Heartbeat
-    from sparkd.gateway.protocol import BoundedProtocol
     from sparkd.gateway.relay import Relay
 
 _log = logging.getLogger("sparkd.access")
@@ -33,7 +33,7 @@ _POLLED = frozenset((*_PROBES, "/metrics", "/admin/v1", "/ui/{file}"))
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NO_MEMBERS = Members()
-# Where the scope's extensions have the client's connection, a BoundedProtocol.
+# Where the scope's extensions have the client's connection, a ClientConnection.
 CONNECTION = "sparkd.connection"
 # Ids need to be unlike each other, not secret: one random part per process is enough.
 _ids = count(1)
@@ -105,7 +105,7 @@ class Exchange:
         self.request_id = named.decode() if named is not None and _REQUEST_ID.fullmatch(named) else new_request_id()
 
     @property
-    def client(self) -> BoundedProtocol:
+    def client(self) -> ClientConnection:
         """The client's connection."""
         return self.scope["extensions"][CONNECTION]
 

@@ -199,7 +199,7 @@ class Proxy:
             exchange.heartbeat = Heartbeat(exchange, loading, in_words)
 
     async def _relay(self, lease: EngineLease, route: Route, exchange: Exchange) -> None:
-        """Relay the engine's answer. sparkd.gateway.connection's callbacks move the bytes from socket to socket; this task only waits."""
+        """Relay the engine's answer. EngineConnection's callbacks move the bytes from socket to socket; this task only waits."""
         upstream, scope = lease.upstream, exchange.scope
         target = scope["raw_path"]
         if route.kind is RouteKind.RESPONSE and scope["query_string"]:

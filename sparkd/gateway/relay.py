@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from sparkd.errors import EngineError, SparkdError
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.exchange import Exchange, Tokens
 from sparkd.gateway.failures import error_event, failure_event, is_cut
 from sparkd.gateway.headers import RawHeaders, response_headers
@@ -32,11 +32,11 @@ class Relay:
     over: None when the answer is complete, or the error if the engine broke it off.
     """
 
-    def __init__(self, connection: Connection, exchange: Exchange) -> None:
+    def __init__(self, connection: EngineConnection, exchange: Exchange) -> None:
         client = exchange.client
         self.over: asyncio.Future[EngineError | None] = client.loop.create_future()
         self._client = client
-        self._connection: Connection | None = connection
+        self._connection: EngineConnection | None = connection
         self._exchange = exchange
         self._write: Callable[[bytes], None] = client.transport.write
         self._status = 0
@@ -89,7 +89,7 @@ class Relay:
         else:
             self._client.cut()
 
-    # --- sparkd.gateway.connection.ResponseSink -----------------------------------------------------------------------------------
+    # --- sparkd.gateway.engine_connection.ResponseSink -----------------------------------------------------------------------------------
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status

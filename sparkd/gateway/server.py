@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 from sparkd import metrics
 from sparkd.errors import ConfigError
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.client_connection import ClientConnection
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.protocol import BoundedProtocol
 
 BACKLOG = 2048
 REST_S, CUT_S = 2.0, 1.0
@@ -131,13 +131,13 @@ def map_large_blocks() -> None:
 
 def gateway_server(
     app: ASGIApp,
-    http: type[BoundedProtocol],
+    http: type[ClientConnection],
     *,
     drain_s: float = 30.0,
     boundary: Boundary | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> GatewayServer:
-    """A server for `app`, not yet listening. http: see bounded_protocol.
+    """A server for `app`, not yet listening. http: see client_connection.
 
     Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can.
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sparkd.errors import EngineError, EngineGone
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.headers import RawHeaders
 
 CONNECT_TIMEOUT_S = 2.0
@@ -40,8 +40,8 @@ class Upstream:
         self._address = socket_path or base_url
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self.preamble = f" HTTP/1.1\r\nhost: {url.netloc}\r\n{key}".encode()
-        self._open: set[Connection] = set()
-        self._idle: deque[Connection] = deque()  # the longest idle one first; some may have closed since
+        self._open: set[EngineConnection] = set()
+        self._idle: deque[EngineConnection] = deque()  # the longest idle one first; some may have closed since
         self._sweeper: asyncio.TimerHandle | None = None
         self._shut = False
 
@@ -66,7 +66,7 @@ class Upstream:
         except TimeoutError:
             raise EngineError(f"The engine did not answer {path} within {timeout_s:g} s.") from None
 
-    async def connection(self) -> Connection:
+    async def connection(self) -> EngineConnection:
         """An open idle connection, or a new one. Raises EngineGone if two attempts to connect fail."""
         if self._shut:
             raise EngineGone(_GONE)
@@ -83,7 +83,7 @@ class Upstream:
         except OSError:
             raise EngineGone(_GONE) from None
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: EngineConnection) -> None:
         """Take back a connection whose exchange is over."""
         if self._shut or not connection.usable:
             connection.transport.abort()
@@ -104,16 +104,16 @@ class Upstream:
         for connection in self._open:
             connection.transport.abort()
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: EngineConnection) -> None:
         self._open.add(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: EngineConnection) -> None:
         self._open.discard(connection)
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> EngineConnection:
         loop = asyncio.get_running_loop()
-        connection = Connection(self)
-        opening: Coroutine[Any, Any, tuple[Any, Connection]]
+        connection = EngineConnection(self)
+        opening: Coroutine[Any, Any, tuple[Any, EngineConnection]]
         if self._path is not None:
             opening = loop.create_unix_connection(lambda: connection, self._path)
         else:

@@ -17,9 +17,9 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import UnknownModel, UnknownRoute
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.server import gateway_server
 from sparkd.gateway.upstream import Upstream
@@ -70,7 +70,7 @@ async def serve(asked: argparse.Namespace) -> None:
     requests = RequestLog(RequestStore(Path(asked.stub_socket).with_name("state.db")))
     supervisor = OneModel(asked.model, Upstream(socket_path=asked.stub_socket))
     edge = Edge(supervisor, admin=no_admin, live=well, ready=well, requests=requests)
-    server = gateway_server(edge, bounded_protocol(limits), drain_s=0.0)
+    server = gateway_server(edge, client_connection(limits), drain_s=0.0)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(requests.run())
         tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))

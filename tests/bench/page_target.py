@@ -23,9 +23,9 @@ from sparkd.admin.app import admin_app
 from sparkd.admin.live import Live
 from sparkd.config.config import load_config
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.rates import Rates
 from sparkd.gateway.server import gateway_server
 from sparkd.state.nouns import EngineMemory, Reading
@@ -119,7 +119,7 @@ async def serve(asked: argparse.Namespace) -> None:
     scraper: Any = MadeUpScraper(asked.loaded, chance)
     live = Live(*controlled, scraper, list, series=Series(config.state_dir / "state.db"), boundary=boundary)
     edge = Edge(supervisor, admin=admin_app(*controlled, parts_of(live=live)), live=lambda: (True, {}), ready=lambda: (True, {}))
-    server = gateway_server(edge, bounded_protocol(ClientLimits()), drain_s=0.1, boundary=boundary)
+    server = gateway_server(edge, client_connection(ClientLimits()), drain_s=0.1, boundary=boundary)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.run_until_told([socket.create_server(("127.0.0.1", asked.port))]))
         tasks.create_task(real.run())

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd import metrics
+from sparkd.gateway.client_connection import ClientConnection
 from sparkd.gateway.limits import ClientLimits, most_connections, most_requests
-from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.gateway.server import GatewayServer
 from tests.sparkd.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
 from tests.support.waiting import HUNG_S, until
@@ -145,7 +145,7 @@ import asyncio, socket, sys
 import uvloop
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.limits import ClientLimits, descriptor_limit
-from sparkd.gateway.protocol import bounded_protocol
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.server import gateway_server
 from tests.sparkd.gateway.fakes import FakeSupervisor
 from sparkd.gateway.upstream import Upstream
@@ -156,7 +156,7 @@ async def main():
     edge = Edge(FakeSupervisor(Upstream(base_url="http://127.0.0.1:9")), admin=None, live=well, ready=well)
     listening = socket.create_server(("127.0.0.1", 0))
     print(descriptor_limit(), listening.getsockname()[1], flush=True)
-    await gateway_server(edge, bounded_protocol(ClientLimits(header_s=600))).run_until_told([listening])
+    await gateway_server(edge, client_connection(ClientLimits(header_s=600))).run_until_told([listening])
 
 uvloop.run(main())
 """
@@ -190,7 +190,7 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
     engine: RawEngine, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """The end begins so many turns of the loop after the accept. A connection that is never lost holds the server up until drain_s."""
-    loop, accept = asyncio.get_running_loop(), BoundedProtocol.__init__
+    loop, accept = asyncio.get_running_loop(), ClientConnection.__init__
     told: asyncio.Future[None] = loop.create_future()
 
     async def until_told(_: GatewayServer) -> None:
@@ -202,12 +202,12 @@ async def test_a_connection_that_is_being_opened_when_the_server_ends_is_answere
         else:
             told.set_result(None)
 
-    def accept_and_end(connection: BoundedProtocol, *arguments: Any, **named: Any) -> None:
+    def accept_and_end(connection: ClientConnection, *arguments: Any, **named: Any) -> None:
         end_after(turns)
         accept(connection, *arguments, **named)
 
     monkeypatch.setattr(GatewayServer, "main_loop", until_told)
-    monkeypatch.setattr(BoundedProtocol, "__init__", accept_and_end)
+    monkeypatch.setattr(ClientConnection, "__init__", accept_and_end)
     async with serving(engine, drain_s=HUNG_S) as running:
         early = socket.create_connection(("127.0.0.1", running.port))
         early.sendall(LIVEZ)

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sparkd.errors import LATER
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import RawEngine, Running, post, request, soon
 
@@ -20,9 +20,9 @@ BODY = b'{"model":"tiny"}'
 class LeftUpstream(Upstream):
     """Its first client leaves at the moment at which the engine's connection opens."""
 
-    leaving: asyncio.Task[Connection] | None = None
+    leaving: asyncio.Task[EngineConnection] | None = None
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: EngineConnection) -> None:
         super().opened(connection)
         leaving, self.leaving = self.leaving, None
         if leaving is not None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sparkd.config.groups import Ties
-from sparkd.control.plan import Action, plan
+from sparkd.control.decision import Action, decide
 from sparkd.control.record import Record
 from sparkd.control.scheduler import Schedule, make_schedule
 from sparkd.state.memory_book import MemoryBook
@@ -99,4 +99,4 @@ def planned(
 ) -> list[Action]:
     """The next actions on an empty machine."""
     schedule = scheduled(*records, ties=ties, strangers=strangers, block_reason=block_reason)
-    return plan(_registry(records, ties), strangers, schedule, NOW_S)
+    return decide(_registry(records, ties), strangers, schedule, NOW_S)

@@ -9,7 +9,7 @@ import pytest
 from sparkd.admin.starts import ModelStart, Starts
 from sparkd.state.nouns import ModelState, Progress
 from sparkd.state.snapshot import Snapshot
-from tests.sparkd.control.test_plan import HANDLE
+from tests.sparkd.control.test_decision import HANDLE
 from tests.sparkd.gateway.fakes import view
 
 RANK = replace(HANDLE, started_at_s=103.0)

@@ -12,7 +12,7 @@ import pytest
 from sparkd.control.journal import Journal
 from sparkd.state.nouns import Desired, ModelState, Want
 from sparkd.state.store import Store
-from tests.sparkd.control.test_plan import HANDLE
+from tests.sparkd.control.test_decision import HANDLE
 from tests.sparkd.control.test_supervisor import make_ready, stage
 from tests.support.fakes import FakeClock
 

@@ -15,7 +15,7 @@ from sparkd.control.memory_release import LIMIT_S, MemoryRelease
 from sparkd.state.nouns import RankFact, Reading, Want
 from sparkd.state.snapshot import NodeView
 from sparkd.state.store import Store
-from tests.sparkd.control.test_plan import ALIVE
+from tests.sparkd.control.test_decision import ALIVE
 from tests.sparkd.control.test_supervisor import make_ready, stage
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock, Scene

@@ -19,8 +19,8 @@ from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Watchdog
 from sparkd.errors import EngineError, Unavailable
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
-from tests.sparkd.control.test_plan import ALIVE
-from tests.sparkd.control.test_plan_several_nodes import FIRST, SECOND
+from tests.sparkd.control.test_decision import ALIVE
+from tests.sparkd.control.test_decision_several_nodes import FIRST, SECOND
 from tests.sparkd.control.test_supervisor import make_ready, stage
 from tests.support.facts import lacking
 from tests.support.fakes import READING, FakeClock

@@ -14,8 +14,8 @@ import pytest
 from sparkd.config.config import Config
 from sparkd.daemon.daemon import LOOP_DEAD_S, Daemon, Options
 from sparkd.execution.boundary import Boundary
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.state.snapshot import Snapshot
 from sparkd.state.store import Store
@@ -98,7 +98,7 @@ async def test_a_gateway_is_as_old_as_its_last_turn_and_one_that_ends_is_not_dea
     async def app(scope: object, receive: object, send: object) -> None: ...
 
     monkeypatch.setattr(GatewayServer, "startup", fails_until_it_may)
-    server = gateway_server(app, bounded_protocol(ClientLimits()), drain_s=1.0, boundary=Boundary(clock), clock=clock)
+    server = gateway_server(app, client_connection(ClientLimits()), drain_s=1.0, boundary=Boundary(clock), clock=clock)
     with bind("127.0.0.1", 0) as listening:
         serving = asyncio.create_task(server.run_until_told([listening]))
         await eventually(lambda: len(starts) > 2, "it is begun again")

@@ -18,11 +18,11 @@ import uvicorn.server
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparkd.errors import NoToolParser, RouteNotServed, SparkdError, UnknownModel
+from sparkd.gateway.client_connection import client_connection
 from sparkd.gateway.edge import Edge, EdgeSettings
 from sparkd.gateway.exchange import CONNECTION
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
-from sparkd.gateway.protocol import bounded_protocol
 from sparkd.gateway.proxy import OnWait
 from sparkd.gateway.server import GatewayServer, gateway_server
 from sparkd.gateway.upstream import Upstream
@@ -451,7 +451,7 @@ async def serving(
 
     named: dict[str, Any] = {"admin": admin, "live": well, "ready": well, "probe_token": PROBE_TOKEN} | options
     edge = Edge(supervisor, settings=settings, **named)
-    server = gateway_server(edge, bounded_protocol(limits), drain_s=drain_s)
+    server = gateway_server(edge, client_connection(limits), drain_s=drain_s)
     timers = TurnedLoop()
     server.config.http = _with_timers(server.config.http, timers)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)

@@ -8,7 +8,7 @@ import json
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.server import REST_S
 from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import (
@@ -53,7 +53,7 @@ async def test_a_connection_that_could_not_be_made_is_tried_again(engine: RawEng
         wire = gateway.supervisor.upstream
         connect = wire._connect
 
-        async def comes_then() -> Connection:
+        async def comes_then() -> EngineConnection:
             try:
                 return await connect()
             except OSError:

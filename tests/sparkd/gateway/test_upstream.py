@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.cluster.model_files import ModelFiles
 from sparkd.errors import EngineError, EngineGone
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.upstream import (
     ServedModels,
     Upstream,
@@ -63,7 +63,7 @@ async def test_who_takes_its_connection_at_once_keeps_it(engine: RawEngine, upst
     """A request may take the connection before the task that asked for the page goes on."""
     keep, answers = upstream.keep, []
 
-    def keep_and_take(connection: Connection) -> None:
+    def keep_and_take(connection: EngineConnection) -> None:
         keep(connection)
         if not answers:
             answers.append(_Answer())

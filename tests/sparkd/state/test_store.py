@@ -11,7 +11,7 @@ import pytest
 from sparkd.errors import StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.store import Store
-from tests.sparkd.control.test_plan import HANDLE
+from tests.sparkd.control.test_decision import HANDLE
 
 
 @pytest.fixture

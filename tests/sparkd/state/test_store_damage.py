@@ -15,7 +15,7 @@ import pytest
 from sparkd.errors import StateError
 from sparkd.state.nouns import Desired, Operation, OperationState, Progress, Want
 from sparkd.state.store import SCHEMA_MAJOR, SCHEMA_VERSION, Store
-from tests.sparkd.control.test_plan import HANDLE
+from tests.sparkd.control.test_decision import HANDLE
 from tests.support.fakes import scene, stage
 
 TABLES = ("desired", "handles", "answered", "specs", "operations", "events")

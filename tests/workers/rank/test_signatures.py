@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sparkd.control.plan import Fail
+from sparkd.control.decision import Fail
 from sparkd.state.nouns import Diagnosis, ModelState
-from tests.sparkd.control.test_plan import ALIVE, DEAD, running
+from tests.sparkd.control.test_decision import ALIVE, DEAD, running
 from tests.support.facts import facts
 from tests.support.model_records import planned
 from tests.workers.rank.test_log_parser import ERROR, read

@@ -124,7 +124,7 @@ class Destroy:
 Action = Place | Adopt | Move | Ask | Expire | Evict | Stop | MarkStopped | Fail | Destroy
 
 
-def plan(registry: Registry, strangers: tuple[RankFact, ...], schedule: Schedule, now_s: float) -> list[Action]:
+def decide(registry: Registry, strangers: tuple[RankFact, ...], schedule: Schedule, now_s: float) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
     strangers: ranks of models that are not configured.

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sparkd import metrics
 from sparkd.condition import Condition
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable, UpgradeNotServed
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.exchange import CONNECTION, new_request_id, series
 from sparkd.gateway.failures import error_bytes, json_headers
 from sparkd.gateway.headers import RawHeaders
@@ -57,8 +57,8 @@ class _Refused(ValueError):
     """Raised to leave httptools' callbacks; the error for the client is in `_refusal`."""
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with `limits`. `bounded_protocol` makes a subclass for each server.
+class ClientConnection(HttpToolsProtocol):
+    """uvicorn's httptools protocol with `limits`. `client_connection` makes a subclass for each server.
 
     idle: the server's connections without a request, the longest idle one first.
     full_at_s: when a client last connected beyond the limit, monotonic.
@@ -82,7 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ignores_input = self._shutting_down = False
         self._refusal: SparkdError | None = None
         self._disconnect_callback: Callable[[], object] | None = None
-        self._source: Connection | None = None
+        self._source: EngineConnection | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- for the app, by scope["extensions"][CONNECTION] ------------------------------------------------------------------
@@ -159,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not message.get("more_body", False):
             self.end_answer()
 
-    def set_source(self, source: Connection | None) -> None:
+    def set_source(self, source: EngineConnection | None) -> None:
         """Pause `source` while the client's buffer is full. None withdraws it."""
         self._source = source
         if source is not None and self.flow.write_paused:
@@ -442,6 +442,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
 
-def bounded_protocol(limits: ClientLimits) -> type[BoundedProtocol]:
+def client_connection(limits: ClientLimits) -> type[ClientConnection]:
     """The class that uvicorn instantiates for each connection of one server."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "idle": {}})
+    return type("ClientConnection", (ClientConnection,), {"limits": limits, "idle": {}})

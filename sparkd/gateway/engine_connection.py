@@ -49,7 +49,7 @@ class ResponseSink(Protocol):
     def broken(self, error: EngineError) -> None: ...
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection; one exchange at a time. Made by an Upstream, which keeps it for the next."""
 
     transport: asyncio.Transport

@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.config.config import BackoffSettings
 from sparkd.config.groups import GroupSettings
-from sparkd.control.plan import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, Move, Place, Stop
+from sparkd.control.decision import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, Move, Place, Stop
 from sparkd.control.record import Record
 from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Wait, Want
 from tests.support.facts import lacking

@@ -12,7 +12,7 @@ import pytest
 
 from sparkd.errors import EngineError, EngineGone
 from sparkd.gateway import upstream as wire
-from sparkd.gateway.connection import Connection
+from sparkd.gateway.engine_connection import EngineConnection
 from sparkd.gateway.headers import RawHeaders
 from sparkd.gateway.upstream import Upstream
 from tests.sparkd.gateway.fakes import soon
@@ -25,7 +25,7 @@ ASKED = b"GET / HTTP/1.1\r\n\r\n"
 class Taker:
     """A sink that keeps everything. `write` stands for the client's transport."""
 
-    def __init__(self, connection: Connection | None = None) -> None:
+    def __init__(self, connection: EngineConnection | None = None) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.got = b""
@@ -60,7 +60,7 @@ class Taker:
 
 
 class Transport:
-    """Enough of one for a Connection. `open` ends with the first close or abort."""
+    """Enough of one for a EngineConnection. `open` ends with the first close or abort."""
 
     def __init__(self) -> None:
         self.open = True
@@ -82,7 +82,7 @@ class Transport:
 
 async def hear(*reads: bytes, then_lost: bool = False, passing: bool = True) -> tuple[Taker, Transport]:
     """What a sink gets of an answer that comes in `reads`."""
-    connection, transport = Connection(Upstream(socket_path="/nowhere")), Transport()
+    connection, transport = EngineConnection(Upstream(socket_path="/nowhere")), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
     taker = Taker(connection if passing else None)
     await connection.ask(ASKED, b"", taker)
