@@ -12,7 +12,8 @@ from sparkd.condition import Condition
 from sparkd.fabric.report import Offered
 from sparkd.gateway.routes import ADMIN_ROOT
 from sparkd.hardware import Hardware
-from sparkd.state.nouns import Event, ModelState, Operation, Reading
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Event, Operation, Reading
 from sparkd.state.snapshot import ModelView, NodeView
 
 

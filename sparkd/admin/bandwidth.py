@@ -22,7 +22,8 @@ from sparkd.fabric.environment import environment, rdma_devices, settings, wants
 from sparkd.fabric.interfaces import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric.nccl_log import judge, parse
 from sparkd.fabric.rates import GLOO, NCCL, Rate, RateBook, finding
-from sparkd.state.nouns import RESIDENT, STARTING, Operation, Progress
+from sparkd.state.model_state import RESIDENT, STARTING
+from sparkd.state.nouns import Operation, Progress
 from sparkd.state.snapshot import Snapshot
 
 KIND = "measure"

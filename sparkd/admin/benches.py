@@ -30,7 +30,8 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.errors import BadRequest, Conflict, RankError, SparkdError, UnknownModel
 from sparkd.execution import tool_process
 from sparkd.execution.boundary import is_end
-from sparkd.state.nouns import STARTING, Operation, Progress, Want
+from sparkd.state.model_state import STARTING
+from sparkd.state.nouns import Operation, Progress, Want
 from sparkd.state.snapshot import ModelView
 from sparkd.units import GIB
 from workers.host.interpreter import PACKAGE_DIR, module_command

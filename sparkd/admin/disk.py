@@ -18,7 +18,8 @@ from sparkd.control.journal import Journal
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, NotFound, StateError
-from sparkd.state.nouns import AWAY, Operation, Progress
+from sparkd.state.model_state import AWAY
+from sparkd.state.nouns import Operation, Progress
 from sparkd.units import GIB
 from workers.host.hub_cache import cache_places
 

@@ -16,7 +16,8 @@ from sparkd.control.journal import Journal, say_change
 from sparkd.control.registry import Registry
 from sparkd.errors import CheckpointError, Conflict, ModelUnusable, UnknownModel
 from sparkd.nearest import nearest
-from sparkd.state.nouns import ModelState, Operation, OperationState, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Operation, OperationState, Want
 
 
 class Operator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sparkd.state.nouns import STARTING, ModelState
+from sparkd.state.model_state import STARTING, ModelState
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.units import GIB
 

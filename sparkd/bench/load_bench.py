@@ -19,7 +19,7 @@ from sparkd.bench.result import Cell, LoadRow, LoadWay, Phase
 from sparkd.bench.running_bench import RunningBench, loads_beside
 from sparkd.errors import BadRequest, Conflict, RankError
 from sparkd.gateway.routes import model_path
-from sparkd.state.nouns import STARTING, ModelState
+from sparkd.state.model_state import STARTING, ModelState
 from sparkd.state.snapshot import ModelView
 from workers.host.disk_rate import largest, rate
 from workers.quantization.best_wish import BEST

@@ -15,7 +15,7 @@ from sparkd.bench.figures import one_line
 from sparkd.bench.result import BenchResult, BenchStore
 from sparkd.errors import RankError
 from sparkd.gateway.routes import model_path
-from sparkd.state.nouns import STARTING, ModelState
+from sparkd.state.model_state import STARTING, ModelState
 
 READY_S = 3600.0
 POLL_S = 0.5

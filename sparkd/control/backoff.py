@@ -11,7 +11,7 @@ from sparkd.config.config import BackoffSettings
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.errors import DoesNotFit, ModelUnusable, RankError
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from workers.rank.signatures import LASTING
 
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).

@@ -9,7 +9,8 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule
 from sparkd.state.combined_progress import progress_of
-from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, Want, by_cause
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import Progress, RankFact, Want, by_cause
 from workers.rank.log_parser import ROOT_CAUSE_WINDOW_S, signal_name
 from workers.rank.signatures import HINT
 

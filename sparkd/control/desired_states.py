@@ -7,7 +7,8 @@ from dataclasses import replace
 from sparkd.control.context import Context
 from sparkd.control.record import Record
 from sparkd.errors import Unavailable
-from sparkd.state.nouns import Desired, ModelState, Operation, OperationState, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Desired, Operation, OperationState, Want
 
 
 class DesiredStates:

@@ -32,7 +32,8 @@ from sparkd.errors import (
 )
 from sparkd.fabric.transport import transport_summary
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import AWAY, RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
+from sparkd.state.model_state import AWAY, RESIDENT, STARTING, ModelState, check_step
+from sparkd.state.nouns import OperationState, RankFact, RankHandle, Want
 
 log = logging.getLogger("sparkd.supervisor")
 

@@ -17,7 +17,8 @@ from sparkd.control.record import Evicted, Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import PROMISE_S
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import AWAY, SERVING, ModelState, Wait, Want
+from sparkd.state.model_state import AWAY, SERVING, ModelState
+from sparkd.state.nouns import Wait, Want
 
 # A model waits in vain: a pinned model excludes it, or evicting all others would not suffice.
 EXCLUDED, NO_ROOM = "Excluded", "NoRoom"

@@ -8,7 +8,8 @@ from typing import Any
 from prometheus_client import Gauge
 
 from sparkd import metrics
-from sparkd.state.nouns import ModelState, Progress, Reading
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from sparkd.units import GIB
 from workers.guard.policy import LEVELS

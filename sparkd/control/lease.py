@@ -32,7 +32,8 @@ from sparkd.execution.shared_answer import SharedAnswer
 from sparkd.gateway.proxy import OnWait
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import AWAY, SERVING, STARTING, ModelState, Want
+from sparkd.state.model_state import AWAY, SERVING, STARTING, ModelState
+from sparkd.state.nouns import Want
 from sparkd.vllm.parsers import of_handle
 
 A = TypeVar("A")

@@ -19,7 +19,8 @@ from sparkd.control.memory_release import MemoryRelease
 from sparkd.control.record import Record
 from sparkd.control.views import holders
 from sparkd.errors import Unavailable
-from sparkd.state.nouns import AWAY, Reading, Wait, Want
+from sparkd.state.model_state import AWAY
+from sparkd.state.nouns import Reading, Wait, Want
 from sparkd.units import GIB
 
 # Reasons why nothing is loaded at all; others are those of conditions.

@@ -13,7 +13,8 @@ from sparkd.control.request_queue import RequestQueue
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities
 from sparkd.state.memory_book import Lack
-from sparkd.state.nouns import Desired, ModelState, RankFact, RankHandle, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Desired, RankFact, RankHandle, Want
 
 
 @dataclass(frozen=True, slots=True)

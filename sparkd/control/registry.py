@@ -12,7 +12,8 @@ from sparkd.config.config import Config, config_hash, parse_model
 from sparkd.config.model import ModelConfig
 from sparkd.control.record import Record
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
-from sparkd.state.nouns import Desired, ModelState, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Desired, Want
 from sparkd.state.store import Store
 from sparkd.unexpected import unexpected
 from sparkd.vllm.logging_args import remark

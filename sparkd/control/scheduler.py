@@ -19,7 +19,8 @@ from sparkd.control.evictions import needed_memory, present_models, stay_until_s
 from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.state.memory_book import MemoryBook
-from sparkd.state.nouns import AWAY, STARTING, ModelState, RankFact, Wait
+from sparkd.state.model_state import AWAY, STARTING, ModelState
+from sparkd.state.nouns import RankFact, Wait
 
 # Reasons why a model is not loaded now. Others come first: one is started first, or asked first and waits for room.
 STARTED_FIRST, ASKED_FIRST = "StartedFirst", "AskedFirst"

@@ -36,7 +36,8 @@ from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
 from sparkd.gateway.proxy import OnWait
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import STARTING, EngineMemory, ModelState, Operation, RankFact, Wait, Want
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import EngineMemory, Operation, RankFact, Wait, Want
 from sparkd.state.snapshot import Snapshot
 
 log = logging.getLogger("sparkd.supervisor")

@@ -14,7 +14,8 @@ from sparkd.control.record import Record
 from sparkd.control.registry import Registry
 from sparkd.control.request_queue import RequestQueue
 from sparkd.control.scheduler import Schedule
-from sparkd.state.nouns import AWAY, STARTING, ModelState, Progress, Wait
+from sparkd.state.model_state import AWAY, STARTING, ModelState
+from sparkd.state.nouns import Progress, Wait
 from sparkd.state.snapshot import ModelView
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"

@@ -17,7 +17,8 @@ from sparkd.errors import SparkdError, Unavailable
 from sparkd.gateway.rates import sample_of
 from sparkd.gateway.scraper import page_of
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import SERVING, STARTING, ModelState, Reading
+from sparkd.state.model_state import SERVING, STARTING, ModelState
+from sparkd.state.nouns import Reading
 
 # The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
 # for a compiler shows no kernel. The limit is one owner's (eugr's spark-vllm-docker, issue 260): never a proof by itself.

@@ -17,7 +17,8 @@ from sparkd.control.supervisor import Supervisor
 from sparkd.daemon.gateway_client import GatewayClient
 from sparkd.errors import SparkdError
 from sparkd.render import models as show
-from sparkd.state.nouns import STARTING, ModelState, Want
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import Want
 from sparkd.state.snapshot import ModelView
 
 EVERY_S = 0.25

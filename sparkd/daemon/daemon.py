@@ -55,7 +55,8 @@ from sparkd.gateway.request_log import RequestLog
 from sparkd.gateway.scraper import Scraper
 from sparkd.gateway.server import bind, gateway_server
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import SERVING, Want
+from sparkd.state.model_state import SERVING
+from sparkd.state.nouns import Want
 from sparkd.state.request_store import RequestStore
 from sparkd.state.series import Series
 from sparkd.state.store import FILE, Store

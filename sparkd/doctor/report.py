@@ -11,7 +11,7 @@ from sparkd.config.config import Config
 from sparkd.doctor import memory, storage, system
 from sparkd.doctor.host import Host
 from sparkd.fabric.checks import FAIL, OK, WARN, Finding, unanswered, worst
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from sparkd.state.snapshot import ModelView
 
 

@@ -32,7 +32,7 @@ from sparkd.gateway.relay import Relay
 from sparkd.gateway.routes import Route, RouteKind
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import RequestNeeds
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from sparkd.state.snapshot import Snapshot
 
 _RESPONSES = "/v1/responses"

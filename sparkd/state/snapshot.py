@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.condition import Condition
-from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, ModelState, Operation, Progress, RankHandle, Reading, Wait, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import AS_NODE, EngineMemory, Machine, Operation, Progress, RankHandle, Reading, Wait, Want
 
 
 @dataclass(frozen=True, slots=True)

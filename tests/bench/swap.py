@@ -41,7 +41,8 @@ from sparkd.control import evictions, scheduler
 from sparkd.control.watchdog import Watchdog
 from sparkd.errors import Unavailable
 from sparkd.gateway.upstream import ServedModels
-from sparkd.state.nouns import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Reading
 from tests.bench.arguments import Parser, amount
 from tests.support.fakes import FakeClock, FakeCluster, Loop, Scene, stage
 

@@ -186,9 +186,7 @@ def _cause_age_s(epoch_s: float | None, progress: Mapping[str, Any]) -> float | 
     return float((time.time() if epoch_s is None else epoch_s + time.monotonic()) - error_at_s)
 
 
-def _fact(
-    rank_id: str, status: Mapping[str, Any], progress: Mapping[str, Any], shim: Identity | None, living: int
-) -> dict[str, Any]:
+def _fact(rank_id: str, status: Mapping[str, Any], progress: Mapping[str, Any], shim: Identity | None, living: int) -> dict[str, Any]:
     return {
         "rank_id": rank_id,
         "handle": status.get("handle"),

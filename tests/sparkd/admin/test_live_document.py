@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 from sparkd.admin.live_document import OPERATIONS, LiveDocument, NodeAnswers, cables_of, document_of, series_of
 from sparkd.condition import Condition
 from sparkd.gateway.rates import Rates
-from sparkd.state.nouns import EngineMemory, Machine, ModelState, Operation, OperationState, Progress, RankHandle, Reading
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import EngineMemory, Machine, Operation, OperationState, Progress, RankHandle, Reading
 from sparkd.state.snapshot import NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view
 from workers.host.memory_limits import MemoryLimits

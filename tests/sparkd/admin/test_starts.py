@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sparkd.admin.starts import ModelStart, Starts
-from sparkd.state.nouns import ModelState, Progress
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress
 from sparkd.state.snapshot import Snapshot
 from tests.sparkd.control.test_decision import HANDLE
 from tests.sparkd.gateway.fakes import view

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.state.nouns import STARTING, Progress, Want
+from sparkd.state.model_state import STARTING
+from sparkd.state.nouns import Progress, Want
 from tests.support.fakes import Scene, stage
 
 UP = Progress(phase="serving", server_up=True)

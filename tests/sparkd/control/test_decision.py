@@ -11,7 +11,8 @@ from sparkd.config.config import BackoffSettings
 from sparkd.config.groups import GroupSettings
 from sparkd.control.decision import DEAF_S, Adopt, Ask, Destroy, Expire, Fail, MarkStopped, Move, Place, Stop
 from sparkd.control.record import Record
-from sparkd.state.nouns import ModelState, Progress, RankFact, RankHandle, Wait, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress, RankFact, RankHandle, Wait, Want
 from tests.support.facts import lacking
 from tests.support.model_records import changed, planned, record_of
 

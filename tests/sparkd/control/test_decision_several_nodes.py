@@ -9,7 +9,8 @@ import pytest
 from sparkd.control.decision import Adopt, Ask, Destroy, Fail, MarkStopped, Move, Place, Stop
 from sparkd.control.record import Record
 from sparkd.state.combined_progress import progress_of
-from sparkd.state.nouns import ModelState, Progress, RankFact, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress, RankFact, Want
 from tests.sparkd.control.test_decision import ALIVE, HANDLE, HASH, NOW_S, RUNNING
 from tests.support.facts import lacking
 from tests.support.model_records import changed, planned

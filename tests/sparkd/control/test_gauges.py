@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sparkd import __version__, metrics
 from sparkd.config.memory import MemorySettings
 from sparkd.control import gauges
-from sparkd.state.nouns import ModelState, Progress, Reading
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress, Reading
 from sparkd.state.snapshot import ModelView, NodeView, Snapshot
 from tests.sparkd.gateway.fakes import view
 from workers.quantization.recipe import QuantizationRecipe

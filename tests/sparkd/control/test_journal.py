@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparkd.control.journal import Journal
-from sparkd.state.nouns import Desired, ModelState, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Desired, Want
 from sparkd.state.store import Store
 from tests.sparkd.control.test_decision import HANDLE
 from tests.sparkd.control.test_supervisor import make_ready, stage

@@ -22,7 +22,8 @@ from sparkd.control.request_queue import PROMISE_S
 from sparkd.control.scheduler import ASKED_FIRST, ENDS, LEAVE, LOADS, PASS, STARTED_FIRST, STAY, UNCLAIMED, Schedule
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.state.memory_book import Lack, MemoryBook
-from sparkd.state.nouns import ModelState, OperationState, Reading, Wait, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import OperationState, Reading, Wait, Want
 from sparkd.state.snapshot import NodeView
 from tests.sparkd.control.test_supervisor import left
 from tests.support.facts import lacking

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sparkd.config.config import Config, load_config
 from sparkd.control.supervisor import Supervisor
 from sparkd.errors import EngineError, SparkdError, Unavailable
-from sparkd.state.nouns import STARTING, ModelState, Progress, Want
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import Progress, Want
 from sparkd.state.store import Store
 from tests.support.fakes import FakeClock, Loop, supervised
 from tests.support.machine_cluster import UP, MachineCluster

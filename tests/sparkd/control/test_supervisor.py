@@ -44,7 +44,8 @@ from sparkd.errors import (
 )
 from sparkd.gateway.upstream import ServedModels
 from sparkd.state.abilities import GENERATE, POOL, Abilities, RequestNeeds
-from sparkd.state.nouns import STARTING, Desired, ModelState, OperationState, Progress, RankFact, Wait, Want
+from sparkd.state.model_state import STARTING, ModelState
+from sparkd.state.nouns import Desired, OperationState, Progress, RankFact, Wait, Want
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.gateway.fakes import soon
 from tests.support.facts import lacking

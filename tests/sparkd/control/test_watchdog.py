@@ -18,7 +18,8 @@ from sparkd.control.record import Attempt, Record
 from sparkd.control.watchdog import ALONE, FIRST_STEP_S, TEAM, Watchdog
 from sparkd.errors import EngineError, Unavailable
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import Desired, ModelState, Progress, RankFact, Reading, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Desired, Progress, RankFact, Reading, Want
 from tests.sparkd.control.test_decision import ALIVE
 from tests.sparkd.control.test_decision_several_nodes import FIRST, SECOND
 from tests.sparkd.control.test_supervisor import make_ready, stage

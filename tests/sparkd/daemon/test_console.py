@@ -19,7 +19,8 @@ from sparkd.daemon import console as module
 from sparkd.daemon.console import Console
 from sparkd.daemon.daemon import _lan_url
 from sparkd.errors import DoesNotFit, EngineError, SparkdError
-from sparkd.state.nouns import ModelState, Progress, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress, Want
 from tests.sparkd.control.test_supervisor import UP, stage
 from tests.support.facts import lacking
 from tests.support.fakes import FakeClock, Scene

@@ -22,7 +22,7 @@ from sparkd.doctor.report import Report, examined, report
 from sparkd.errors import Unavailable
 from sparkd.fabric.checks import Finding
 from sparkd.fabric.report import report as fabric_report
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from tests.sparkd.gateway.fakes import view
 from tests.support.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
 from tests.support.fabric_tree import scenarios, write_nodes

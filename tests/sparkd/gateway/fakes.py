@@ -27,7 +27,8 @@ from sparkd.gateway.proxy import OnWait
 from sparkd.gateway.server import GatewayServer, gateway_server
 from sparkd.gateway.upstream import Upstream
 from sparkd.state.abilities import Abilities, RequestNeeds
-from sparkd.state.nouns import ModelState, Want
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Want
 from sparkd.state.snapshot import ModelView, Snapshot
 from sparkd.vllm.parsers import Parsers
 from tests.support.waiting import HUNG_S, eventually

@@ -12,7 +12,8 @@ import pytest
 from sparkd.errors import ModelCannotLoad, ModelLoading, Unavailable
 from sparkd.gateway.heartbeat import how_far
 from sparkd.gateway.limits import ClientLimits
-from sparkd.state.nouns import ModelState, Progress
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress
 from tests.sparkd.gateway.fakes import (
     ANSWER,
     DONE,

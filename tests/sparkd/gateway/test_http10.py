@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from sparkd.gateway.limits import ClientLimits
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from tests.sparkd.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
 
 CHAT = "/v1/chat/completions"

@@ -21,7 +21,7 @@ from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.routes import EXACT, RouteKind
 from sparkd.gateway.upstream import Upstream
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from sparkd.vllm.parsers import Parsers
 from tests.sparkd.gateway.fakes import (
     ANSWER,

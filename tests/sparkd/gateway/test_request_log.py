@@ -13,7 +13,7 @@ from sparkd.gateway import request_log
 from sparkd.gateway.keys import KeyDigests, digest
 from sparkd.gateway.limits import ClientLimits
 from sparkd.gateway.request_log import RequestLog
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from sparkd.state.request_store import ROWS_AT_ONCE, RequestRow, RequestStore
 from tests.sparkd.gateway.fakes import (
     DONE,

@@ -8,7 +8,8 @@ import pytest
 from fastapi import FastAPI
 
 from sparkd.gateway.limits import ClientLimits
-from sparkd.state.nouns import ModelState, Progress
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Progress
 from tests.sparkd.gateway.fakes import (
     RawEngine,
     chunked,

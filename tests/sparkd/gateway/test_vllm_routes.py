@@ -7,7 +7,7 @@ import pytest
 from sparkd.gateway.keys import KeyDigests
 from sparkd.gateway.routes import EXACT, RouteKind, nearest
 from sparkd.state.abilities import GENERATE, POOL, Abilities
-from sparkd.state.nouns import ModelState
+from sparkd.state.model_state import ModelState
 from tests.sparkd.gateway.fakes import RawEngine, Running, serving, view
 
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import StateError
-from sparkd.state.nouns import LEGAL, STARTING, ModelState, check_step
+from sparkd.state.model_state import LEGAL, STARTING, ModelState, check_step
 
 
 def test_every_state_can_fail_or_be_stopped_and_comes_to_rest() -> None:

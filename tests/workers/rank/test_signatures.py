@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sparkd.control.decision import Fail
-from sparkd.state.nouns import Diagnosis, ModelState
+from sparkd.state.model_state import ModelState
+from sparkd.state.nouns import Diagnosis
 from tests.sparkd.control.test_decision import ALIVE, DEAD, running
 from tests.support.facts import facts
 from tests.support.model_records import planned
