@@ -193,7 +193,7 @@ async def test_a_load_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     async def clear(*_: object) -> None:
         raise RankError("far enough")
 
-    monkeypatch.setattr(cluster.launcher, "_clear", clear)
+    monkeypatch.setattr(cluster.launcher, "_prepare_nodes", clear)
     with pytest.raises(RankError, match="far enough"):
         await cluster.launcher.start(placement, spec, StartId("m-1", 1, ""))
     assert looked == ["asked"]
