@@ -9,12 +9,12 @@ import sys
 
 from sparkd.__main__ import main
 from sparkd.cluster import node_tracker
-from sparkd.control import plan
+from sparkd.control import decision
 from tests.support.lone_sparkd import alone
 from tests.support.waiting import HUNG_S
 
 if __name__ == "__main__":
     alone()
     node_tracker.NODE_GRACE_S = node_tracker.ACCEPTED_S = HUNG_S
-    plan.ALONE_DARK_S = plan.DARK_S = HUNG_S
+    decision.ALONE_DARK_S = decision.DARK_S = HUNG_S
     sys.exit(main())
